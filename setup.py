@@ -195,9 +195,8 @@ class Native:
         names = tuple(f"sm_{arch}" for arch in self.targets)
         say(f"building for torch {self.version} with nvcc {self.nvcc_version}, {', '.join(names)}")
         folder.mkdir(parents=True, exist_ok=True)
-        temp = (
-            ROOT / "build" / f"native-cu{self.cuda}"
-        )  # kept: a second build compiles what changed
+        # kept: a second build compiles what changed
+        temp = ROOT / "build" / f"native-cu{self.cuda}"
         kernels = build.build_kernels(
             CSRC,
             folder,
@@ -295,9 +294,8 @@ class SourceDistribution(sdist):
     """Holds all of csrc/, headers too, whatever can be compiled where it is made."""
 
     def make_distribution(self):
-        sources = {
-            str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[ch]*")
-        }  # .cpp, .cu, .cuh, .h
+        # .cpp, .cu, .cuh, .h
+        sources = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[ch]*")}
         self.filelist.extend(sorted(sources - set(self.filelist.files)))
         super().make_distribution()
 

@@ -28,9 +28,8 @@ from fsdp_quant.storage import Storage
 
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of a tensor, uint8 [.., itemsize]."""
-    whole = (
-        t.detach().cpu().clone(memory_format=torch.contiguous_format)
-    )  # contiguous() keeps strides of dims of 1
+    # contiguous() keeps strides of dims of 1
+    whole = t.detach().cpu().clone(memory_format=torch.contiguous_format)
     return whole.reshape(*t.shape, 1).view(torch.uint8)
 
 
@@ -121,9 +120,8 @@ def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None
     for q in (KERNEL_QUANTIZERS | OTHER).values():
         if unsupported_reason(q.fmt) is None:
             block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}[q.fmt.scale]
-            none = (
-                q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes
-            )  # an operand only where it is anchored, if at all
+            # an operand only where it is anchored, if at all
+            none = q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes
             fmts[q.fmt] = () if none else (NATIVE, SPREAD) if spreads(q.fmt) else (NATIVE,)
 
     def code(fmt: Format, layout: str) -> int:
@@ -191,10 +189,8 @@ def values(
 ) -> Tensor:
     """Test inputs: "gauss", "outliers" (a few channels x1000), "tiny" (gradient-like), "heavy"
     (student t, 3)."""
-    random = {
-        "generator": torch.Generator("cpu").manual_seed(seed),
-        "device": "cpu",
-    }  # the same on every device
+    # the same on every device
+    random = {"generator": torch.Generator("cpu").manual_seed(seed), "device": "cpu"}
     x = torch.randn(*shape, **random)
     if kind == "outliers":
         x = x * torch.where(torch.rand(shape[-1], **random) < 0.05, 1000.0, 1.0)

@@ -672,9 +672,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
     if args.save and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        args.resume = (
-            args.save if checkpoints(args.save) else args.resume
-        )  # a rank of this run died
+        # a rank of this run died
+        args.resume = args.save if checkpoints(args.save) else args.resume
     if args.resume:
         facts = run_facts(recipe, config, args)
         first, args.resume = find_checkpoint(args.resume, facts, args.steps)

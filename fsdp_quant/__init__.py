@@ -8,10 +8,8 @@ torch._dynamo, which take a second: it is imported at the first use of a public 
 
 from typing import TYPE_CHECKING
 
-from .gemm import (
-    StaleWeightError,
-    gemm,
-)  # a submodule has the name of the function: it is bound before others import it
+# a submodule has the name of the function: it is bound before others import it
+from .gemm import StaleWeightError, gemm
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403

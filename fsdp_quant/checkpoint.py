@@ -239,11 +239,8 @@ def fingerprint(
     if storage.shape[0] == 0:
         return total
     row0 = storage.row0 + part[0] * part_rows
-    block = {
-        "data": 1,
-        "scale": storage.fmt.dims(storage.direction)[0],
-        "tensor_amax": None,
-    }  # rows that share one
+    # rows that share one
+    block = {"data": 1, "scale": storage.fmt.dims(storage.direction)[0], "tensor_amax": None}
     for name, buffer in storage.buffers().items():
         if block[name] is None and (row0 or (part[1] and buffer.numel() == 1)):
             continue  # of the whole tensor: counted with its first row
@@ -352,9 +349,8 @@ def _whole_scale(storage: Storage, shape: list[int], group: dist.ProcessGroup) -
     whole = storage.scale.new_zeros(shape)
     first = storage.row0 // storage.fmt.dims(storage.direction)[0]
     whole[first : first + storage.scale.shape[0]] = storage.scale
-    bits = whole.view(
-        torch.int32 if whole.dtype is torch.float32 else whole.dtype
-    )  # scales are not negative
+    # scales are not negative
+    bits = whole.view(torch.int32 if whole.dtype is torch.float32 else whole.dtype)
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return whole
 

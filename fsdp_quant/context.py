@@ -124,15 +124,13 @@ class StepState:
         # Called when another step begins: of a model, or of all (None: by `begin_step`, or of
         # layers that run without one).
         self.followers: list[Callable[[nn.Module | None, int], None]] = []
-        self.before_roll: list[
-            Callable[[Collection[AmaxHistory]], None]
-        ] = []  # with what is to be rolled
+        # with what is to be rolled
+        self.before_roll: list[Callable[[Collection[AmaxHistory]], None]] = []
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self._kept: dict[
-            tuple[torch.device, int], Tensor
-        ] = {}  # of no offset; and what graphs read
+        # of no offset; and what graphs read
+        self._kept: dict[tuple[torch.device, int], Tensor] = {}
 
     @property
     def step(self) -> int:
@@ -219,9 +217,8 @@ class StepState:
         """`on` where a graph is traced: the graph has another tensor where it runs under another
         offset."""
         here = contexts()
-        found = here.steps.get(
-            device
-        )  # none where layers were made inside a context within this one
+        # none where layers were made inside a context within this one
+        found = here.steps.get(device)
         return _moved(_NO_CONTEXTS.steps[device], here.token_offset) if found is None else found
 
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
@@ -243,8 +240,8 @@ class StepState:
         """Raise ValueError in a CUDA graph, which would write today's values at every replay."""
         if self.is_captured:
             raise ValueError(
-                "fq.begin_step writes values of the host to the device, and a captured CUDA graph would repeat them at every "
-                "replay; call it outside of the graph, before a replay"
+                "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
+                "would repeat them at every replay; call it outside of the graph, before a replay"
             )
 
     def publish(self) -> None:
@@ -294,19 +291,16 @@ class TrainingSteps:
 
     def __init__(self):
         self.next, self.open, self.traced, self.ahead = 0, False, False, False
-        self.is_counting, self.is_scheduled = (
-            False,
-            False,
-        )  # a model's hook calls `begin`; the model follows a schedule
+        # a model's hook calls `begin`; the model follows a schedule
+        self.is_counting, self.is_scheduled = (False, False)
         self.has_run = False  # `begin` was called
         self.layers: list[weakref.ref] | None = (
             None  # of the model, found as its first training forward begins
         )
         self.alike: list[list[AmaxHistory]] = []  # what graphs roll
         self.at: int | None = None  # the step whose amaxes the histories collect
-        self._counts: dict[
-            torch.device, Tensor
-        ] = {}  # int64 [2], (next, open) as graphs read and write them
+        # int64 [2], (next, open) as graphs read and write them
+        self._counts: dict[torch.device, Tensor] = {}
         self.live.add(self)
 
     def __getstate__(self) -> dict:
@@ -455,9 +449,8 @@ class _Alone(threading.local):
             else:
                 self._rolled = rolled
         if joins and its == self._pass and (self._restored or ran_in not in (None, its)):
-            roll(
-                self._rolls([layer])
-            )  # what a checkpoint, or the layer that it is a copy of, left open
+            # what a checkpoint, or the layer that it is a copy of, left open
+            roll(self._rolls([layer]))
         layer.__dict__["_ran_in"] = self._pass
 
     def _rolls(self, layers: Collection[nn.Module]) -> list[AmaxHistory]:
@@ -493,8 +486,8 @@ def note_forward(layer: nn.Module, grad: bool) -> None:
         return
     if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
         raise ValueError(
-            f"{layer._name}: its model follows a schedule and runs by pieces, so nobody knows when a step begins; call "
-            "fq.begin_step(step), or the model"
+            f"{layer._name}: its model follows a schedule and runs by pieces, so nobody knows when "
+            "a step begins; call fq.begin_step(step), or the model"
         )
     _ALONE.run(layer)
 
@@ -504,9 +497,8 @@ def steps_of(model: nn.Module) -> TrainingSteps:
     one."""
     modules = list(model.modules())
     counted = [steps for m in modules if (steps := m.__dict__.get("_training_steps")) is not None]
-    packed = [
-        layer for m in modules for layer in m.__dict__.get("_linears", ())
-    ]  # experts of one weight are no submodules
+    # experts of one weight are no submodules
+    packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
     if any(m in _ALONE.layers for m in (*modules, *packed)):
         counted.append(_ALONE.steps)
     return (
@@ -586,7 +578,8 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
     """
     if step is not None and (not hasattr(step, "__index__") or step < 0):
         raise ValueError(
-            f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that begins, an int from 0"
+            f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
+            "begins, an int from 0"
         )
     STEP.check_writable()
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
@@ -651,9 +644,11 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> No
             parts = parts or _parts_of(optimizer)
             if not local.is_held_by(parts):
                 raise ValueError(
-                    f"{local.state.name} is a quantized parameter, and this {type(optimizer).__name__} holds no fp32 master of "
-                    "it; step it with fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it requires grad on the "
-                    "rank that steps it (shard by fully_shard), or build the model without fq.quantized_model_init"
+                    f"{local.state.name} is a quantized parameter, and this "
+                    f"{type(optimizer).__name__} holds no fp32 master of it; step it with "
+                    "fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it "
+                    "requires grad on the rank that steps it (shard by fully_shard), or build the "
+                    "model without fq.quantized_model_init"
                 )
 
 
@@ -763,9 +758,8 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 
 # Autocast #
 
-_HIGH_PRECISION = identity(
-    backward_override=None
-)  # made here: a recipe is no object yet while a graph is traced
+# made here: a recipe is no object yet while a graph is traced
+_HIGH_PRECISION = identity(backward_override=None)
 
 
 @contextlib.contextmanager

@@ -114,9 +114,8 @@ def gemm(
     )
     if domain is None:
         domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
-        if domain in ("native", "anchored") and (
-            a.row0 or b.row0
-        ):  # rows of a tensor have no layout of their own
+        # rows of a tensor have no layout of their own
+        if domain in ("native", "anchored") and (a.row0 or b.row0):
             domain = (
                 "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
             )

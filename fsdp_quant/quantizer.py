@@ -234,14 +234,12 @@ class HybridQuantizer:
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
             if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-                encodings[COLUMNWISE] = self.columnwise.encoding(
-                    COLUMNWISE
-                )  # the same codes, laid out otherwise
+                # the same codes, laid out otherwise
+                encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
-        source = {
-            d: d if d in self.encodings else ROWWISE for d in encodings
-        }  # whose history scales it
+        # whose history scales it
+        source = {d: d if d in self.encodings else ROWWISE for d in encodings}
         encoded = dispatch.encode(
             x,
             list(encodings.values()),
@@ -277,9 +275,8 @@ class HybridQuantizer:
         """
         rows = as_rows(x.detach())
         if any(not e.fmt.is_quantized for e in self.encodings.values()):
-            rows = (
-                rows.clone()
-            )  # an identity storage is made over its input, and `update` writes into it
+            # an identity storage is made over its input, and `update` writes into it
+            rows = rows.clone()
         if key is None and self.is_stochastic:
             key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(
                 x.device

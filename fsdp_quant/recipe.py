@@ -679,6 +679,5 @@ def by_name(name: str, **options) -> Recipe:
     )
 
 
-_by_text = torch.compiler.assume_constant_result(
-    by_name
-)  # a recipe is no object yet while a graph is traced
+# a recipe is no object yet while a graph is traced
+_by_text = torch.compiler.assume_constant_result(by_name)

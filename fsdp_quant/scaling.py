@@ -285,9 +285,8 @@ class SharedStatistics:
         for slot, amax in self._padded:
             slot.copy_(amax)
         self._reduction = _Reduction(slots, group)
-        self._rows: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (row of a result, what it is to be), beside rows of its own rank
+        # (row of a result, what it is to be), beside rows of its own rank
+        self._rows: list[tuple[Tensor, Tensor]] = []
         for (f, e, local, block_row, own), reduced in zip(into, self._reduction.result):
             amax, tensor_amax = self.results[f][e]
             reduced = reduced[fragments[f].part[0]] if own else reduced
@@ -406,16 +405,14 @@ class AmaxHistory:
     used, stays as it is.
     """
 
-    live: ClassVar[weakref.WeakSet[AmaxHistory]] = (
-        weakref.WeakSet()
-    )  # every history of the process; ends with its owner
+    # every history of the process; ends with its owner
+    live: ClassVar[weakref.WeakSet[AmaxHistory]] = weakref.WeakSet()
 
     def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
         self.live.add(self)
         self.scaling, self.element_max, self.stays = scaling, element_max, stays
-        with torch.inference_mode(
-            False
-        ):  # written in place later, also by steps outside inference mode
+        # written in place later, also by steps outside inference mode
+        with torch.inference_mode(False):
             self.amaxes = torch.zeros(scaling.length, device="cpu")
             self.enc = torch.zeros(1, device="cpu")
 

@@ -177,8 +177,8 @@ class Storage:
             return self
         if self.fmt.rotated and self.direction is not ROWWISE:
             raise ValueError(
-                f"rows [{start}, {start + length}) of {self.describe()} cannot be cut out: the rotation mixes rows; "
-                "use dequantize(), or quantize the rows you want"
+                f"rows [{start}, {start + length}) of {self.describe()} cannot be cut out: the "
+                "rotation mixes rows; use dequantize(), or quantize the rows you want"
             )
         scale, b0 = self.scale, self.fmt.dims(self.direction)[0]
         if scale is not None and b0 is not None:
@@ -227,7 +227,8 @@ class Storage:
         """
         if not self.fmt.shares_storage:
             raise ValueError(
-                f"{self.describe()} cannot serve as {direction.value}: its blocks differ by direction"
+                f"{self.describe()} cannot serve as {direction.value}: its blocks differ by "
+                "direction"
             )
         return replace(self, direction=direction)
 
@@ -364,9 +365,8 @@ class Storage:
             data, scale = dispatch.anchor_codes(*codes, wanted)
         tensor_amax = self.tensor_amax if has_tensor_amax(self.fmt, wanted) else None
         of = self.fmt, self.direction, self.shape
-        return Storage(
-            *of, data, scale, tensor_amax, self.dtype, self.row0, wanted
-        )  # replace() takes three times as long
+        # replace() takes three times as long
+        return Storage(*of, data, scale, tensor_amax, self.dtype, self.row0, wanted)
 
     def turns(self, wanted: str) -> bool:
         """`in_layout(wanted)` transposes compact codes."""
@@ -437,7 +437,8 @@ class Storage:
     def _check_whole(self) -> None:
         if self.row0:
             raise ValueError(
-                f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole tensor"
+                f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole "
+                "tensor"
             )
 
     def _scale_to_gemm_layout(self, scale: Tensor, arch: str) -> Tensor:
@@ -452,9 +453,8 @@ class Storage:
     def scale_copies(self, made: Storage) -> list[RecordedLaunch]:
         """What writes the scales of this storage as they are in `made`, where those are a copy in
         another order, zeros behind it."""
-        if (
-            made.layout != NATIVE or made.scale is None or made.scale.dim() != 2
-        ):  # swizzled, or views of them
+        # swizzled, or views of them
+        if made.layout != NATIVE or made.scale is None or made.scale.dim() != 2:
             return []
         if made.scale.data_ptr() == self.scale.data_ptr():
             return []
@@ -540,9 +540,8 @@ class Storage:
             dtypes, shapes = wanted.get(name, ((), ()))
             buffer = found.get(name)
             shape = None if buffer is None else tuple(buffer.shape)
-            flat = (
-                shape is not None and name == "scale" and self.layout != COMPACT
-            )  # of as many elements, in any shape
+            # of as many elements, in any shape
+            flat = shape is not None and name == "scale" and self.layout != COMPACT
             if (
                 buffer is None
                 or buffer.dtype not in dtypes
@@ -551,7 +550,8 @@ class Storage:
                 got = "missing" if buffer is None else f"{buffer.dtype} {list(shape)}"
                 want = " or ".join(f"{d} {list(s)}" for d in dtypes for s in shapes) or "none"
                 raise ValueError(
-                    f"{name} of {self.describe()} is {got}, wanted {want}: the file is damaged, or of other facts"
+                    f"{name} of {self.describe()} is {got}, wanted {want}: the file is damaged, or "
+                    "of other facts"
                 )
 
     def _scale_shapes(self, rows: int, cols: int) -> set[tuple[int, ...]]:

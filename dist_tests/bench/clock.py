@@ -54,9 +54,8 @@ class DeviceClock:
 
         l2:  "flush": 256 MB are zeroed before each call; else the L2 is left as it is.
         """
-        kept: deque = deque(
-            maxlen=len(calls)
-        )  # results live on, so that the next call's buffers are others
+        # results live on, so that the next call's buffers are others
+        kept: deque = deque(maxlen=len(calls))
         times, hidden, spin = [], True, SPIN_CYCLES
         for i in range(-2 * len(calls) - 1, self.repeats):
             while True:

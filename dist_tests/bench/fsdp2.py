@@ -190,9 +190,8 @@ def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
 
             precompute_float8_dynamic_scale_for_fsdp(net)
 
-    aside = (
-        torch.cuda.Stream() if captured else torch.cuda.current_stream()
-    )  # where captures are made
+    # where captures are made
+    aside = torch.cuda.Stream() if captured else torch.cuda.current_stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(2):

@@ -64,11 +64,8 @@ SHAPES: tuple[Shape, ...] = (
     (16384, 6144, 4096),
 )
 INPUTS = 3
-GROUPS, TOKENS, EXPERT = (
-    (8, 64, 128),
-    1024,
-    (4096, 2048),
-)  # tokens of an expert, [N, K] of its weight
+# tokens of an expert, [N, K] of its weight
+GROUPS, TOKENS, EXPERT = ((8, 64, 128), 1024, (4096, 2048))
 FARTHEST = 0.25  # share of the norm of the bf16 product
 
 

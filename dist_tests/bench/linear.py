@@ -179,9 +179,8 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.data.x.grad = None
-        torch.autograd.graph.increment_version(
-            self.data.x
-        )  # the next batch: its codes are made anew
+        # the next batch: its codes are made anew
+        torch.autograd.graph.increment_version(self.data.x)
 
 
 BASE = Arm("bf16 compiled", torch.compile)

@@ -513,9 +513,8 @@ def collects_group(e: Encoding) -> Callable[[Group], Work]:
 
 def transposes_group(g: Group) -> Work:
     """relayout_group: the bytes of every tensor's codes to their transpose."""
-    codes = [
-        t.view(torch.uint8)[:, : t.shape[1]].contiguous() for t in g.tensors
-    ]  # random bytes will do
+    # random bytes will do
+    codes = [t.view(torch.uint8)[:, : t.shape[1]].contiguous() for t in g.tensors]
     out = [torch.empty(t.shape[1], t.shape[0], dtype=torch.uint8, device=t.device) for t in codes]
     rows, cols = [t.shape[0] for t in codes], [t.shape[1] for t in codes]
     kinds, zeros, ones = [native.TRANSPOSE_BYTES] * len(codes), [0] * len(codes), [1] * len(codes)

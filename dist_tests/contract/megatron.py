@@ -452,9 +452,8 @@ def check_gather(ranks: str) -> None:
             refused = True
         assert refused, "a state dict of stale values was handed out"
         for run in (by_values, by_codes):
-            run.ddp.disable_forward_pre_hook(
-                param_sync=True
-            )  # as before a checkpoint or an evaluation
+            # as before a checkpoint or an evaluation
+            run.ddp.disable_forward_pre_hook(param_sync=True)
         theirs = by_values.ddp.module.state_dict()
         for key, value in by_codes.ddp.module.state_dict().items():
             if isinstance(value, Tensor):

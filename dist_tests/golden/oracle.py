@@ -30,13 +30,8 @@ import numpy as np
 FLT_MAX = float(np.finfo(np.float32).max)
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e2m3": 7.5, "e2m1": 6.0}
 BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
-FLOOR_EXPONENT = {
-    "e4m3": 8,
-    "e5m2": 15,
-    "e3m2": 4,
-    "e2m3": 2,
-    "e2m1": 2,
-}  # of the largest value: 448 = 1.75 * 2^8
+# of the largest value: 448 = 1.75 * 2^8
+FLOOR_EXPONENT = {"e4m3": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}
 SIGNS = "+++-+------+-+--"
 
 
@@ -134,9 +129,8 @@ def cast(values: np.ndarray, element: str, random: np.ndarray | None = None) -> 
         up = (random + 0.5) / 256 * gap < below
     sign_bit = 2 ** (BITS[element] - 1)
     codes = np.where(up, high, low) + np.where(np.signbit(values), sign_bit, 0)
-    return np.where(nan, sign_bit - 1, codes).astype(
-        np.uint8
-    )  # 8 bits: NaN; fewer: the largest value
+    # 8 bits: NaN; fewer: the largest value
+    return np.where(nan, sign_bit - 1, codes).astype(np.uint8)
 
 
 def value_of(codes: np.ndarray, element: str) -> np.ndarray:

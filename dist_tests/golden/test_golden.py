@@ -431,11 +431,8 @@ def test_e8m0_one_ulp_around_448(k: int):
     x[:, 0] = torch.stack(around)
     got = QUANTIZED["mxfp8"].storage(x, ROWWISE)
     assert got.scale.flatten().tolist() == [127 + k, 127 + k, 128 + k]
-    assert got.data[:, 0].tolist() == [
-        0x7E,
-        0x7E,
-        0x76,
-    ]  # 448, 448, 224 on the grid of the exponent
+    # 448, 448, 224 on the grid of the exponent
+    assert got.data[:, 0].tolist() == [0x7E, 0x7E, 0x76]
     floor = QUANTIZED["mxfp8_floor"].storage(x, ROWWISE)
     assert floor.scale.flatten().tolist() == [127 + k] * 3
 
@@ -553,12 +550,8 @@ def test_nvfp4_blocks_that_underflow():
     assert unpacked(got)[2, 0] == 5  # 6.006 * 2^-10 over 2^-9 is 3.003: 3.0, whose code is 5
     assert_storage_equals(got, oracle_of(x, "nvfp4", ROWWISE), "nvfp4")
     up = replace(Quantizer("nvfp4"), rounding="stochastic").storage(x, ROWWISE, key_tensor())
-    assert up.scale.flatten().tolist() == [
-        0x7E,
-        0x01,
-        0x01,
-        0x00,
-    ]  # never 0 for a block that is not
+    # never 0 for a block that is not
+    assert up.scale.flatten().tolist() == [0x7E, 0x01, 0x01, 0x00]
 
 
 @each_quantizer

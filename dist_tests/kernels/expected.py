@@ -20,9 +20,8 @@ from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
 DEVICE = torch.device("cuda")
-WHY_NOT = (
-    extension.runs_on(DEVICE) if torch.cuda.is_available() else "needs a GPU"
-)  # None where the tests run
+# None where the tests run
+WHY_NOT = extension.runs_on(DEVICE) if torch.cuda.is_available() else "needs a GPU"
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # (dtype of x, dtype that the encoder sees or None: that of x).
@@ -41,10 +40,8 @@ SHAPES = (
     (256, 4096),
     (1000, 72),
 )
-LARGE = (
-    2048,
-    4096,
-)  # 512 tiles, more than a GPU has multiprocessors: statistics take a launch of their own
+# 512 tiles, more than a GPU has multiprocessors: statistics take a launch of their own
+LARGE = (2048, 4096)
 KINDS = ("gauss", "outliers", "tiny", "heavy")
 SPECIALS = (
     "zeros",

@@ -536,9 +536,8 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
 
         def want(x=x, dy=dy, residual=residual, weight=weight, bias=bias) -> list[Tensor]:
             y, rstd, mean = norm.reference_norm(x, weight, bias, spec)
-            wide = (
-                None if t is None else t.float() for t in (dy, x, weight, bias, residual)
-            )  # sums of rows in fp32
+            # sums of rows in fp32
+            wide = (None if t is None else t.float() for t in (dy, x, weight, bias, residual))
             gradients = norm.reference_norm_backward(*wide, rstd, mean, spec)
             found = [t.to(dtype) for t in gradients if t is not None]
             return [
@@ -555,10 +554,8 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
 
 # Of a linear layer's step #
 
-STEP, IDS = (
-    torch.tensor([5, 3, 1, -1, 2]),
-    torch.tensor([77, 78, 79]),
-)  # `context.STEP_FIELDS`, `linear_op.slot_ids`
+# `context.STEP_FIELDS`, `linear_op.slot_ids`
+STEP, IDS = (torch.tensor([5, 3, 1, -1, 2]), torch.tensor([77, 78, 79]))
 
 
 def scalars(emulation: Operators) -> None:
@@ -784,12 +781,8 @@ def every_instance() -> None:
             ("nvfp4", "mxfp8"),
         ):
             quantize(names, shape)
-        for name in (
-            "fp8_tensor",
-            "fp8_row",
-            "nvfp4",
-            "nvfp4_rht",
-        ):  # statistics behind a grid barrier
+        # statistics behind a grid barrier
+        for name in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht"):
             for names in ((name, None), (None, name), (name, name)):
                 quantize(names, shape)
         for name in (

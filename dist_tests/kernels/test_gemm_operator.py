@@ -342,9 +342,8 @@ def test_a_bias_is_added_or_refused(which: tuple):
                 out = torch.ones_like(out)
                 _gemm_out(out, *args(a, b), accumulate=True, bias=bias)
                 assert_close(out, want + 1, bound, f"{what}, accumulated")
-            shifted = torch.cat((bias[:1], bias))[
-                1:
-            ]  # at an odd element: right, or there is no algorithm
+            # at an odd element: right, or there is no algorithm
+            shifted = torch.cat((bias[:1], bias))[1:]
             try:
                 assert_close(
                     _gemm(*args(a, b), out_dtype, shifted), want, bound, f"{what} at an odd element"
@@ -418,9 +417,8 @@ def test_the_same_operands_give_the_same_bits(which: tuple):
         a, b, _ = pair(which, m, n, k)
         want = _gemm(*args(a, b), FP32)
         for i in range(50):
-            torch.full(
-                (1 << 25,), 0xFF, dtype=torch.uint8, device=DEVICE
-            )  # workspaces start as something else
+            # workspaces start as something else
+            torch.full((1 << 25,), 0xFF, dtype=torch.uint8, device=DEVICE)
             expected.assert_same(
                 _gemm(*args(a, b), FP32), want, f"{which} [{m}, {n}] K {k}, run {i}"
             )

@@ -89,9 +89,8 @@ def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
                 K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name
             )
         )
-        made[e]._plan = replace(
-            made[e].plan, alone=False
-        )  # exponents of lines, as where tokens of others are beside
+        # exponents of lines, as where tokens of others are beside
+        made[e]._plan = replace(made[e].plan, alone=False)
         with torch.no_grad():
             made[e].weight.copy_(layer.weight)
             if layer.bias is not None:

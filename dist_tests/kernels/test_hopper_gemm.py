@@ -148,9 +148,8 @@ def test_sums_of_runs_are_in_units_of_their_columns():
     NaN."""
     g = torch.Generator().manual_seed(1)
     for m, n, k in ((300, 272, 4608), (256, 1040, 8192), (130, 144, 3728), (1, 16, 512)):
-        a, b = (
-            torch.randint(-2, 3, (rows, k), generator=g).double() for rows in (m, n)
-        )  # whose sums of 128 are exact
+        # whose sums of 128 are exact
+        a, b = (torch.randint(-2, 3, (rows, k), generator=g).double() for rows in (m, n))
         for spread in (0, 8, 30, 60, 100):
             row, col = (
                 2.0 ** torch.randint(-8 - s, -3, (ceil_div(k, 512), rows), generator=g).float()
@@ -271,9 +270,8 @@ def test_many_groups_of_few_rows():
         sizes = torch.randint(0, most + 1, (groups,), generator=g).tolist()
         offsets = list(itertools.accumulate(sizes, initial=0))
         a = operand(offsets[-1], 256, "e4m3", BY_128, seed=1)
-        b = operand(
-            groups * 128, 256, "e4m3", BY_128X128, seed=2
-        )  # whose scales are those of groups, stacked
+        # whose scales are those of groups, stacked
+        b = operand(groups * 128, 256, "e4m3", BY_128X128, seed=2)
         out = poisoned(offsets[-1], 128)
         codes = b.data.view(groups, 128, 256)
         ops.grouped_gemm(out, a.data, codes, a.scale, b.scale, ends(*offsets), a.kind, b.kind)

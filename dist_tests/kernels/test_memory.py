@@ -78,9 +78,8 @@ def test_gradients_take_the_memory_of_gate_and_up_where_nobody_else_has_it(is_de
         got, are_there = gradients(kind, is_deferred, x, dh, holder)
         assert are_there == [False, False], holder
         for a, b in zip(got, want):
-            assert_same_bytes(
-                a + 0, b + 0, holder
-            )  # adding another node's zeros takes the sign of -0.0
+            # adding another node's zeros takes the sign of -0.0
+            assert_same_bytes(a + 0, b + 0, holder)
 
 
 def peak_of(module: torch.nn.Module, x: Tensor, dy: Tensor, steps: int = 3) -> int:

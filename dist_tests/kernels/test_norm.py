@@ -42,9 +42,8 @@ def assert_close(got: Tensor, want: Tensor, scale: Tensor | float, what: str) ->
     """want: fp64; scale: magnitude of what was added up."""
     assert got.shape == want.shape, what
     info = torch.finfo(got.dtype)
-    smallest = (
-        info.smallest_normal * info.eps
-    )  # what lies below the normal numbers rounds to multiples of it
+    # what lies below the normal numbers rounds to multiples of it
+    smallest = info.smallest_normal * info.eps
     bound = UNITS[got.dtype] * want.abs() + SLACK * scale + smallest
     worst = ((got.double() - want).abs() - bound).max()
     assert worst <= 0, f"{what}: {worst.item()} beyond the bound"
@@ -110,10 +109,8 @@ def test_halves_of_one_tensor_have_the_bytes_of_two(dtype: torch.dtype):
         g, u = (t.contiguous() for t in wide.chunk(2, -1))
         want, want_amax = norm.activation(g, u, kind)
         gradient = torch.cat(norm.activation_backward(dh, g, u, kind)[:2], -1)
-        for is_kept in (
-            True,
-            False,
-        ):  # the gradient has memory of its own, or that of what nobody else has
+        # the gradient has memory of its own, or that of what nobody else has
+        for is_kept in (True, False):
             leaf = wide.clone().requires_grad_()
             packed, amaxes = (
                 leaf * 1,
@@ -251,9 +248,8 @@ def test_an_amax_from_the_producer_changes_no_bit(name: str, monkeypatch):
     options = {"activation": "gelu_tanh", "normalization": "LayerNorm"} if name == "fp8_row" else {}
     known = run(torch.nn.Sequential(mlp(name, **options), mlp(name, **options)), x, dy)
     step = native.linear_step
-    monkeypatch.setattr(
-        native, "linear_step", lambda *args: step(*args[:-2], None, None)
-    )  # amaxes of x and of dy
+    # amaxes of x and of dy
+    monkeypatch.setattr(native, "linear_step", lambda *args: step(*args[:-2], None, None))
     for what, want in run(
         torch.nn.Sequential(mlp(name, **options), mlp(name, **options)), x, dy
     ).items():

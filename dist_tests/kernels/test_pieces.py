@@ -76,9 +76,8 @@ def test_codes_of_kernels_are_read_where_they_were_gathered(pair):
 def test_kernels_take_values_that_are_not_finite():
     """Otherwise a NaN or an infinity is hidden, or an option of a format is lost."""
     test_cast_plan.test_values_that_are_not_finite_and_options_of_formats_pass_the_tables("cuda")
-    master = values(
-        260, 264, kind="heavy", dtype=torch.float32
-    )  # whole tiles, which look at no edges
+    # whole tiles, which look at no edges
+    master = values(260, 264, kind="heavy", dtype=torch.float32)
     for pair, value in itertools.product(
         (("mxfp8", "mxfp8"), ("fp8_row", "fp8_row"), ("mxfp8", "nvfp4")), ("nan", "-inf")
     ):

@@ -233,9 +233,8 @@ def test_codes_from_given_statistics_are_the_references(name: str):
             x = inputs(rows, cols, ("gauss", "nan", "outliers")[i], dtype, seed=row0)
             encodings = [e for e in expected.both(name) if expected.encodable(e, row0)]
             own = [expected.statistics(x, e, row0, seen) for e in encodings]
-            stats = [
-                dispatch.Statistics(a * 1.7, None if t is None else t * 2.3) for a, t in own
-            ]  # as of a larger tensor
+            # as of a larger tensor
+            stats = [dispatch.Statistics(a * 1.7, None if t is None else t * 2.3) for a, t in own]
             key = key_of(row0)
             want = [
                 encoded(x, e, row0=row0, stats=s, key=key, dtype=seen)
@@ -579,12 +578,8 @@ def test_transposed_codes_go_with_compact_scales(name: str):
 # Anchored operands #
 
 ANCHORED = ("mxfp8", "mxfp8_e5m2")
-RUNS = (
-    [None, None],
-    [128, None],
-    [None, 512],
-    [1024, 128],
-)  # of the rowwise and of the columnwise side
+# of the rowwise and of the columnwise side
+RUNS = ([None, None], [128, None], [None, 512], [1024, 128])
 
 
 def assert_anchored(

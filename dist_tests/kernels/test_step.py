@@ -27,11 +27,8 @@ from fsdp_quant.ops.norm import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
-SHAPES = (
-    (64, 48, 32),
-    (256, 512, 384),
-    (1040, 64, 48),
-)  # M, N, K; the last has tokens of more than one run of 512
+# M, N, K; the last has tokens of more than one run of 512
+SHAPES = ((64, 48, 32), (256, 512, 384), (1040, 64, 48))
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +84,11 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                 if not one_call:
                     monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
                 module, (x, dy) = layer(name, shape, bias), batch(shape)
-                assert (
-                    is_compiled(module(x)) == is_compiled(module(x)) == one_call
-                )  # twice: nothing is kept
+                # twice: nothing is kept
+                assert is_compiled(module(x)) == is_compiled(module(x)) == one_call
                 counters.reset()
-                if (
-                    module._guard is not None
-                ):  # whose counts leave for the host at times of their own
+                # whose counts leave for the host at times of their own
+                if module._guard is not None:
                     module._guard.zero_()
                 made = run(module, x, dy)
                 counted = {what: counters.of(what) for what in ("gemm", "quantize")}

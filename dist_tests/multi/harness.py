@@ -107,12 +107,10 @@ def run_ranks(world: int, fn, *args) -> list:
         pytest.skip(f"{world} ranks, {torch.cuda.device_count()} GPUs")
     context = mp.get_context("spawn" if DEVICE == "cuda" else "forkserver")
     if DEVICE == "cpu":
-        context.set_forkserver_preload(
-            _PRELOAD
-        )  # torch is imported once, each rank is a fork of the server
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # on a port that no other test is given
+        # torch is imported once, each rank is a fork of the server
+        context.set_forkserver_preload(_PRELOAD)
+    # on a port that no other test is given
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_entry, args=(r, world, store.port, fn, args, folder))

@@ -131,9 +131,8 @@ class Nodes:
                 _, source, frame = waiting.popleft()
                 for tap in self._taps:
                     if tap != source:
-                        with contextlib.suppress(
-                            OSError
-                        ):  # a queue that is full drops it, as a switch does
+                        # a queue that is full drops it, as a switch does
+                        with contextlib.suppress(OSError):
                             os.write(tap, frame)
 
 

@@ -192,15 +192,13 @@ def _load_elsewhere(rank: int, world: int, folder: Path, saved_by: int) -> None:
                 what,
             )
             assert fq.state_dict(net)["codes"] == want["fingerprints"], what
-            if (
-                label != "fp8_delayed"
-            ):  # whose codes follow a history: the fingerprint stands for them
+            # whose codes follow a history: the fingerprint stands for them
+            if label != "fp8_delayed":
                 assert_same(
                     gathered_codes(net), expected_codes(net, recipe, want["flat"], "model."), what
                 )
-            if (
-                mesh is not None and mesh.shape == (2, 2) and label == "mxfp8/nvfp4"
-            ):  # and back from copies of shards
+            # and back from copies of shards
+            if mesh is not None and mesh.shape == (2, 2) and label == "mxfp8/nvfp4":
                 dcp.save(whole_state(net, optimizer, world), checkpoint_id=folder / "copies")
                 other, moments = build(recipe, seed=2)
                 load(folder / "copies", other, moments, world)

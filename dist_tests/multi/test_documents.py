@@ -19,9 +19,8 @@ def _page(rank: int, world: int) -> int:
     (block,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/tensor_parallelism.md").read_text(), re.S
     )
-    dist.init_process_group = dist.destroy_process_group = lambda *_: (
-        None
-    )  # the harness did, and will
+    # the harness did, and will
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
     scope: dict = {"__name__": "page"}
     exec(compile(block, "docs/tensor_parallelism.md", "exec"), scope)
     return sum(scope["fq"].receipt().sequence.values())

@@ -41,9 +41,8 @@ def padded(pieces: list[torch.Tensor], alignment: int) -> list[torch.Tensor]:
 
 
 def tokens_of(rank: int, counts: list[int], cols: int = K) -> torch.Tensor:
-    return laws.values(sum(counts), cols, seed=rank, dtype=torch.bfloat16) * 7 ** (
-        rank % 100
-    )  # scales differ between ranks
+    # scales differ between ranks
+    return laws.values(sum(counts), cols, seed=rank, dtype=torch.bfloat16) * 7 ** (rank % 100)
 
 
 def dispatches(rank: int, world: int) -> None:
@@ -242,9 +241,9 @@ def modules(rank: int, world: int) -> None:
             {fmt for phase, d, fmt in planned if phase == of and d != "sum"}
             for of in ("forward", "backward")
         ]
-        if (
-            DEVICE == "cpu"
-        ):  # on a GPU one product may serve all experts, which then are sent values unless codes are asked for
+        # on a GPU one product may serve all experts, which then are sent values unless codes are
+        # asked for
+        if DEVICE == "cpu":
             assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
             assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
         assert f"{EXPERTS} experts over {world} ranks" in str(fq.plan(net)), fq.plan(net)
@@ -297,9 +296,8 @@ def two_meshes(rank: int, world: int, folder: str) -> None:
                 setattr(net.experts, key, plain)
         spread(net.experts, mesh["ep"], **options)
         fully_shard(net.experts, mesh=mesh["efsdp"])
-        net.experts.set_gradient_divide_factor(
-            world
-        )  # its gradients are sums over two ranks already
+        # its gradients are sums over two ranks already
+        net.experts.set_gradient_divide_factor(world)
         net.experts.set_force_sum_reduction_for_comms(True)  # gloo scales no summands
         fully_shard(net, mesh=everyone)
         if order == "style":
@@ -496,9 +494,8 @@ def shared_amaxes(rank: int, world: int) -> None:
     def trained(shares: bool) -> dict[str, torch.Tensor]:
         net = Net(recipe)
         spread(net.experts, mesh)
-        net.own = fq.Linear(
-            8, 16, recipe=recipe, name=f"own.{rank}"
-        )  # by its own name that of this rank
+        # by its own name that of this rank
+        net.own = fq.Linear(8, 16, recipe=recipe, name=f"own.{rank}")
         if shares:
             fq.share_amaxes(net)
         net.own(net(x, counts)).square().sum().backward()

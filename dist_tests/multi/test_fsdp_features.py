@@ -359,9 +359,9 @@ def _many_steps(rank: int, world: int) -> None:
             nets.train_step(net, optimizer, step, rank)
             if step in (9, last):
                 counts.append(_alive())
-        for _ in range(
-            20
-        ):  # a thread of gloo that ends late holds the thread-local state of its collective, so the step tensor
+        # a thread of gloo that ends late holds the thread-local state of its collective, so the
+        # step tensor
+        for _ in range(20):
             if counts[-1][0] <= counts[0][0]:
                 break
             time.sleep(0.1)
@@ -418,9 +418,8 @@ def refusals(
         "fingerprint": "of another",
         "recipe": "of another",
     }
-    refused(
-        lambda: fq.load_state_dict(net, state), gathers=True
-    )  # one bit: does a rank refuse its file?
+    # one bit: does a rank refuse its file?
+    refused(lambda: fq.load_state_dict(net, state), gathers=True)
     for call in others(net):
         refused(call)
     for step in range(1, 3):

@@ -415,9 +415,8 @@ def _collectives_of_a_step(rank: int, world: int) -> list:
     with counted("forward after unshard"):
         net(nets.batch(3))
     for what, number in counts.items():
-        want = what.startswith(("forward", "unshard")) + (
-            what == "forward 0.0"
-        )  # the first gather compares recipes too
+        # the first gather compares recipes too
+        want = what.startswith(("forward", "unshard")) + (what == "forward 0.0")
         assert number == want, f"{what}: {number} MAX all-reduces, wanted {int(want)}: {counts}"
     return seen
 
@@ -746,9 +745,8 @@ def _eventful(
                 if step == 2:  # a hand writes weights
                     with torch.no_grad():
                         net.blocks[0].up.weight.mul_(1.5)
-                    if (
-                        quantized
-                    ):  # codes of a quantized parameter change with events that ranks share
+                    # codes of a quantized parameter change with events that ranks share
+                    if quantized:
                         fq.sync(net)
                 if step == 3:  # from here on a weight stays as it is, beside one that does not
                     net.blocks[0].up.weight.requires_grad_(False)
@@ -918,19 +916,16 @@ def _shared_amaxes(rank: int, world: int) -> None:
     fq.share_amaxes(sharded)
     for i in range(4):
         x, dy = (laws.values(12, n, seed=9 * i + n, dtype=torch.float32) for n in (40, 24))
-        for rows in (
-            x,
-            dy,
-        ):  # the largest, in a first step too, whose scales are of a rank's own rows
+        # the largest, in a first step too, whose scales are of a rank's own rows
+        for rows in (x, dy):
             rows *= (torch.arange(12) + 1 + i)[:, None]
         mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
         whole(x, True).backward(dy)
         sharded(x[mine], rank == 0 and i == 0).backward(dy[mine])
     want, got = (fq.state_dict(m)["histories"] for m in (whole, sharded))
     for history in (*want.values(), *got.values()):
-        history["amaxes"] = history["amaxes"][
-            1:
-        ]  # the step that runs is shared when the next one begins
+        # the step that runs is shared when the next one begins
+        history["amaxes"] = history["amaxes"][1:]
     sides = (
         "0.input.rowwise",
         "0.input.columnwise",

@@ -77,12 +77,10 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    for attempt in range(
-        2
-    ):  # once more where torchrun's agent lost its store, whose host may leave first
-        saved = (
-            tmp_path / f"run_{attempt}"
-        )  # a run that starts at step 0 refuses a folder with checkpoints
+    # once more where torchrun's agent lost its store, whose host may leave first
+    for attempt in range(2):
+        # a run that starts at step 0 refuses a folder with checkpoints
+        saved = tmp_path / f"run_{attempt}"
         arguments = [
             *TINY,
             "--data",

@@ -156,9 +156,8 @@ def test_trainer_is_a_loop(recipe: str, precision: str, tmp_path: Path):
     reference = _loop(_converted(recipe, dtype), dtype=dtype, mixed=precision == "bf16-mixed")
     counters.reset()
     trainer, module = _fit(tmp_path, recipe, STEPS, precision=precision)
-    assert (
-        max(counters.of("weight encode").values()) <= 2 * STEPS
-    )  # of the micro-batches, and of the validation, per step
+    # of the micro-batches, and of the validation, per step
+    assert max(counters.of("weight encode").values()) <= 2 * STEPS
     _assert_same(module.net, reference)
     assert trainer.validate(module, DataLoader(_rows(), ROWS), verbose=False)[0]["loss"] > 0
 

@@ -235,9 +235,8 @@ def test_checkpoints_pass_between_grids(tmp_path):
             ranks, config, 4, first=3, resume=tmp_path / "first", **options | {"policy": "empty"}
         ),
     )
-    straight = on_virtual_ranks(
-        GRIDS[0], lambda ranks: train(ranks, config, 4, **options)
-    )  # saving changes nothing
+    # saving changes nothing
+    straight = on_virtual_ranks(GRIDS[0], lambda ranks: train(ranks, config, 4, **options))
     assert [t.losses[-1].tolist() for t in resumed] == [t.losses[-1].tolist() for t in straight]
     want = whole_states(straight)
     for name, got in whole_states(resumed).items():

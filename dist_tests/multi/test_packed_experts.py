@@ -59,10 +59,8 @@ def test_taken_over_experts_are_the_modules_own(family: str):
     """If false, experts are routed, gated or summed otherwise, or a checkpoint, a copy or a move to
     a device breaks their tie."""
     plain, net = tiny(family), converted(family, fq.recipes.identity())
-    want, rounding = (
-        step(plain),
-        2e-2 if family == "gpt_oss" else 0.0,
-    )  # which rounds a product before it adds its bias
+    # which rounds a product before it adds its bias
+    want, rounding = (step(plain), 2e-2 if family == "gpt_oss" else 0.0)
     assert_same(step(net), want, family, rounding)
     assert list(net.state_dict()) == list(plain.state_dict())
     memory = io.BytesIO()
@@ -177,10 +175,8 @@ def train(net: nn.Module) -> list[Tensor]:
 def _trained(
     rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False
 ) -> None:
-    cuts_blocks = recipe.name in (
-        "mxfp8",
-        "fp8_block",
-    )  # ranks do, of weights as small as these: such gathers are made anew
+    # ranks do, of weights as small as these: such gathers are made anew
+    cuts_blocks = recipe.name in ("mxfp8", "fp8_block")
     again, repeat = [], gather_group._Sent.repeat
     with (
         pytest.MonkeyPatch.context() as patched,

@@ -105,9 +105,8 @@ def test_frozen_base_is_its_codes(name: str):
             for s in sides
             for b in s.buffers().values()
         }
-        assert sum(storages.values()) == pytest.approx(
-            size * layer.weight.numel(), abs=8
-        )  # and scales of whole tensors
+        # and scales of whole tensors
+        assert sum(storages.values()) == pytest.approx(size * layer.weight.numel(), abs=8)
     for net in (model, reference):
         _train(net, range(3))
     _assert_same(model, reference)
@@ -126,9 +125,8 @@ def test_adapters_merge_into_a_frozen_base(dora: bool):
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             if "lora_" in name:
                 q.copy_(p)
-    requantized = fq.convert(
-        copy.deepcopy(plain), fq.recipes.mxfp8(), skip=["lm_head"]
-    )  # codes of decoded codes are the same
+    # codes of decoded codes are the same
+    requantized = fq.convert(copy.deepcopy(plain), fq.recipes.mxfp8(), skip=["lm_head"])
     _train(model, range(2))
     _train(requantized, range(2))
     _assert_same(model, requantized)

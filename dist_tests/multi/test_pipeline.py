@@ -34,9 +34,8 @@ SCHEDULES = {
     ScheduleInterleaved1F1B: ((0, 2), (1, 3)),
 }
 OF_SHARDS = tuple(SCHEDULES)
-if (
-    torch.__version__ >= "2.13"
-):  # before, zero-bubble schedules refuse every autograd.Function, and gloo in a V
+# before, zero-bubble schedules refuse every autograd.Function, and gloo in a V
+if torch.__version__ >= "2.13":
     SCHEDULES |= {
         ScheduleInterleavedZeroBubble: ((0, 2), (1, 3)),
         ScheduleZBVZeroBubble: ((0, 3), (1, 2)),
@@ -89,9 +88,8 @@ def _pipeline(rank: int, world: int, schedule: type, recipe: str, sharded: bool)
             for i in range(2)
         )
         fq.begin_step(step)
-        with fq.token_offset(
-            0
-        ):  # every rank sees the same tokens, and rounds them by the same bits
+        # every rank sees the same tokens, and rounds them by the same bits
+        with fq.token_offset(0):
             run.step(
                 *([x] if 0 in own else []), **({"target": target} if blocks - 1 in own else {})
             )

@@ -145,9 +145,8 @@ def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, 
         results.append(run(net, x, dy))
         gathered.append(fq.receipt().sequence)
     assert gathered[0] == gathered[1], gathered
-    for name, one in (
-        results[0].items()
-    ):  # both domains multiply the codes, of which anchors lose 2^-9 at most, and round to bf16
+    # both domains multiply the codes, of which anchors lose 2^-9 at most, and round to bf16
+    for name, one in results[0].items():
         error = (results[1][name].double() - one.double()).norm() / one.double().norm()
         assert error < 2**-7, f"{name}: {error:.1e}"
     return results

@@ -112,9 +112,8 @@ def gathers(rank: int, world: int) -> None:
     group = dist.group.WORLD
 
     def check(hybrid, shape, dim, key=None) -> None:
-        x = (
-            laws.values(*shape, seed=rank) * 7**rank
-        ).requires_grad_()  # scales differ between ranks
+        # scales differ between ranks
+        x = (laws.values(*shape, seed=rank) * 7**rank).requires_grad_()
         parts = [torch.empty_like(x) for _ in range(world)]
         dist.all_gather(parts, x.detach())
         want = hybrid.quantize(torch.cat(parts, dim), key=key)
@@ -510,12 +509,10 @@ def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> N
             y.sum().backward()
         if prepare is fq.parallel.PrepareModuleInput:
             if DEVICE == "cpu":  # kernels make both directions of a weight at once
-                assert of_forward == {"rowwise": 3 + 1, "columnwise": 3 + 1}, (
-                    of_forward
-                )  # weights, the input
-            moved = [
-                kind for kind, _ in wire
-            ]  # data and scales are gathered one beside the other; NCCL's in one call
+                # weights, the input
+                assert of_forward == {"rowwise": 3 + 1, "columnwise": 3 + 1}, of_forward
+            # data and scales are gathered one beside the other; NCCL's in one call
+            moved = [kind for kind, _ in wire]
             assert moved == ["all_gather"] * (4 if DEVICE == "cpu" else 0) + ["reduce_scatter"], (
                 wire
             )
@@ -556,10 +553,8 @@ def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
         assert_close(
             net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "after a step"
         )
-    assert fq.receipt().collectives == {
-        "weights": 3,
-        "activations": 2,
-    }  # h of gate and up, the input of down
+    # h of gate and up, the input of down
+    assert fq.receipt().collectives == {"weights": 3, "activations": 2}
 
 
 def refusals(mesh, world: int) -> None:
@@ -719,9 +714,8 @@ def test_example_trains_alike_on_two_axes(tmp_path):
         run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2))
     )
     assert max(abs(a - b) for a, b in zip(alone, both)) < 1.5e-3, (alone, both)
-    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[
-        0
-    ]  # on a CPU eager steps, and a warning
+    # on a CPU eager steps, and a warning
+    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[0]
     assert with_graphs == alone
 
 

@@ -263,11 +263,8 @@ def collectives(module: torch.fx.GraphModule) -> Counter:
 
 def _gathered_once(rank: int, world: int) -> None:
     mesh = mesh_of(tp=world)
-    gathers = {
-        "mxfp8": 2,
-        "nvfp4": 2,
-        "fp8_current": 1,
-    }  # codes, and the scales that are not of the whole tensor
+    # codes, and the scales that are not of the whole tensor
+    gathers = {"mxfp8": 2, "nvfp4": 2, "fp8_current": 1}
     cases = (("mxfp8", "prepared"), ("nvfp4", "styles, cut"), ("fp8_current", "groups, cut"))
     for name, layout in cases if laws.EVERYTHING else cases[:2]:
         x = laws.values(1, 64, D, seed=rank, dtype=torch.float32).requires_grad_()
@@ -369,9 +366,8 @@ def _refusals(rank: int, world: int) -> None:
             torch.compile(layer, backend="aot_eager")(torch.zeros(*shape))
         torch._dynamo.reset()
     layer, shape, message = refused[0]
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=message
-    ):  # of a whole graph; it holds our sentence
+    # of a whole graph; it holds our sentence
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.zeros(*shape))
     torch._dynamo.reset()
     dynamo_counters.clear()

@@ -105,9 +105,8 @@ def codes(rank: int, world: int) -> list:
     that it took."""
     seen, pairs = [], laws.diagonals(3)
     of_world = meshes(world)
-    both = [
-        (pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair and world == 4
-    ]  # tensor amaxes and cut blocks in one
+    # tensor amaxes and cut blocks in one
+    both = [(pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair and world == 4]
     sample = [*zip(pairs, itertools.cycle(of_world)), *both]
     for pair, shape in itertools.product(pairs, of_world) if laws.EVERYTHING else sample:
         mesh, recipe, (_, shards, ranks) = of_world[shape], nets.pair_recipe(*pair), shape
@@ -154,9 +153,8 @@ def codes(rank: int, world: int) -> list:
                     f"{label}: {count} collectives"
                 )
                 seen.append([one for one in wire if one[0] == "all_reduce"])
-                agreed = (
-                    mesh.ndim if what == "initial values" else 0
-                )  # the first gather compares recipes, once an axis
+                # the first gather compares recipes, once an axis
+                agreed = mesh.ndim if what == "initial values" else 0
                 assert len(seen[-1]) == count + agreed, f"{label}: {seen[-1]}"
     return seen
 

@@ -106,9 +106,8 @@ def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
     expected = loop(reference)
     counters.reset()
     trainer = _trainer(tmp_path, recipe, callbacks=[_Generate(True)])
-    assert (
-        max(counters.of("weight encode").values()) <= 2 * STEPS
-    )  # of the generation, and of the training, per step
+    # of the generation, and of the training, per step
+    assert max(counters.of("weight encode").values()) <= 2 * STEPS
     assert _losses(trainer) == expected
     _assert_same(trainer.model, reference)
     compiled = dict(torch_compile_backend="aot_eager") if recipe == "mxfp8" else {}

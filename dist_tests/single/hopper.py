@@ -1195,9 +1195,8 @@ class Operators:
         self, dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias
     ):
         self._rows("norm_backward", x, dy, residual, contiguous=True)
-        spec = norm.NormSpec(
-            0.0, bool(mean.numel()), zero_centered, rounds_first
-        )  # rstd has eps in it
+        # rstd has eps in it
+        spec = norm.NormSpec(0.0, bool(mean.numel()), zero_centered, rounds_first)
         bias = weight if has_bias else None
         dx, dweight, dbias = norm.reference_norm_backward(
             dy, x, weight, bias, residual, rstd, mean, spec
@@ -1346,9 +1345,8 @@ class Operators:
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
             made[d] = self._quantized(x, [side], 0, False, known)
-            del made[d][
-                2 + (side.layout != native.OPERAND) :
-            ]  # the tensor amax is in the scale of an operand
+            # the tensor amax is in the scale of an operand
+            del made[d][2 + (side.layout != native.OPERAND) :]
             if side.encoding.fmt.block[1] is None:
                 amax = made[d].pop()
                 if (
@@ -1656,9 +1654,8 @@ def _of_byte_scales(x: Tensor, scale: Tensor, element: int, scaling: int, name: 
         f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous bytes",
     )
     of_blocks = layout.unswizzle_128x4(scale.flatten(), len(x), blocks).contiguous()
-    one = (
-        torch.full((1,), fmt.element.max * 448.0) if fmt.tensor_scale else None
-    )  # the tensor's scale is 1
+    # the tensor's scale is 1
+    one = torch.full((1,), fmt.element.max * 448.0) if fmt.tensor_scale else None
     return reference.decode(x, of_blocks, one, fmt, ROWWISE, codes.shape[1], 0).double()
 
 
@@ -1754,9 +1751,8 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
         total *= factor
         for k in range(512 * run, min(512 * run + 512, a.shape[1]), 128):
             part = (a[:, k : k + 128].double() @ b[:, k : k + 128].double().t()).float() * of_part
-            total = (
-                row.double()[:, None] * part.double() + total.double()
-            ).float()  # fma: the product is exact in fp64
+            # fma: the product is exact in fp64
+            total = (row.double()[:, None] * part.double() + total.double()).float()
     return total * unit
 
 
@@ -1783,9 +1779,8 @@ def _registered(name: str) -> Callable:
     arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments
 
     def run(*args, **kwargs):
-        rest = [
-            None for a in arguments[len(args) :] if a.default_value is None
-        ]  # torch leaves out what equals a default
+        # torch leaves out what equals a default
+        rest = [None for a in arguments[len(args) :] if a.default_value is None]
         return _run(packet, overload)(*args, *rest, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -1878,9 +1873,8 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
         for value in {
             id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")
         }.values():
-            replaced[id(value)] = functools.cache(
-                value.__wrapped__
-            )  # they remember integers of other operators
+            # they remember integers of other operators
+            replaced[id(value)] = functools.cache(value.__wrapped__)
         for module in of_native:
             for name, value in list(vars(module).items()):
                 if id(value) in replaced:

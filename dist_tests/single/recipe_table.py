@@ -223,9 +223,8 @@ def _watch(layer: fq.Linear, seen: SimpleNamespace) -> None:
         return y
 
     layer._product = product
-    layer.register_forward_pre_hook(
-        lambda module, args: None
-    )  # who looks at a layer sees its input's values
+    # who looks at a layer sees its input's values
+    layer.register_forward_pre_hook(lambda module, args: None)
 
 
 class _Replay(torch.autograd.Function):
@@ -438,9 +437,8 @@ def _check(
         torch.autograd.backward(outputs, dys)
         quantized, at = Counter(counters.of("quantize")), f"{what}, step {step}"
         for e, (name, layer) in enumerate(layers.items()):
-            if (
-                seen[name].x is not None
-            ):  # else one product served all experts: kernels/test_grouped_linear.py
+            # else one product served all experts: kernels/test_grouped_linear.py
+            if seen[name].x is not None:
                 _check_layer(
                     seen[name],
                     definitions[name],

@@ -120,9 +120,8 @@ def test_eight_bit_moments_are_near_fp32_ones():
 @pytest.mark.parametrize("cut", [1, 5, 13])
 def test_eight_bit_moments_do_not_depend_on_the_cut_of_rows(cut, monkeypatch):
     """If false, what a weight becomes depends on where the shards are cut."""
-    monkeypatch.setattr(
-        compact, "LEAST", 1
-    )  # of a whole tensor; these shards are tensors of their own
+    # of a whole tensor; these shards are tensors of their own
+    monkeypatch.setattr(compact, "LEAST", 1)
     grad = laws.values(32, 300, seed=1, dtype=torch.float32)
     whole = nn.Parameter(laws.values(32, 300, dtype=torch.float32))
     shards = [nn.Parameter(part.clone()) for part in (whole.detach()[:cut], whole.detach()[cut:])]

@@ -489,9 +489,8 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
             "product_error",
         }
         in_graphs = name == "mxfp8" and len(results) == 2
-        amaxes = (
-            3 * sum(isinstance(m, fq.Linear) for m in model.modules()) if in_graphs else 0
-        )  # of two micro-batches, an evaluation
+        # of two micro-batches, an evaluation
+        amaxes = 3 * sum(isinstance(m, fq.Linear) for m in model.modules()) if in_graphs else 0
         assert operators.count("statistics") == amaxes, (
             "the backward takes the amax of a weight again, or the forward none"
         )
@@ -707,9 +706,8 @@ def test_the_backward_keeps_codes_of_inputs_and_none_of_weights():
                 n.meta["val"]
                 for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]
             ]
-            codes = [
-                t.numel() for t in kept if t.dtype is torch.uint8 and t.numel() > 1024
-            ]  # of weights at least 1536
+            # of weights at least 1536
+            codes = [t.numel() for t in kept if t.dtype is torch.uint8 and t.numel() > 1024]
             assert codes == [size * rows for size in sizes], (name, [tuple(t.shape) for t in kept])
 
 

@@ -479,10 +479,8 @@ def test_a_source_distribution_compiles(tmp_path: Path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     (tmp_path / "fsdp_quant/ops").mkdir(parents=True)
     (tmp_path / "fsdp_quant/ops/__init__.py").touch()
-    for name in (
-        "fsdp_quant/__init__.py",
-        "fsdp_quant/ops/build.py",
-    ):  # the version, and what setup.py loads
+    # the version, and what setup.py loads
+    for name in ("fsdp_quant/__init__.py", "fsdp_quant/ops/build.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     done = run("setup.py", "-q", "sdist", "--formats=tar", cwd=tmp_path, FSDP_QUANT_NATIVE="0")
     assert done.returncode == 0, done.stderr

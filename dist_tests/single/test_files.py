@@ -449,9 +449,8 @@ def last_whole(kind: str, folder: Path) -> int:
         (value,) = weight.dequantize().unique().tolist()
         return int(value)
     if kind == "mini_megatron":
-        trainers = on_virtual_ranks(
-            GRID, lambda ranks: Trainer(ranks, CONFIG, resume=folder)
-        )  # compares codes
+        # compares codes
+        trainers = on_virtual_ranks(GRID, lambda ranks: Trainer(ranks, CONFIG, resume=folder))
         masters = [
             m
             for trainer in trainers

@@ -145,16 +145,11 @@ def test_fused_modules_call_the_activations_kernel():
     with hopper.emulated() as operators:
         net = fq.convert(model(), recipes.fp8_current(), fuse=ALL)
         kernels = ("activation", "linear_gated", "activation_backward", "amaxes")
-        before = [
-            operators.count(k) for k in kernels
-        ]  # of the proof, which here looks as if it were on a GPU
+        # of the proof, which here looks as if it were on a GPU
+        before = [operators.count(k) for k in kernels]
         step(net)
-        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [
-            1,
-            2,
-            3,
-            5,
-        ]  # gated ones as they are quantized;
+        # gated ones as they are quantized;
+        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [1, 2, 3, 5]
         # amaxes, which were compared, of h without a gate, and of the gradients of its up, of gate,
         # of up, and of both in one
 
@@ -186,9 +181,8 @@ def test_another_function_is_refused_by_name(kind: type):
     net = nn.ModuleDict({"block": kind()}).eval()  # a dropout counts all the same
     with pytest.raises(ValueError, match=rf"^block: {kind.__name__}.forward"):
         fq.convert(net, recipes.mxfp8(), fuse=[fq.MLPPattern("block")])
-    assert (
-        type(net["block"]) is kind and type(net["block"].up_proj) is nn.Linear
-    )  # nothing was changed
+    # nothing was changed
+    assert type(net["block"]) is kind and type(net["block"].up_proj) is nn.Linear
     assert not net["block"].training
 
 
@@ -305,10 +299,8 @@ def test_fused_norms_change_no_bit_and_run_their_kernels():
     assert_same(step(net), step(plain))
     assert isinstance(net[0], nn.RMSNorm) and list(net.state_dict()) == list(plain.state_dict())
     assert_same(step(copy.deepcopy(net)), step(plain))
-    for other in (
-        values(2, D, dtype=torch.float32),
-        None,
-    ):  # what the kernel does not take runs as before
+    # what the kernel does not take runs as before
+    for other in (values(2, D, dtype=torch.float32), None):
         with torch.autocast("cpu", BF16, enabled=other is None):
             x = values(2, D, dtype=BF16) if other is None else other
             assert_same_bytes(net[0](x), plain[0](x), "norm")
@@ -461,9 +453,8 @@ def test_recognized_norms_have_what_torch_gives_them():
         of_function = torch.func.grad(lambda x, net=net: net(x).float().square().sum())(x)
         results.append([slope.detach(), at.grad, net.weight.grad, of_function])
     for got, want in zip(*results):
-        torch.testing.assert_close(
-            got, want, rtol=2e-2, atol=2e-2
-        )  # second derivatives round elsewhere
+        # second derivatives round elsewhere
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 FAMILIES = (

@@ -110,9 +110,8 @@ def test_a_parameter_written_by_hand_takes_its_master_along():
     with torch.no_grad():
         for p, q in zip(ours, fresh):
             p.copy_(q.add_(1))  # other than what two steps have made of it
-    again = fq.optim.FusedAdam(
-        fresh, lr=1e-2, betas=(0.0, 0.0)
-    )  # without memory: the step number is all that differs,
+    # without memory: the step number is all that differs,
+    again = fq.optim.FusedAdam(fresh, lr=1e-2, betas=(0.0, 0.0))
     run(optimizer, ours, [3])  # and 1 - 0^t is 1 for every t
     run(again, fresh, [3])
     for p, q in zip(ours, fresh):

@@ -122,9 +122,8 @@ def loop(
     for e in range(EXPERTS):
         name = f"moe.{e}" if packed else f"moe.experts.{e}"
         made.append(fq.Linear(*sizes, bias, dtype=dtype, recipe=recipe, name=name))
-        made[e]._plan = replace(
-            made[e].plan, alone=False
-        )  # exponents of lines, as where tokens of others are beside
+        # exponents of lines, as where tokens of others are beside
+        made[e]._plan = replace(made[e].plan, alone=False)
         with torch.no_grad():
             made[e].weight.copy_(weights[e])
             if bias:
@@ -340,9 +339,8 @@ def test_packed_experts_are_converted_on_request():
         ValueError, match="grouped='w9' matches no 3-D weight; the model has experts"
     ):
         fq.convert(Routed(), recipes.mxfp8(), grouped=["w9"])
-    kept = fq.convert(
-        Routed(), recipes.mxfp8(tail=0.5), grouped="experts"
-    )  # of two layers, whatever the experts
+    # of two layers, whatever the experts
+    kept = fq.convert(Routed(), recipes.mxfp8(tail=0.5), grouped="experts")
     assert {m.recipe.name for m in kept.experts.layers} == {"mxfp8"}
     assert kept.out.recipe == recipes.identity()
 
@@ -571,9 +569,8 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
             got, want = results
             assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
             assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
-            if (
-                bias
-            ):  # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
+            # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
+            if bias:
                 torch.testing.assert_close(got["y"], want["y"], rtol=2**-7, atol=2**-9)
                 torch.testing.assert_close(got["bias"], want["bias"], rtol=2**-7, atol=2**-6)
             else:
@@ -803,10 +800,8 @@ def test_one_product_keeps_what_the_plan_names():
             module = grouped(recipe, True, dtype=torch.bfloat16, sizes=(64, 48))
             with recorded_saves() as saved:
                 module(x.clone().requires_grad_(), [16, 16, 16, 16])
-            assert {t.dtype for t in saved} == kept | {
-                torch.uint8,
-                torch.float32,
-            }  # and the weight's codes, for dgrad
+            # and the weight's codes, for dgrad
+            assert {t.dtype for t in saved} == kept | {torch.uint8, torch.float32}
             module.requires_grad_(False)
             with recorded_saves() as saved:
                 y = module(x.clone().requires_grad_(), [16, 16, 16, 16])

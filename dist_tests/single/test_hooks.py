@@ -349,9 +349,8 @@ def codes_in_place(pair, world: int, device: str = "cpu") -> None:
     def on_rank(group):
         weights = [quantized(f"w{i}", m, hybrid) for i, m in enumerate(masters)]
         items = [SyncItem(w.state.name, w, s) for w, s in zip(weights, shards)]
-        sync = plan_weight_sync(
-            items[::-1], group, "codes"
-        )  # parameters of a flat buffer lie the other way round
+        # parameters of a flat buffer lie the other way round
+        sync = plan_weight_sync(items[::-1], group, "codes")
         own = [piece(m, s, group.rank()) for m, s in zip(masters, shards)][::-1]
         assert (
             sync.describe().count("read where they are gathered")

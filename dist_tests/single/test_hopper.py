@@ -58,11 +58,8 @@ RECIPES = {
     "mxfp8/mxfp4": lambda **o: recipes.hybrid("mxfp8", "mxfp4", **o),
 }
 ONE_CALL = tuple(RECIPES)
-SHAPES = (
-    (64, 48, 32),
-    (33, 40, 100),
-    (144, 48, 160),
-)  # M, N, K; the second takes the path of parts
+# M, N, K; the second takes the path of parts
+SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))
 # Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32
 # values is within 1e-3.
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
@@ -275,9 +272,8 @@ def test_three_steps_of_a_model_are_those_of_the_cpu(name: str):
         got = train()
     for i, (a, b) in enumerate(zip(got, want)):
         for key in b:
-            bound = (
-                0.1 if name == "nvfp4" else 3e-2
-            )  # a last bit of the first layer's output moves 4-bit codes
+            # a last bit of the first layer's output moves 4-bit codes
+            bound = 0.1 if name == "nvfp4" else 3e-2
             assert error(a[key], b[key]) <= bound, f"step {i} {key}: {error(a[key], b[key])}"
 
 
@@ -599,9 +595,8 @@ def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str
     x.requires_grad_()
     gpu.calls.clear()
     module(x).backward(dy)
-    assert weight_reads(gpu, module) == [
-        (True, name != "nvfp4")
-    ]  # one storage of 16 x 16 blocks serves both
+    # one storage of 16 x 16 blocks serves both
+    assert weight_reads(gpu, module) == [(True, name != "nvfp4")]
     restart()
     trained = step(linear(RECIPES[name]()), x, dy)
     x.grad = None
@@ -705,9 +700,8 @@ def test_products_over_tokens_are_anchored_in_runs(gpu):
                 out = torch.ones_like(want, dtype=dtype)
                 assert gemm(a, b, out=out, accumulate=True) is out
                 assert error(out, want + 1) <= near, f"{tokens} {wanted} {dtype} accumulated"
-        arrived = exact.storage(
-            x, COLUMNWISE
-        )  # compact, as ranks send it: anchored to the runs of the other operand
+        # compact, as ranks send it: anchored to the runs of the other operand
+        arrived = exact.storage(x, COLUMNWISE)
         assert error(gemm(a, arrived, out_dtype=FP32), want) <= BOUNDS[FP32] + 4e-4
         line = arrived.to_gemm_operand(layout.ANCHORED)
         with pytest.raises(ValueError, match="in anchored layout has no anchored 512 layout"):
@@ -929,9 +923,8 @@ def test_the_guard_decides_once_for_layers_alike(gpu):
     other = fq.convert(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), recipes.mxfp8())
     for m in (model, other):
         m(values(64, 64)).sum().backward()
-    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor(
-        [1.0, 1.0]
-    )  # which asks for the same
+    # which asks for the same
+    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor([1.0, 1.0])
     sent(model[1], {FPROP: 0.05})
     assert [layer.plan.moved for layer in (*model, *other)] == [{"fprop": layout.ANCHORED}] * 3 + [
         {},

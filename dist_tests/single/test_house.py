@@ -256,9 +256,8 @@ def test_only_the_extension_module_loads_the_library(source: str):
     if source == "ops/build.py":
         assert not found or "_CHECK" in SOURCES[source].read_text()  # in a process of its own
     elif source == "integrations/__init__.py":
-        assert not re.search(
-            r"load_library|\bCDLL\b", SOURCES[source].read_text()
-        )  # it imports tools by name
+        # it imports tools by name
+        assert not re.search(r"load_library|\bCDLL\b", SOURCES[source].read_text())
     elif source == "ops/extension.py":
         assert found, "fsdp_quant/ops/extension.py loads nothing, so the rule guards nothing"
     else:

@@ -97,9 +97,8 @@ def test_numbers_are_those_of_an_independent_implementation(name: str, kind: str
     assert found["x/amax"] == x.abs().max().item()
     assert found["x/norm"] == pytest.approx(x.double().norm().item(), rel=1e-12)
     exact = {"rel": 1e-6, "abs": 1e-12}
-    bounds = (
-        {"sqnr_db": {"abs": 0.1}} if name.endswith("_rht") else {}
-    )  # against x, which rotation rounds once more
+    # against x, which rotation rounds once more
+    bounds = {"sqnr_db": {"abs": 0.1}} if name.endswith("_rht") else {}
     for direction in (ROWWISE, COLUMNWISE):
         want = expected(x.double().numpy(), oracle.SPECS[name], direction is COLUMNWISE)
         for key, value in want.items():
@@ -304,9 +303,8 @@ def test_unsampled_steps_launch_nothing():
     alone = launched(m)
     with fq.inspect(m, every=3):
         first, second, third = (launched(m) for _ in range(3))
-    assert (
-        first > alone and second - alone <= 40 and third == alone
-    )  # the second one brings the sums of the first to the host
+    # the second one brings the sums of the first to the host
+    assert first > alone and second - alone <= 40 and third == alone
 
 
 def test_a_sampled_step_costs_at_most_two_more():

@@ -202,9 +202,8 @@ def test_norm_equals_torchs_autograd(kind: type, dtype: torch.dtype):
         residual = values(3, 7, D, seed=6, dtype=dtype)
         for rest in (None, residual):
             got = norm.norm_backward(dy, x, plain.weight, bias, rest, made.rstd, made.mean, spec)
-            if (
-                rest is None or dtype is not FP32
-            ):  # of which autograd adds the terms in another order
+            # of which autograd adds the terms in another order
+            if rest is None or dtype is not FP32:
                 assert_same_bytes(got.dx, want[0] if rest is None else want[0] + rest, "dx")
             assert_same_bytes(got.dweight, want[1], "dweight")
             if bias is not None:
@@ -337,9 +336,8 @@ def test_mlp_keeps_what_the_plan_says(name: str):
     keeps_inputs = fused.down_proj.plan.saves == "input"
     wide = [t for t in saved if t.dtype is BF16 and t.shape == (TOKENS, HIDDEN)]
     narrow = {t.data_ptr() for t in saved if t.dtype is BF16 and t.shape == (TOKENS, D)}
-    assert len(wide) == 2 + keeps_inputs, [
-        tuple(t.shape) for t in saved
-    ]  # gate, up; h where wgrad multiplies it
+    # gate, up; h where wgrad multiplies it
+    assert len(wide) == 2 + keeps_inputs, [tuple(t.shape) for t in saved]
     assert len(narrow) == 1 + keeps_inputs  # x; the norm's output, once for both
     assert {
         tuple(t.shape) for t in saved if t.dtype is FP32 and t.dim() == 1 and t.numel() > 1

@@ -241,9 +241,8 @@ def test_linear_products_are_those_of_the_decoded_operands(name: str, shape: str
     xq = expected_storages(module, "input", x.reshape(-1, 40))
     dyq = expected_storages(module, "grad_output", dy.reshape(-1, 56))
     wq = module.plan.weight.quantize(weight.bfloat16() if quantized else weight)
-    whole = module.plan.weight.quantize(
-        weight
-    )  # identity sides keep the compute dtype, here the input's fp32
+    # identity sides keep the compute dtype, here the input's fp32
+    whole = module.plan.weight.quantize(weight)
 
     def w(direction):
         quantizer = module.plan.weight.side(direction)
@@ -645,9 +644,8 @@ def test_frozen_base_quantizes_no_gradient_for_the_weight():
     model["base"].requires_grad_(False)
     x = values(24, 40, dtype=torch.float32).requires_grad_()
     y = model["base"](x) + model["up"](model["down"](x))
-    assert (
-        counters.of("quantize")[("mxfp8", "columnwise", "reference")] == 1
-    )  # the weight's, for dgrad
+    # the weight's, for dgrad
+    assert counters.of("quantize")[("mxfp8", "columnwise", "reference")] == 1
     y.sum().backward()
     quantized = counters.of("quantize")
     assert quantized[("mxfp8", "rowwise", "reference")] == 3  # x, weight, dy
@@ -900,9 +898,8 @@ def test_recomputation_records_no_amax():
     x = values(24, 40, dtype=torch.float32).requires_grad_()
 
     def block(x):
-        return module(
-            x * scale[0]
-        ).square()  # square's operand: the recomputation ends after the whole layer
+        # square's operand: the recomputation ends after the whole layer
+        return module(x * scale[0]).square()
 
     y = checkpoint(block, x, use_reentrant=False)
     recorded = histories(module)[".input.rowwise"]
@@ -1064,9 +1061,8 @@ def test_stochastic_gradients_are_unbiased():
     bound = 6 * (step_size / (4 * n)).sqrt() + (dy.double().abs() * 2.0**-3) @ weight.abs() / 512
     nearest = run(linear(recipes.mxfp8(), bias=False), x, dy)["dx"].double()
     assert ((total / n - exact).abs() <= bound).all()
-    assert (
-        (nearest - exact).abs() > bound
-    ).any()  # the bound would notice a rounding that does not average out
+    # the bound would notice a rounding that does not average out
+    assert ((nearest - exact).abs() > bound).any()
 
 
 # What ran #

@@ -649,10 +649,8 @@ def _own_step(monkeypatch) -> Iterator[None]:
 
 
 GPU = (False, True) if DEVICE == "cpu" else (False,)  # emulated, on a CPU
-IN_CI = (
-    "torchao_adamw8bit",
-    "bitsandbytes_adamw8bit",
-)  # of those that compile: inductor takes seconds
+# of those that compile: inductor takes seconds
+IN_CI = ("torchao_adamw8bit", "bitsandbytes_adamw8bit")
 ON_GPU = {  # amaxes that norms hand over are read by scales of whole tensors
     "activation_data": "fp8_current",
     "activation_memmove": "fp8_current",

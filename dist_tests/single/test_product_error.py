@@ -121,9 +121,8 @@ def test_the_guard_fires_on_what_products_lose_and_on_nothing_else(case: str):
     """If false, products go on losing bits, or leave tensor cores that serve them."""
     fired = judged(case, *CASES[case])
     balanced = "over those" in case and "(1)" not in case or "over 1e5" in case
-    assert fired["anchored"] == balanced, (
-        fired
-    )  # only where both operands meet does one exponent a line lose bits
+    # only where both operands meet does one exponent a line lose bits
+    assert fired["anchored"] == balanced, fired
     if case in ("gauss", "half zeros", "heavy tails", "columns of sizes lognormal(1)"):
         assert not any(fired.values())
 

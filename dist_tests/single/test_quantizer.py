@@ -700,9 +700,8 @@ def test_random_bits_are_keyed_by_the_global_element(direction: Direction):
     for start, stop in [(0, 97), (0, 1), (1, 2), (15, 17), (16, 48), (31, 97), (96, 97), (50, 50)]:
         cut = rng.random_bytes((stop - start, 40), direction, key(2, row0=start))
         assert_same_bytes(cut, whole[start:stop], f"rows [{start}, {stop})")
-    step = torch.tensor(
-        [11, 2, 0, 5, 3]
-    )  # of the same seed, step and token offset as the keys below
+    # of the same seed, step and token offset as the keys below
+    step = torch.tensor([11, 2, 0, 5, 3])
     for part, cols in [(0, 40), (1, 16), (2, 16), (1, 32), (4, 7)]:
         placed = rng.key_of(step, rng.placed_id(torch.tensor(7), part, cols), 92)
         start = part * ceil_div(cols, 16) * 16

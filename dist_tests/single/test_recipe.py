@@ -226,16 +226,13 @@ def test_recipes_are_values():
         assert pickle.loads(pickle.dumps(again)).key == recipe.key
         for other in made[i + 1 :]:
             if other.name in ("bf16", recipe.name) and other == recipe:
-                assert {recipe.name, other.name} == {"identity"}, (
-                    recipe,
-                    other,
-                )  # bf16 is the same recipe
+                # bf16 is the same recipe
+                assert {recipe.name, other.name} == {"identity"}, (recipe, other)
             else:
                 assert other != recipe
                 assert other.fingerprint() != recipe.fingerprint(), (recipe, other)
-    assert len({repr(r) for r in made}) == len(
-        set(made)
-    )  # a message that compares two recipes shows a difference
+    # a message that compares two recipes shows a difference
+    assert len({repr(r) for r in made}) == len(set(made))
     assert recipes.identity() == recipes.bf16()
     assert recipes.fp8_delayed(length=16) == recipes.fp8_delayed(length=16)
 

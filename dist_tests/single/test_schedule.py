@@ -164,9 +164,8 @@ def test_fractions_and_steps_say_when():
     """If false, a switch at 82 % is a step early or late."""
     s = recipes.schedule(NV, (0.82, 1.0, BF16), total_steps=100)
     assert [s.at(i) for i in (0, 81, 82, 99, 100, 5000)] == [NV, NV, BF16, BF16, BF16, BF16]
-    assert (
-        recipes.schedule(NV, (0.82, None, BF16), total_steps=300).at(245) == NV
-    )  # 246 = 0.82 * 300
+    # 246 = 0.82 * 300
+    assert recipes.schedule(NV, (0.82, None, BF16), total_steps=300).at(245) == NV
     assert recipes.schedule(NV, (0.82, None, BF16), total_steps=300).at(246) == BF16
     s = recipes.schedule(MX, (10, 20, NV), (0, 3, BF16))
     assert [s.at(i).name for i in (0, 2, 3, 9, 10, 19, 20)] == [

@@ -50,9 +50,8 @@ def test_every_product_multiplies_8_bits_with_scales_of_tensors(name: str):
         assert set(resolved.domains) <= {"native", "anchored"} and "anchored" in resolved.domains
         assert resolved.call is not None and layouts(on) <= {layout.ANCHORED_TENSOR, layout.NATIVE}
         assert all(NOT_COUNTED not in of for of in resolved.watched)
-        shared = plan.resolved(
-            BF16, CPU
-        )  # ranks or groups share tensors: none has a scale of its own
+        # ranks or groups share tensors: none has a scale of its own
+        shared = plan.resolved(BF16, CPU)
         assert shared.call is not None and layouts(plan) <= {
             layout.ANCHORED,
             layout.ANCHORED_512,

@@ -144,9 +144,8 @@ def test_products_that_the_guard_moved_stay_moved():
     other = net(recipes.mxfp8())
     fq.load_state_dict(other, state)
     assert (other[0].plan.moved, other[2].plan.moved) == ({}, {"wgrad": "anchored 512"})
-    fq.load_state_dict(
-        other, state | {"moved": '{"0": ["fprop"]}'}
-    )  # of a version that knew one rung
+    # of a version that knew one rung
+    fq.load_state_dict(other, state | {"moved": '{"0": ["fprop"]}'})
     assert (other[0].plan.moved, other[2].plan.moved) == ({"fprop": "exact"}, {})
 
 

@@ -46,10 +46,8 @@ def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, 
     one, rows = whole.to_gemm_operand(wanted), whole.narrow(128, 64)
     part = one.operand_rows(128, 64)
     serves_several = (whole.fmt.block[0] or 1) > 1
-    no_line = wanted == layout.NATIVE and whole.fmt.scale in (
-        "e8m0",
-        "e4m3",
-    )  # and no product here reads them so
+    # and no product here reads them so
+    no_line = wanted == layout.NATIVE and whole.fmt.scale in ("e8m0", "e4m3")
     assert (part is None) == (serves_several or no_line), whole.describe()
     if part is not None:
         want = replace(rows, row0=0).to_gemm_operand(wanted)
@@ -243,9 +241,8 @@ def test_gemm_layout_inverts(name: str, direction: Direction, arch: str):
         storage = WITH_RHT[name].storage(values(*shape), direction)
         operand = storage.to_gemm_layout(arch)
         back = storage.map(torch.zeros_like).from_gemm_layout(operand, arch)
-        if (
-            storage.tensor_amax is not None
-        ):  # not part of the layout: the operand carries its decode scale
+        # not part of the layout: the operand carries its decode scale
+        if storage.tensor_amax is not None:
             back = back.with_buffers({"tensor_amax": storage.tensor_amax})
         assert_same_storage(back, storage, f"{name} {direction.value} {arch} {shape}")
         for buffer, tensor in back.buffers().items():
@@ -386,9 +383,8 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
         if kind == "inf and zeros":
             x[: shape[0] // 2], x[-1, -1] = 0, torch.inf
         elif kind == "extreme":
-            x = x * torch.logspace(
-                -126, 120, shape[1], base=2
-            )  # scales of 2^-127, which are subnormal, to 2^119
+            # scales of 2^-127, which are subnormal, to 2^119
+            x = x * torch.logspace(-126, 120, shape[1], base=2)
             x = x.bfloat16()
         storage = WITH_RHT[name].storage(x, direction)
         made = storage.to_gemm_operand(layout.SPREAD)
@@ -409,9 +405,8 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
         assert back.layout == layout.COMPACT and made.operand_rows(0, 1) is None
         assert_same_bytes(back.scale, storage.scale, what)
         assert_same_bytes(made.decode(), storage.decode(), what)
-        of_32 = layout.unswizzle_128x4(
-            made.scale, outer, -(-contraction // 32)
-        )  # what a product reads, decoded as MXFP8
+        # what a product reads, decoded as MXFP8
+        of_32 = layout.unswizzle_128x4(made.scale, outer, -(-contraction // 32))
         as_mx = Storage(
             made.operand_format,
             ROWWISE,
@@ -526,10 +521,8 @@ def test_operand_presents_outer_by_contraction():
             want = storage.decode() if direction is ROWWISE else storage.decode().t()
             assert_same_bytes(storage.operand(), want, name)
     turned = replace(FORMATS["nvfp4"], rotated=True)
-    assert tuple(Quantizer(turned).storage(x, COLUMNWISE).operand().shape) == (
-        48,
-        48,
-    )  # 33 rows, padded to 48
+    # 33 rows, padded to 48
+    assert tuple(Quantizer(turned).storage(x, COLUMNWISE).operand().shape) == (48, 48)
 
 
 def test_storage_text_names_format_direction_and_shape():

@@ -36,9 +36,8 @@ def text() -> str:
 def entry(name: str, value: object, level: str = "###") -> str:
     """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
     first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
-    if value.__doc__ is None or first.startswith(
-        f"{name}("
-    ):  # a dataclass without one shows its signature
+    # a dataclass without one shows its signature
+    if value.__doc__ is None or first.startswith(f"{name}("):
         first = ""
     lines = [
         f"{level} `fq.{name}`\n",

@@ -75,9 +75,8 @@ class Attention(nn.Module):
     def __init__(self, config: Config, ranks: Ranks, name: str):
         super().__init__()
         self.heads, self.norm, dim = config.heads // ranks.sizes.tensor, config.norm(), config.dim
-        self.qkv = config.linear(
-            ColumnParallelLinear, dim, 3 * dim, ranks, f"{name}.qkv"
-        )  # rows: heads x (q, k, v) x head's dim
+        # rows: heads x (q, k, v) x head's dim
+        self.qkv = config.linear(ColumnParallelLinear, dim, 3 * dim, ranks, f"{name}.qkv")
         self.out = config.linear(RowParallelLinear, dim, dim, ranks, f"{name}.out")
 
     def forward(self, x: Tensor) -> Tensor:

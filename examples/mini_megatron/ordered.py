@@ -111,10 +111,8 @@ class VirtualRanks:
         results, errors = [None] * self.ranks, []
 
         def entry(rank: int) -> None:
-            with (
-                self.turn,
-                torch.autograd.set_multithreading_enabled(False),
-            ):  # a backward runs in its rank's thread
+            # a backward runs in its rank's thread
+            with self.turn, torch.autograd.set_multithreading_enabled(False):
                 try:
                     results[rank] = fn(rank)
                 except BaseException as error:

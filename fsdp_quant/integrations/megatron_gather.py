@@ -142,9 +142,9 @@ class GroupCodes:
                 shards = shard_map(bucket, param, group.size())
                 synced = _synced(param, weight_proxy)
                 own = weight_proxy.state.tensor_group
-                parts = (
-                    own or parts
-                )  # one of a bucket group; Megatron's experts, if they are cut, have scales of their own
+                # one of a bucket group; Megatron's experts, if they are cut, have scales of their
+                # own
+                parts = own or parts
                 items.append(SyncItem(synced.state.name, synced, shards, own is not None))
                 self._weights.append((synced.state.name, param, shards, weight_proxy, synced))
         self.sync: WeightSync = plan_weight_sync(items, group, tensor_group=parts, **options)

@@ -162,9 +162,8 @@ class Callback(TrainerCallback):
         optimizer=None,
         **kwargs,
     ):
-        if (
-            _loss_scale(optimizer) < self._loss_scale
-        ):  # `step_was_skipped` is False under fused optimizers
+        # `step_was_skipped` is False under fused optimizers
+        if _loss_scale(optimizer) < self._loss_scale:
             skip_step()
 
     def on_epoch_end(

@@ -85,9 +85,8 @@ class _Copy:
             self.ready = None
 
     def __del__(self):
-        if (
-            self.loaded is not None and self.ready is not None
-        ):  # its memory goes back to the stream that it was made on
+        # its memory goes back to the stream that it was made on
+        if self.loaded is not None and self.ready is not None:
             self._wait(self.reader)
 
 
@@ -114,9 +113,8 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self._module, self._min_bytes, self._in_flight = module, min_bytes, in_flight
         self._streams: dict[torch.device, Stream] = {}
-        self._copies: deque[weakref.ref[_Copy]] = (
-            deque()
-        )  # as they were saved, of all graphs that live
+        # as they were saved, of all graphs that live
+        self._copies: deque[weakref.ref[_Copy]] = deque()
         self._saved = 0
         self._leaving: deque[tuple[Tensor, _Copy]] = deque()
         self._parameters: set[int] = set()

@@ -266,9 +266,8 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
 
 
 def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
-    module.__class__ = _fused_class(
-        type(module), pattern._replace(modules="")
-    )  # one class for all that are alike
+    # one class for all that are alike
+    module.__class__ = _fused_class(type(module), pattern._replace(modules=""))
 
 
 # Blocks that are recognized #
@@ -472,9 +471,8 @@ def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
 def _is_exact(
     probe: nn.Module, pattern: Pattern, width: int, parameters: list[Tensor], dtype: torch.dtype
 ) -> bool:
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(
-        4, 1, 1
-    )  # slopes and tails of an activation; eps of a norm
+    # slopes and tails of an activation; eps of a norm
+    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(4, 1, 1)
     x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     outputs = (probe.forward(x), pattern.run(probe, x))

@@ -157,9 +157,8 @@ class GraphedStep:
         except Exception as error:  # whatever the step, or CUDA, says
             for p, grad in grads:
                 p.grad = grad  # not memory that nothing was written to
-            for generator in (
-                torch.cuda.default_generators
-            ):  # they stay in that capture; copies of their states do not
+            # they stay in that capture; copies of their states do not
+            for generator in torch.cuda.default_generators:
                 generator.graphsafe_set_state(generator.clone_state())
             self.why_eager = (
                 f"its capture failed: {' '.join(str(error.__context__ or error).splitlines()[:2])}"

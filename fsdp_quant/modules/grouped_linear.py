@@ -354,9 +354,8 @@ class GroupedLinear(HasWeight):
         device, grad = rows.device, torch.is_grad_enabled()
         held = [self._operand(owner) for owner in self.owners]
         weights, layers = [weight for weight, _ in held], self._linears
-        if (
-            self.packed
-        ):  # all calls say the same where no expert has histories or random bits of its own
+        # all calls say the same where no expert has histories or random bits of its own
+        if self.packed:
             own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
             layers = layers if own else layers[:1]
             calls = [layer.call(rows, weights[0], plan, grad, grad) for layer in layers]

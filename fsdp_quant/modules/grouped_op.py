@@ -63,9 +63,8 @@ def unsupported_reason(
     arch = arch_of(device)
     if arch not in ARCHITECTURES or not native.runs_on(device):
         return f"no grouped kernel on {arch}"
-    if arch != "sm_90a" and any(
-        f.is_quantized for p in PRODUCTS for f in plan.pair(p)
-    ):  # values are torch's
+    # values are torch's
+    if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):
         return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
         return f"the activations are {dtype}"
@@ -101,9 +100,8 @@ def unsupported_reason(
             )
             if not side.is_quantized or (side.tensor_scale and side.block[0] == 1):
                 continue
-            of_group = (
-                side.scale_leaves_contraction
-            )  # its amax is taken, and its scale read, a group
+            # its amax is taken, and its scale read, a group
+            of_group = side.scale_leaves_contraction
             if not of_group and (
                 fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)
             ):
@@ -335,9 +333,8 @@ def _of_gathered(
     )
     in_one = in_one and not code_check.checking
     parts = [QuantizedTensor(slots=part) for part in slots.parts[: 1 if in_one else None]]
-    compact = [
-        gathered_storage(part, direction, plan, COMPACT) for part in parts
-    ]  # refuses freed codes and other formats
+    # refuses freed codes and other formats
+    compact = [gathered_storage(part, direction, plan, COMPACT) for part in parts]
     if in_one:
         return operand_of_codes(
             shown_codes(weight, direction), direction, weight.shape, plan, dtype
@@ -376,9 +373,8 @@ def operand_of_codes(
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
     scale = scales[0]
-    if (
-        not fmt.scale_leaves_contraction
-    ):  # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
+    # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
+    if not fmt.scale_leaves_contraction:
         scale = scale.mT if turned != (fmt.block[0] == 1) else scale
         scale = F.pad(scale, (0, -scale.shape[-1] % 4))
     return Operand(native.transpose_stack(data) if turned else data, scale.flatten(), fmt)
@@ -714,9 +710,8 @@ def bad_splits_flag() -> Tensor:
             made = torch.zeros(
                 1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
             )
-        _WRONG.append(
-            (made, ctypes.c_int64.from_address(made.data_ptr()))
-        )  # the latter is read in no time
+        # the latter is read in no time
+        _WRONG.append((made, ctypes.c_int64.from_address(made.data_ptr())))
     return _WRONG[0][0]
 
 

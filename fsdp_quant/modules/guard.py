@@ -84,9 +84,8 @@ def judge(*_) -> None:
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         done = _UNDERWAY.pop(0)
         for ref, plan, sums in zip(done.modules, done.plans, done.sums.tolist()):
-            if (
-                (module := ref()) is not None and module.plan.key == plan.key
-            ):  # one rung at a time, whoever asks for it
+            # one rung at a time, whoever asks for it
+            if (module := ref()) is not None and module.plan.key == plan.key:
                 _move(module, sums)
     modules = [m for m in _GUARDED if m._guard is not None]
     _since += bool(modules)

@@ -266,9 +266,8 @@ def gathered_storage(
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
             "boundary"
         )
-    if (
-        storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor
-    ):  # frozen: rowwise codes are all it holds
+    # frozen: rowwise codes are all it holds
+    if storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor:
         rowwise = weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
         return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).to_gemm_operand(layout)
     operand = weight.operand_for(direction, layout)
@@ -495,9 +494,8 @@ def _compiled(
     if resolved.shared is not None:  # codes of one history serve its layers alone
         key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
     codes = handed.codes.get(key)
-    if (
-        codes is None and handed.source is not None
-    ):  # x is freed before codes of the weight are made
+    # x is freed before codes of the weight are made
+    if codes is None and handed.source is not None:
         codes = native.linear_gated(
             *handed.source,
             resolved.call,

@@ -47,9 +47,8 @@ class MultiheadAttention(TransposedLinear):
     source = "in_proj_weight"
 
     def read(self) -> Tensor:
-        return self.in_proj_weight.view_as(
-            self.in_proj_weight
-        )  # no parameter of `fully_shard`, which gathers those as codes
+        # no parameter of `fully_shard`, which gathers those as codes
+        return self.in_proj_weight.view_as(self.in_proj_weight)
 
     def forward(
         self,

@@ -74,9 +74,8 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, dh):
         with _tracing():
             dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
-        if (
-            ctx.grad_amaxes is not None and amaxes is not None
-        ):  # else no layer reads them either: see `activate`
+        # else no layer reads them either: see `activate`
+        if ctx.grad_amaxes is not None and amaxes is not None:
             ctx.grad_amaxes.copy_(torch.stack(amaxes))
         return dg, du, None, None
 

@@ -145,9 +145,8 @@ class GemmPlan:
 
     def __post_init__(self):
         key = canonical_text(self)
-        object.__setattr__(
-            self, "key", key
-        )  # the text that stands for this plan in an operator's arguments
+        # the text that stands for this plan in an operator's arguments
+        object.__setattr__(self, "key", key)
         self._register()
 
     def __setstate__(self, state: dict) -> None:
@@ -463,9 +462,8 @@ class GemmPlan:
             slot == "weight" and scales_tensor(pair[1])
         )
         if rung == ANCHORED_TENSOR and not by_tensor:
-            rung = (
-                self.over_tokens if product.name == "wgrad" else ANCHORED
-            )  # of activations that others share
+            # of activations that others share
+            rung = self.over_tokens if product.name == "wgrad" else ANCHORED
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             # those of runs are made of bf16 values, rounded to nearest; those of lines of codes

@@ -17,9 +17,8 @@ from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import BOUNDARY_TYPES, Recipe, Role, as_recipe
 from ..tensor import torch_compat
 
-_BOUNDARIES: dict[
-    str, OutputQuantization
-] = {}  # by the text that stands for one in an operator's arguments
+# by the text that stands for one in an operator's arguments
+_BOUNDARIES: dict[str, OutputQuantization] = {}
 
 
 @value_class

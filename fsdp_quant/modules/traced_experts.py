@@ -223,9 +223,8 @@ def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple,
     )
     if run is not None:
         return of.data, of.scale, torch.float32
-    if (
-        read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None
-    ):  # a set of scales a group
+    # a set of scales a group
+    if read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None:
         return of.data, (experts * of.scale[0], *of.scale[1:]), of.scale_dtype
     return of.data, of.scale, of.scale_dtype
 

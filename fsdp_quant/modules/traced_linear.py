@@ -123,9 +123,8 @@ class GraphTensors:
             with torch.inference_mode(False):
                 self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
         executed = {of for dtype in FLOATING for of in (plan, plan.on(dtype, device))}
-        resolved = [
-            of.resolved(dtype, device) for of in executed for dtype in FLOATING
-        ]  # which asks C++, now and not in a trace
+        # which asks C++, now and not in a trace
+        resolved = [of.resolved(dtype, device) for of in executed for dtype in FLOATING]
         if any(of.is_watched for of in resolved):
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
@@ -209,9 +208,8 @@ def whole_amaxes(
     amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
     if shared or any(fmt.tensor_scale for fmt in spans.values()):
         amax = amax.amax().view(1, 1)
-    if (
-        amax.dtype is torch.bfloat16
-    ):  # through its bits: a compiler that took the amax of unrounded values must round now
+    # through its bits: a compiler that took the amax of unrounded values must round now
+    if amax.dtype is torch.bfloat16:
         amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
     return _of_whole(spans, amax.float())
 
@@ -346,9 +344,8 @@ def _weight_storage(
     if isinstance(weight, QuantizedTensor):
         return weight.operand_in_graph(direction, wanted, hybrid), {}
     values = values_of(weight)
-    if (
-        direction is COLUMNWISE
-    ):  # an expression of its own, for the partitioner: else it would keep codes of the forward
+    # an expression of its own, for the partitioner: else it would keep codes of the forward
+    if direction is COLUMNWISE:
         values = values.clone()
     source = direction if direction in hybrid.encodings else ROWWISE
     encoding = hybrid.encodings[source]
@@ -501,9 +498,8 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
     before, shared = owner.__dict__.get("_fq_traced_input", (None, None))
     if before != seen:
         shared = _SharedInput(x, axis.cut_of("input", x))
-        if (
-            torch_compat.dispatch_is_watched() and not x.is_inference()
-        ):  # not with a tensor of a user's
+        # not with a tensor of a user's
+        if torch_compat.dispatch_is_watched() and not x.is_inference():
             owner.__dict__["_fq_traced_input"] = seen, shared
     return shared
 
@@ -654,9 +650,8 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
         x = _saved_input(ctx, dy)
     if need_x:
         d = operands.take(ROWWISE)
-        with torch_compat.kept_in_backward(
-            isinstance(weight, QuantizedTensor)
-        ):  # FSDP2 fills its codes then
+        # FSDP2 fills its codes then
+        with torch_compat.kept_in_backward(isinstance(weight, QuantizedTensor)):
             w, _ = _weight_storage(
                 plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, beside.factors[1]
             )

@@ -92,7 +92,8 @@ def _share(rolled: Collection[AmaxHistory]) -> None:
         group, names = _SHARED[model]
         if new := [name for name, _ in modules.keys() - set(names)]:
             raise ValueError(
-                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, on every rank"
+                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
+                "on every rank"
             )
         for name, module in modules.items():
             found |= {
@@ -296,12 +297,14 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         if state.get("recipe") == recipe:
             why = f"has this recipe, {recipe}, for other layers: {_difference(state, model)}"
         raise ValueError(
-            f"the saved state {why}; convert the model with the saved recipe and skip=, or pass allow_recipe_change=True"
+            f"the saved state {why}; convert the model with the saved recipe and skip=, or pass "
+            "allow_recipe_change=True"
         )
     if not allow_recipe_change and state.get("schedule") != _schedule_text(model):
         raise ValueError(
-            f"the saved state follows the schedule {state.get('schedule')}, this model {_schedule_text(model)}; give it the "
-            "saved one (fq.set_recipe), or pass allow_recipe_change=True"
+            f"the saved state follows the schedule {state.get('schedule')}, this model "
+            f"{_schedule_text(model)}; give it the saved one (fq.set_recipe), or pass "
+            "allow_recipe_change=True"
         )
     modules = converted_modules(model, names)
     codes = None if state.get("codes") is None else _part(state, "codes", dict)
@@ -314,8 +317,8 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     for name, side, slot in _sides_at(model, modules, step):
         if f"{name}.{side}" not in histories:
             raise ValueError(
-                f"the saved state has no amax history of {name}.{side}: it is of another rank, or damaged; load what fq.state_dict "
-                "returned on this rank"
+                f"the saved state has no amax history of {name}.{side}: it is of another rank, or "
+                "damaged; load what fq.state_dict returned on this rank"
             )
         slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
         own |= not slot.stays
@@ -323,9 +326,12 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     lost = saved_by is not None and saved_by[1] == world and saved_by[0] != rank and (own or moved)
     if lost and not any(module in _SHARED for module in model.modules()):
         raise ValueError(
-            f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of activations are each rank's own: save "
-            'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since under one key the last to write '
-            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
+            f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
+            "activations are each rank's own: save "
+            'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since '
+            "under one key the last to write "
+            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the "
+            "JSON of state['moved']"
         )
     return _Checked(step, seed, modules, names, histories, codes, moved)
 
@@ -334,7 +340,8 @@ def _part(state: dict, key: str, kind: type):
     if not isinstance(state.get(key), kind):
         got = type(state[key]).__name__ if key in state else "nothing"
         raise ValueError(
-            f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict returned"
+            f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict "
+            "returned"
         )
     return state[key]
 
@@ -343,8 +350,8 @@ def _integer(state: dict, key: str, among: range) -> int:
     value = state.get(key)
     if type(value) is not int or value not in among:
         raise ValueError(
-            f"{key} of the saved state is {value!r}, wanted an integer in [{among.start}, {among.stop}); give what fq.state_dict "
-            "returned"
+            f"{key} of the saved state is {value!r}, wanted an integer in [{among.start}, "
+            f"{among.stop}); give what fq.state_dict returned"
         )
     return value
 
@@ -376,9 +383,8 @@ def _read_moved(
     saved_by = found.pop(SAVED_BY, None) if isinstance(found, dict) else None
     moved = {}
     for name, of in found.items() if isinstance(found, dict) else ():
-        moved[name] = (
-            dict.fromkeys(of, EXACT) if isinstance(of, list) else of
-        )  # of a file from before there were rungs
+        # of a file from before there were rungs
+        moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of
     whole = isinstance(found, dict) and all(
         isinstance(of, dict)
         and all(product in ladders and rung in ladders[product] for product, rung in of.items())
@@ -389,7 +395,8 @@ def _read_moved(
     )
     if not whole:
         raise ValueError(
-            f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load another checkpoint"
+            f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load "
+            "another checkpoint"
         )
     return {name: of for name, of in moved.items() if name in modules}, saved_by
 
@@ -438,9 +445,8 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
     modules, step = list(checked.modules.values()), steps_of(model).number
     for module in modules:
         histories_by_side(module)  # makes those that no forward has made yet
-    kept = {
-        id(m._weight_state.histories): m._weight_state.histories for m in modules
-    }  # experts of one weight share theirs
+    # experts of one weight share theirs
+    kept = {id(m._weight_state.histories): m._weight_state.histories for m in modules}
     before = [
         (of, key, history, history.state_dict())
         for of in kept.values()
@@ -464,8 +470,8 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)
     raise ValueError(
-        f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint before "
-        "fq.load_state_dict, in the dtype they were saved from"
+        f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of "
+        "the same checkpoint before fq.load_state_dict, in the dtype they were saved from"
     )
 
 

@@ -79,13 +79,8 @@ def arch_of_capability(capability: tuple[int, int]) -> str:
     return row.name if row is not None else "sm_{}{}".format(*capability)
 
 
-ELEMENTS = {
-    "e4m3": 1,
-    "e5m2": 2,
-    "e2m1": 3,
-    "e2m3": 4,
-    "e3m2": 5,
-}  # of kernels, as operators number them
+# of kernels, as operators number them
+ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3, "e2m3": 4, "e3m2": 5}
 
 
 @functools.cache

@@ -134,9 +134,8 @@ def _laid_of(
         return can_anchor[i] and fits and not encodings[i].stochastic
 
     anchored = tuple(filter(anchors, taken))
-    if (
-        len({layouts[i] == ANCHORED_TENSOR for i in anchored}) > 1
-    ):  # one launch takes one kind; the others come compact
+    # one launch takes one kind; the others come compact
+    if len({layouts[i] == ANCHORED_TENSOR for i in anchored}) > 1:
         anchored = tuple(i for i in anchored if layouts[i] != ANCHORED_TENSOR)
     plain = tuple(i for i in taken if i not in anchored)
     operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]

@@ -110,9 +110,8 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
     cache.mkdir(parents=True, exist_ok=True)
     failed = cache / "failed.txt"
     with open(cache / "lock", "w") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # of the ranks of a machine one compiles, and the others wait
+        # of the ranks of a machine one compiles, and the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if failed.exists():
             raise builder.Failed(
                 f"the glue for torch {torch.__version__} did not compile, see {failed}"

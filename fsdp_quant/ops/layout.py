@@ -37,11 +37,8 @@ COMPACT, NATIVE, SPREAD, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 =
     "anchored 512",
     "anchored 128",
 )
-ANCHOR_RUNS = {
-    ANCHORED: None,
-    ANCHORED_512: 512,
-    ANCHORED_128: 128,
-}  # elements that share a scale; None: a line's
+# elements that share a scale; None: a line's
+ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
 ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
 LAID_OUT = (NATIVE, SPREAD)  # the numbers of the compact storage, which can be had back
 LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
@@ -134,9 +131,8 @@ def swizzle_128x4(scale: Tensor) -> Tensor:
 def spread_scales(scale: Tensor, outer: int, outer_block: int) -> Tensor:
     """fp32 powers of two [outer blocks, contraction blocks] as e8m0 scales [outer, 4 * contraction
     blocks]."""
-    codes = (
-        (scale.contiguous().view(torch.int32) >> 23).bitwise_and_(0xFF).to(torch.uint8)
-    )  # 2^-127 is subnormal, and 0
+    # 2^-127 is subnormal, and 0
+    codes = (scale.contiguous().view(torch.int32) >> 23).bitwise_and_(0xFF).to(torch.uint8)
     return codes.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(SPREAD_BLOCKS, 1)
 
 

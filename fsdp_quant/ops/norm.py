@@ -242,9 +242,8 @@ def reference_norm_backward(
         d = (d * weight).float() if spec.rounds_first else d * _gamma(weight, spec)
         dr = (d * values).sum(-1, keepdim=True)
         dx = d * r
-        if (
-            residual is not None and x.dtype is torch.float32
-        ):  # nothing rounds in between: autograd adds three terms
+        # nothing rounds in between: autograd adds three terms
+        if residual is not None and x.dtype is torch.float32:
             dx, residual = residual + dx, None
         dx = dx + (-0.5 * dr * r.pow(3)) / x.shape[-1] * (2 * values)
     dx = dx.to(x.dtype)

@@ -106,9 +106,8 @@ def rotate(x: Tensor, direction: Direction, inverse: bool = False) -> Tensor:
     padding = (0, -x.shape[1] % ROTATION_BLOCK) if dim else (0, 0, 0, -x.shape[0] % ROTATION_BLOCK)
     blocks = F.pad(x, padding).unflatten(dim, (-1, ROTATION_BLOCK)).movedim(dim + 1, 0)
     signs = torch.tensor(RHT_SIGNS, dtype=torch.float32, device=x.device).view(-1, 1, 1)
-    y = (
-        blocks.float().contiguous() if inverse else blocks * signs
-    )  # [16, rows or blocks, blocks or cols]
+    # [16, rows or blocks, blocks or cols]
+    y = blocks.float().contiguous() if inverse else blocks * signs
     for stride in (1, 2, 4, 8):
         a, b = y.unflatten(0, (ROTATION_BLOCK // (2 * stride), 2, stride)).unbind(1)
         y = torch.stack((a + b, a - b), 1).view(y.shape)
@@ -154,9 +153,8 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     if not fmt.tensor_scale:
         return amax, None
     tensor_amax = (amax.amax() if amax.numel() else amax.new_zeros(())).reshape(1)
-    return amax, torch.where(
-        tensor_amax.isnan(), math.nan, tensor_amax
-    )  # one NaN, whatever bits the device's max gave
+    # one NaN, whatever bits the device's max gave
+    return amax, torch.where(tensor_amax.isnan(), math.nan, tensor_amax)
 
 
 # Scales #
@@ -302,9 +300,8 @@ def _cast(v: Tensor, element: Element) -> Tensor:
     ratio, _, binades = _in_steps(
         v.abs().nan_to_num(nan=element.max).clamp(max=element.max), element
     )
-    code = ratio.round().to(torch.int32) + (
-        binades << element.mantissa
-    )  # a carry is the next binade's first code
+    # a carry is the next binade's first code
+    code = ratio.round().to(torch.int32) + (binades << element.mantissa)
     return (code | (v.signbit() & ~v.isnan()).to(torch.int32) << (element.bits - 1)).to(torch.uint8)
 
 
@@ -530,9 +527,8 @@ def anchored_codes(
         if whole or run is None
         else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
     )
-    factor = power_of_two(
-        (127 + scale.to(torch.int32) - of_block).clamp(min=0)
-    )  # every element times 2^-127 is zero
+    # every element times 2^-127 is zero
+    factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
     codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element.operand)
     if whole:
         return codes.contiguous(), power_of_two(exponent).flatten()

@@ -120,8 +120,7 @@ def random_bytes(shape: tuple[int, int], direction: Direction, key: Tensor) -> T
         (seed & _MASK, (seed >> 32) & _MASK),
     )
     words = [w.expand(len(outer), len(blocks)).to(torch.int32) for w in words]
-    bits = (
-        torch.stack(words, dim=-1).view(torch.uint8).flatten(1)
-    )  # little-endian: [outer, blocks * 16]
+    # little-endian: [outer, blocks * 16]
+    bits = torch.stack(words, dim=-1).view(torch.uint8).flatten(1)
     bits = bits.index_select(1, contraction - first * 16)
     return bits if direction is ROWWISE else bits.t().contiguous()

@@ -408,9 +408,8 @@ def _scalars_on_host(
     if found_inf is None or not found_inf.item():
         for step in steps:
             step += 1
-    numbers = [
-        max(int(step), 1) for step in steps
-    ]  # 0 where the first step is skipped: nothing reads its row
+    # 0 where the first step is skipped: nothing reads its row
+    numbers = [max(int(step), 1) for step in steps]
     row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
     beta1, beta2 = group["betas"]
     rows = [_scalars(group, group["lr"], beta1**n, beta2**n) for n in row_of]
@@ -536,9 +535,8 @@ def adam_update(
     keep, coupled, weight, beta2, weight2, root, minus_step, eps = scalars.unbind()
     p, g, m, v = (t.float() for t in (master, grad, first, second))
     if rounded is not None:
-        p = torch.where(
-            p.to(rounded.dtype) == rounded, p, rounded.float()
-        )  # something else wrote the parameter
+        # something else wrote the parameter
+        p = torch.where(p.to(rounded.dtype) == rounded, p, rounded.float())
     if grad_scale is not None:
         g = g / grad_scale
     g = torch.where(coupled != 0, g + p * coupled, g)

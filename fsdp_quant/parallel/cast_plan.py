@@ -34,9 +34,8 @@ from .synced_weight import SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
-PARTS, RANKS, OWN = range(
-    3
-)  # who shares an amax: ranks of all parts of a weight, of this part, none
+# who shares an amax: ranks of all parts of a weight, of this part, none
+PARTS, RANKS, OWN = range(3)
 FP32 = 4
 
 
@@ -159,10 +158,8 @@ class _Group:
         self.masters: list[int] = []
         self.sides: list[tuple[_Side | None, _Side | None]] = []
         self.tiles: list[Tensor | None] = [None, None]
-        self.works: list[list[Encoding | None]] = [
-            [row, col],
-            [row, col],
-        ]  # None: the launch leaves that side alone
+        # None: the launch leaves that side alone
+        self.works: list[list[Encoding | None]] = [[row, col], [row, col]]
 
     def lay_tiles(self, device: torch.device) -> None:
         """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles,
@@ -189,9 +186,8 @@ class _Group:
                 e if (tiles[:, 3] >> 2 * d & 3).any() else None
                 for d, e in enumerate(self.encodings)
             ]
-            self.tiles[second] = (
-                (tiles.flip(0) if second else tiles).contiguous().to(device)
-            )  # what was read last is in L2
+            # what was read last is in L2
+            self.tiles[second] = (tiles.flip(0) if second else tiles).contiguous().to(device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -286,10 +282,8 @@ class CastPlan:
             used[among] += elements
             return used[among] - elements
 
-        for start in (
-            0,
-            1,
-        ):  # the second time it is known how much others share, and the rest lies behind it
+        # the second time it is known how much others share, and the rest lies behind it
+        for start in (0, 1):
             used = [0, start * used[PARTS], start * (used[PARTS] + used[RANKS])]
             for side in self._sides:
                 side.collect(reserve)
@@ -299,9 +293,8 @@ class CastPlan:
         for group in self._groups.values():
             group.lay_tiles(device)
         self._runs: list[_Runs] = []
-        self._tables: list[
-            tuple[_Group, Tensor, Tensor | None]
-        ] = []  # rows on the host, and on the device
+        # rows on the host, and on the device
+        self._tables: list[tuple[_Group, Tensor, Tensor | None]] = []
         self._laid: object = None
         self._masters: list[weakref.ref] = []
         self._pointers: list[int] = []

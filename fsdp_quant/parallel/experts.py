@@ -161,9 +161,8 @@ class TokenRoute:
             [pieces[e * self.ranks + r] for r in range(self.ranks) for e in range(experts)]
         )
         back = [sum(self.sent[r * experts : (r + 1) * experts]) * size for r in range(self.ranks)]
-        rows = y.new_empty(
-            sum(self.sent), y.shape[1]
-        )  # no view: users may write in place what FSDP2 hooks
+        # no view: users may write in place what FSDP2 hooks
+        rows = y.new_empty(sum(self.sent), y.shape[1])
         self._exchange(_as_bytes(rows), packed, back, [sum(of) * size for of in self.arriving])
         return rows
 

@@ -591,9 +591,8 @@ def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
     """The step's tensor of ranks that hold one batch together."""
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
-        step[STEP_FIELDS.index("data_parallel_rank")].fill_(
-            axis.data_parallel_rank
-        )  # a launch that graphs capture
+        # a launch that graphs capture
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
     return step
 
 

@@ -210,9 +210,8 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
                 if m.registered.device_mesh == mesh
                 else ""
             )
-            name = (
-                m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
-            )  # before the root's first forward names are short
+            # before the root's first forward names are short
+            name = m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
             facts[name] = f"{shape}of {', '.join(recipes)}"
         agree(facts, mesh.get_all_groups())
 

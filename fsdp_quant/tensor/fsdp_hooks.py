@@ -40,9 +40,8 @@ class FSDPHooks(WeightTensor):
         gathered = self.state.gathered
         managed = gathered.managed
         if out is None:
-            for (
-                tensor
-            ) in managed.inner_buffers:  # torch does so for a weight that was gathered before
+            # torch does so for a weight that was gathered before
+            for tensor in managed.inner_buffers:
                 torch_compat.alloc_storage(tensor)
         if metadata.members[-1] is gathered:  # nothing reads a group before its last weight
             with torch_compat.preserved_versions([t for inner in metadata.inner for t in inner]):
@@ -66,9 +65,8 @@ class PreHook:
 
     def __call__(self, mesh):
         gathered = self.weight.state.gathered
-        if (
-            gathered is None or gathered.all_gather_inputs is None or gathered.is_first
-        ):  # of its group; a gather that failed may have left some
+        # of its group; a gather that failed may have left some
+        if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:
             with torch_compat.outside_inference_mode():
                 gathered = _send(self.weight)
         all_gather_inputs, gathered.all_gather_inputs = gathered.all_gather_inputs, None
@@ -85,9 +83,8 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     managed, group = first.managed, first.group
     params, registered = managed.gathered_together()
     local = registered
-    if (
-        managed.is_offloaded and weight.device != managed.local.device
-    ):  # each comes to the device as it is asked
+    # each comes to the device as it is asked
+    if managed.is_offloaded and weight.device != managed.local.device:
         params, registered, local = [managed.param], [managed.local], [weight]
     if group is None or not group.is_of(registered):
         group = GatherGroup(

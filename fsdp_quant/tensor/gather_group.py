@@ -198,13 +198,11 @@ class GatherPlan:
                         sources_stay = all(
                             _is_view(source, field) for (_, source), field in zip(pairs, fields)
                         )
-                        is_repeatable &= (
-                            sources_stay and buffer.name != "data"
-                        )  # which would stay in memory
+                        # which would stay in memory
+                        is_repeatable &= sources_stay and buffer.name != "data"
                 for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
-                    if member.managed.world_size == 1 and (
-                        n > 0 or own_inputs
-                    ):  # FSDP2 gathers the first input only
+                    # FSDP2 gathers the first input only
+                    if member.managed.world_size == 1 and (n > 0 or own_inputs):
                         own_metadata[d, buffer.name] = rows
                     else:
                         own_inputs.append(rows)

@@ -224,9 +224,8 @@ class GatheredWeight:
         if fmt.tensor_scale:
             replicated["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
         for i, buffer in enumerate(self.wire[direction]):
-            if (
-                world == 1 and i > 0
-            ):  # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+            # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+            if world == 1 and i > 0:
                 filled[buffer.name] = replicated.pop(buffer.name)
                 continue
             output = torch.empty(
@@ -290,9 +289,8 @@ class GatheredWeight:
                 dtype=self.dtype,
                 device=self.managed.device,
             )
-            storages = [
-                self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like
-            ]  # identity keeps it
+            # identity keeps it
+            storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
         filled = {
             f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()
         }

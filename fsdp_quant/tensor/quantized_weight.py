@@ -145,9 +145,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def __new__(
         cls, content: _Content, shape, dtype: torch.dtype, device: torch.device
     ) -> QuantizedWeight:
-        with torch.inference_mode(
-            False
-        ):  # FSDP2 views its shards inside a first forward too, and views need version counters
+        # FSDP2 views its shards inside a first forward too, and views need version counters
+        with torch.inference_mode(False):
             self = torch.Tensor._make_wrapper_subclass(
                 cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False
             )
@@ -377,9 +376,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             content.quantizer, content.versions = self._quantizer, {}
         slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
         old = slots.get(direction)
-        if (
-            old is not None and encoded.data is old.data and encoded.scale is old.scale
-        ):  # written in place
+        # written in place
+        if old is not None and encoded.data is old.data and encoded.scale is old.scale:
             slots.drop_laid_out()
             if encoded.tensor_amax is not None:
                 old.tensor_amax.copy_(encoded.tensor_amax)
@@ -583,9 +581,8 @@ def _copy_(func, args, kwargs):
         return _through_masters(func, args, kwargs)
     theirs = source._content
     if theirs.master is not None and weight._content.is_padding and weight._content.values is None:
-        weight._content.adopt(
-            theirs
-        )  # FSDP2 moves a shard into padded memory: new_zeros, narrow, copy_
+        # FSDP2 moves a shard into padded memory: new_zeros, narrow, copy_
+        weight._content.adopt(theirs)
         return weight
     return (
         _through_masters(func, args, kwargs)

@@ -82,16 +82,14 @@ class _Root:
         module.register_forward_pre_hook(self._begin, prepend=True)
 
     def _begin(self, module: nn.Module, args) -> None:
-        if (
-            not torch_compat.backward_is_running()
-        ):  # a checkpoint that recomputes all uses the statistics of its forward
+        # a checkpoint that recomputes all uses the statistics of its forward
+        if not torch_compat.backward_is_running():
             self.taken = False
             torch_compat.end_failed_pass(module)
 
 
-_ROOTS: weakref.WeakKeyDictionary[object, _Root] = (
-    weakref.WeakKeyDictionary()
-)  # per FSDP2 state context, dies with it
+# per FSDP2 state context, dies with it
+_ROOTS: weakref.WeakKeyDictionary[object, _Root] = weakref.WeakKeyDictionary()
 _AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compared their models
 
 
@@ -197,9 +195,8 @@ class Collective:
         fragments = [_fragment(*of) for of in pieces]
         places = [i for i, f in enumerate(fragments) if any(map(f.shares_statistics, f.encodings))]
         self._crossing = [fragments[i] for i in places]
-        self._of = [
-            (pieces[i][1].state, pieces[i][0].state) for i in places
-        ]  # (weight, matrix) of each; no tensor is kept
+        # (weight, matrix) of each; no tensor is kept
+        self._of = [(pieces[i][1].state, pieces[i][0].state) for i in places]
         self._groups = groups if places else ()
         for group in self._groups:
             self._shared.append(SharedStatistics(self._crossing, group))
@@ -227,9 +224,8 @@ class Collective:
 
     def _pass_on(self, shared: SharedStatistics) -> None:
         counters.add("amax all-reduce", "weights")
-        if (
-            len(self._groups) > 1
-        ):  # what ranks of one group have shared, those of the next start from
+        # what ranks of one group have shared, those of the next start from
+        if len(self._groups) > 1:
             for fragment, own in zip(self._crossing, shared.results):
                 fragment.found = tuple(s or t for s, t in zip(own, fragment.found or own))
 

@@ -362,9 +362,8 @@ def all_gather(
     out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
 ):
     """Fill out [ranks * n] with the segments [n] of all ranks; the work, if async_op."""
-    gather = (
-        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    )  # its name before torch 2.13
+    # its name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, segment, group=group, async_op=async_op)
 
 
@@ -598,9 +597,8 @@ def save_what_is_made(tensors: Sequence[Tensor]) -> None:
             torch._sync(tensor)
         for proxy in _proxies_of(tensor):
             node = proxy.node
-            while (
-                source := _COPIED.get(node.target)
-            ) is not None:  # compilers drop copies, and save no item of a tuple
+            # compilers drop copies, and save no item of a tuple
+            while (source := _COPIED.get(node.target)) is not None:
                 node = node.args[source]
             if node.op != "placeholder":
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -134,9 +134,8 @@ class WeightShard(FSDPHooks, Tensor):
         kwargs = kwargs or {}
         plain_args = [_mapped(WeightShard, _inner, a) for a in args]
         plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()}
-        if (
-            func in _KEEPS_CLASS and torch.is_inference_mode_enabled()
-        ):  # FSDP2 pads shards inside a first forward
+        # FSDP2 pads shards inside a first forward
+        if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 result = func(*plain_args, **plain_kwargs)
         else:

@@ -136,12 +136,8 @@ class WeightState:
 
     def history(self, name: str, slot: str, direction: Direction, quantizer) -> AmaxHistory:
         """The amax history of a delayed side: of a module's slot, or of the weight itself."""
-        key = (
-            name,
-            slot,
-            direction,
-            quantizer,
-        )  # autocast may bring another quantizer to the same slot
+        # autocast may bring another quantizer to the same slot
+        key = (name, slot, direction, quantizer)
         if key not in self.histories:
             self.histories[key] = AmaxHistory(
                 quantizer.scaling, quantizer.fmt.element.max, slot == "weight"
@@ -205,9 +201,8 @@ class WeightState:
         everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
         for e in range(len(self.parts)) if every or everywhere else range(first, last):
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
-            ends = [
-                rows if e < end else 0 for end in cuts.bounds[1:]
-            ]  # nothing before the rank that holds it
+            # nothing before the rank that holds it
+            ends = [rows if e < end else 0 for end in cuts.bounds[1:]]
             of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
             made.append(Piece(self.parts[e], matrix, of, at))
         return made

@@ -91,9 +91,8 @@ def encoding_shapes(
     run:     of anchors, 0 is the whole contraction: the scales of `quantize_anchored`.
     """
     rows, cols = shape
-    known = (
-        isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)
-    )  # a symbol belongs to one trace
+    # a symbol belongs to one trace
+    known = isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)
     return (_known_shapes if known else _known_shapes.__wrapped__)(
         packed, columnwise, rows, cols, row0, run
     )

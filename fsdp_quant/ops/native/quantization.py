@@ -31,9 +31,8 @@ class _Call(NamedTuple):
     col: int
     row_eps: float
     col_eps: float
-    places: tuple[
-        int | None, int | None
-    ]  # index in the list of the rowwise and of the columnwise encoding
+    # index in the list of the rowwise and of the columnwise encoding
+    places: tuple[int | None, int | None]
 
 
 @functools.cache

@@ -152,10 +152,8 @@ def operand_spec_of(
     if not fmt.is_quantized:
         return OperandSpec()
     laid_out = layout in LAID_OUT
-    factored = fmt.scale_leaves_contraction and fmt.block != (
-        None,
-        None,
-    )  # a scale a line, after the product
+    # a scale a line, after the product
+    factored = fmt.scale_leaves_contraction and fmt.block != (None, None)
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
