@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_quant.context import STEP
-from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format, format_of
+from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, ROWWISE, Format, format_of
 from fsdp_quant.ops import native, rng
 from fsdp_quant.ops.capability import (
     arch_of_capability,
@@ -21,7 +21,8 @@ from fsdp_quant.ops.capability import (
     spreads,
     unsupported_reason,
 )
-from fsdp_quant.ops.layout import ANCHORS, NATIVE, SPREAD, operand_format
+from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS, NATIVE, SPREAD, operand_format
+from fsdp_quant.ops.reference import product_error
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -242,3 +243,34 @@ class Travelled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy if ctx.encode is None else ctx.encode(dy), None, None
+
+
+def assert_lost_rows_are_counted(
+    quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
+) -> None:
+    """`reference.product_error` fires on products by one exponent per tensor whose rows lost a
+    tenth of their formats' error, and on none that lost a hundredth.
+
+    Half of the rows of x [shape] are 2^-power of the others, for powers to 15; w has x's shape.
+    exact:  powers below it, at which nothing is lost and nothing estimated.
+    """
+    x, w = values(*shape), values(*shape, seed=1)
+    of_w, below, judged = quantizer.storage(w, ROWWISE), torch.arange(len(x)) >= len(x) // 2, set()
+    for power in range(16):  # some rows are zero beyond
+        rows = x * torch.where(below, 2.0**-power, 1.0)[:, None].to(x.dtype)
+        of = [quantizer.storage(rows, ROWWISE), of_w]
+        operands = [s.to_gemm_operand(ANCHORED_TENSOR) for s in of]
+        given = ((s.data, None, s.operand_format) for s in operands)
+        extra, own = product_error(*given, (counted,) * 2).tolist()
+        want, formats, made = (
+            a.double() @ b.double().t()
+            for a, b in ((rows, w), [s.decode() for s in of], [s.decode() for s in operands])
+        )
+        lost = ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item()
+        estimate = (extra / own) ** 0.5
+        said = f"at {lost:.2g} ({estimate:.2g}), 2^-{power}"
+        assert power >= exact or (lost == 0 and estimate == 0), f"2^-{power} is exact"
+        assert estimate > 0.02 or lost <= 0.1, f"silent {said}"
+        assert estimate <= 0.02 or lost >= 0.01, f"fires {said}"
+        judged.add(estimate > 0.02)
+    assert judged == {False, True}

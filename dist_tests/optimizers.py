@@ -88,6 +88,19 @@ class Container(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
 
+def in_backward(net: nn.Module, cls: type) -> list[torch.optim.Optimizer]:
+    """An optimizer per parameter, which steps as its gradient arrives."""
+    optimizers = {p: cls([p], lr=0.1) for p in net.parameters()}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        p.grad = None
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step)
+    return list(optimizers.values())
+
+
 def convert(net: nn.Module, recipe: fq.Recipe, quantized: bool) -> nn.Module:
     """A converted model, of quantized parameters or of plain ones."""
     if not quantized:

@@ -619,16 +619,14 @@ def _parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizer, and of a container those in its attributes, or in lists, tuples and dicts
     there."""
     parts = [optimizer]
-    for name, held in vars(optimizer).items():
-        held = (
-            held.values()
-            if isinstance(held, dict)
-            else held
-            if isinstance(held, (list, tuple))
-            else [held]
-        )
-        for one in held if name not in ("state", "param_groups") else ():
-            parts += _parts_of(one) if isinstance(one, torch.optim.Optimizer) else []
+    for part in parts:  # which grows
+        for name, held in vars(part).items():
+            if name in ("state", "param_groups"):
+                continue
+            held = list(held.values()) if isinstance(held, dict) else held
+            for one in held if isinstance(held, (list, tuple)) else [held]:
+                if isinstance(one, torch.optim.Optimizer) and one not in parts:
+                    parts.append(one)
     return parts
 
 
@@ -641,7 +639,9 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> No
             local = torch_compat.local_of(p)
             if not isinstance(local, QuantizedWeight) or not p.requires_grad:
                 continue
-            parts = parts or _parts_of(optimizer)
+            if local.is_held_by([optimizer]):
+                continue
+            parts = parts or _parts_of(optimizer)  # of a container
             if not local.is_held_by(parts):
                 raise ValueError(
                     f"{local.state.name} is a quantized parameter, and this "

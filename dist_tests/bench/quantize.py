@@ -501,7 +501,7 @@ def collects_group(e: Encoding) -> Callable[[Group], Work]:
     def work(g: Group) -> Work:
         side, columnwise = native.pack_encoding(e), e.direction is COLUMNWISE
         return Work(
-            lambda: torch.ops.fsdp_quant.multi_tensor_amax(
+            lambda: torch.ops.fsdp_quant.statistics_group(
                 g.tensors, side, columnwise, g.row0, False
             ),
             g.tensors,
@@ -520,7 +520,7 @@ def transposes_group(g: Group) -> Work:
     kinds, zeros, ones = [native.TRANSPOSE_BYTES] * len(codes), [0] * len(codes), [1] * len(codes)
 
     def call() -> list[Tensor]:
-        torch.ops.fsdp_quant.multi_tensor_relayout(codes, out, kinds, rows, cols, zeros, ones)
+        torch.ops.fsdp_quant.relayout_group(codes, out, kinds, rows, cols, zeros, ones)
         return out
 
     return Work(call, codes, lambda: [t.t().contiguous() for t in codes])

@@ -359,7 +359,7 @@ def test_errors_say_what_was_got_and_wanted():
         ),
         r"data is contiguous Byte \[64, 96\].*wanted 3072 ": anchor(fmt=MADE["mxfp4"].fmt),
     }
-    group = torch.ops.fsdp_quant.multi_tensor_anchor
+    group = torch.ops.fsdp_quant.anchor_group
     side, codes, lines = (
         native.pack_encoding(Encoding(mx, ROWWISE)),
         torch.empty_like(data),

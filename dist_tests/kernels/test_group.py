@@ -49,7 +49,7 @@ def multi_tensor_amax(
 ) -> list[dispatch.Statistics]:
     """The operator's results, an entry a tensor."""
     made = iter(
-        torch.ops.fsdp_quant.multi_tensor_amax(
+        torch.ops.fsdp_quant.statistics_group(
             x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, round_to_bf16
         )
     )
@@ -73,7 +73,7 @@ def multi_tensor_quantize(
     record: list[Tensor] = (),
 ) -> None:
     amax, tensor_amax = [s[0] for s in stats], [s[1] for s in stats]
-    torch.ops.fsdp_quant.multi_tensor_quantize(
+    torch.ops.fsdp_quant.quantize_group(
         x,
         native.pack_encoding(e),
         e.direction is COLUMNWISE,
@@ -383,7 +383,7 @@ def test_errors_of_groups_say_what_was_got():
             e=MADE["fp8_row"].encoding(ROWWISE)
         ),
         r"tensor 0 has a scale that spans more": lambda: run(e=MADE["nvfp4"].encoding(ROWWISE)),
-        r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.multi_tensor_amax(
+        r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.statistics_group(
             x,
             native.pack_encoding(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)),
             False,

@@ -377,7 +377,7 @@ def test_relayouts_of_a_group_are_those_of_its_tensors(count: int):
         want[at : at + wanted.numel()] = wanted.reshape(-1)
         at += size + gap
     kinds, sources, rows, cols, outer, outer_block, _ = (list(of) for of in zip(*items))
-    torch.ops.fsdp_quant.multi_tensor_relayout(sources, out, kinds, rows, cols, outer, outer_block)
+    torch.ops.fsdp_quant.relayout_group(sources, out, kinds, rows, cols, outer, outer_block)
     for i, (o, (kind, *_, wanted)) in enumerate(zip(out, items)):
         expected.assert_same(o, wanted.reshape(-1), f"{count} items: item {i} of kind {kind}")
     expected.assert_same(flat, want, f"{count} items: bytes between them")
@@ -387,7 +387,7 @@ def test_relayouts_of_a_group_skip_empty_tensors():
     """If false, a rank without rows of one parameter cannot lay out the others."""
     source, empty = random_bytes(33, 48), torch.empty(0, dtype=torch.uint8, device=expected.DEVICE)
     out = torch.zeros(48 * 33, dtype=torch.uint8, device=expected.DEVICE)
-    torch.ops.fsdp_quant.multi_tensor_relayout(
+    torch.ops.fsdp_quant.relayout_group(
         [empty, source, empty],
         [empty, out, empty],
         [0, 0, 1],

@@ -21,7 +21,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
-from dist_tests.optimizers import CASES, Container, convert, step_once
+from dist_tests.optimizers import CASES, Container, convert, in_backward, step_once
 
 RECIPES = {
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
@@ -81,15 +81,7 @@ class Stepped(Container):
 
 
 def _hooked(net: nn.Module, cls: type) -> torch.optim.Optimizer:
-    optimizers = {p: cls([p], lr=0.1) for p in net.parameters()}
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        p.grad = None
-
-    for p in optimizers:
-        p.register_post_accumulate_grad_hook(step)
-    return Stepped(list(optimizers.values()))
+    return Stepped(in_backward(net, cls))
 
 
 def _contained(net: nn.Module, cls: type) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_quant
+from dist_tests.single.hopper import operator_schemas
 
 PACKAGE = Path(fsdp_quant.__file__).parent
 ROOT = PACKAGE.parent
@@ -363,6 +364,14 @@ def test_private_torch_names_are_in_torch_compat(source: str):
             assert node.attr not in PRIVATE_ATTRIBUTES, (
                 f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
             )
+
+
+def test_operators_that_tests_and_benches_name_are_declared():
+    """Otherwise a rename breaks what only a GPU runs, and no one sees it here."""
+    declared = {name.partition(".")[0] for name in operator_schemas()}
+    for path in sorted((ROOT / "dist_tests").rglob("*.py")):
+        named = set(re.findall(r"ops\.fsdp_quant\.(\w+)", path.read_text()))
+        assert named <= declared, f"{path.name} names {named - declared}"
 
 
 @pytest.mark.parametrize("source", SOURCES)

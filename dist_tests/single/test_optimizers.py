@@ -20,7 +20,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.lockstep import plain
-from dist_tests.optimizers import CASES, Container, convert, step_once
+from dist_tests.optimizers import CASES, Container, convert, in_backward, step_once
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 K = 64  # 8-bit optimizers leave tensors below 4096 elements in fp32
@@ -164,14 +164,7 @@ def test_compiled_steps_leave_the_codes_of_new_masters(cls: type, where: str) ->
 
 
 def _hooked(cls: type, net: nn.Module) -> None:
-    optimizers = {p: cls([p], lr=0.1) for p in net.parameters()}
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        p.grad = None
-
-    for p in optimizers:
-        p.register_post_accumulate_grad_hook(step)
+    in_backward(net, cls)
 
 
 def _applied(cls: type, net: nn.Module) -> None:

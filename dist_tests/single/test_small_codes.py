@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from dist_tests.laws import values
+from dist_tests.laws import assert_lost_rows_are_counted, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.formats import ROWWISE, Direction, Format, format_of
@@ -18,7 +17,7 @@ from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
 from fsdp_quant.ops import layout
-from fsdp_quant.ops.reference import NOT_COUNTED, counted_as, product_error
+from fsdp_quant.ops.reference import NOT_COUNTED, counted_as
 from fsdp_quant.quantizer import Quantizer
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -122,34 +121,5 @@ def test_products_of_operands_are_exact(fmt: Format):
 def test_the_guard_counts_rows_that_e4m3_does_not_hold(fmt: Format):
     """If false, rows far below the tensor's largest lose their bits in silence, or rows that lose
     none are moved."""
-    x, w = values(64, 512), values(64, 512, seed=1)
-    of_w = Quantizer(fmt).storage(w, ROWWISE)
-
-    def share(x: Tensor) -> tuple[float, float]:
-        """(what the worst row of the product lost over its formats' error, what is estimated)."""
-        of = [Quantizer(fmt).storage(x, ROWWISE), of_w]
-        operands = [s.to_gemm_operand(layout.ANCHORED_TENSOR) for s in of]
-        counted = (counted_as(fmt),) * 2
-        extra, own = product_error(
-            *((s.data, None, s.operand_format) for s in operands), counted
-        ).tolist()
-        want, formats, made = (
-            a.double() @ b.double().t()
-            for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands])
-        )
-        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (
-            extra / own
-        ) ** 0.5
-
-    judged = set()
-    for power in range(16):  # half of the rows so far below the others; some are zero beyond
-        lost, estimate = share(
-            x * torch.where(torch.arange(64) < 32, 1.0, 2.0**-power)[:, None].to(BF16)
-        )
-        assert power >= BINADES[fmt.element.name] - 2 or (lost == 0 and estimate == 0), (
-            f"2^-{power} is exact"
-        )
-        assert estimate > 0.02 or lost <= 0.1, f"silent at {lost:.2g} ({estimate:.2g}), 2^-{power}"
-        assert estimate <= 0.02 or lost >= 0.01, f"fires at {lost:.2g} ({estimate:.2g}), 2^-{power}"
-        judged.add(estimate > 0.02)
-    assert judged == {False, True}
+    exact = BINADES[fmt.element.name] - 2
+    assert_lost_rows_are_counted(Quantizer(fmt), counted_as(fmt), (64, 512), exact)
