@@ -1766,7 +1766,7 @@ def operator_schemas() -> dict[str, str]:
     return {schema.split("(")[0]: schema for schema in schemas}
 
 
-_CURRENT: list[Operators] = []
+_CURRENT = [Operators()]  # the last is in use
 _library = torch.library.Library("fsdp_quant_emulated", "DEF")
 
 

@@ -51,12 +51,8 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
 
             monkeypatch.setattr(native, name, call)
         sanitize.every_instance()
-        products = [entry for entry in entries.DONE if "gemm" in entry[0]]
-        for what, made, want, bound in products:
-            for got, wanted in zip(made, want(), strict=True):
-                assert (got.double() - wanted.double()).norm() <= bound * wanted.double().norm(), (
-                    what
-                )
+    assert entries.differences() == []  # outside of the emulation, as on a GPU
+    products = [what for what, *_ in entries.DONE if "gemm" in what]
     names = {schema.split(".")[0] for schema in hopper.operator_schemas()} - ON_THE_HOST
     of_modules = {
         "linear_step",
