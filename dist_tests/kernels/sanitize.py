@@ -2,17 +2,19 @@
 """Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on
 the CPU afterwards.
 
-    python -m dist_tests.kernels.sanitizers                 all of it under all tools of
+    python -m dist_tests.kernels.sanitizers                 all parts under the tools of
                                                             compute-sanitizer
-    python -m dist_tests.kernels.sanitize [--steps]         the same calls without a tool
+    python -m dist_tests.kernels.sanitize PART [--filled]   one part without a tool
 
-The GPU runs nothing but the operators and copies; with --steps whole modules instead, twice, to the
-same bits. Exits with 1, and names what differs, where bytes are not the reference's (norms,
-activations and products: values within a bound).
+Parts: instances, the kernels that do not multiply; products, the GEMMs; steps, whole modules twice,
+to the same bits. The GPU runs nothing else but copies. --filled: new memory holds NaN, so that a
+result that no kernel wrote differs. Exits with 1, and names what differs, where bytes are not the
+reference's (norms, activations and products: values within a bound).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
@@ -601,16 +603,19 @@ def in_use(groups: native.TokenGroups) -> list[Tensor]:
 def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]:
     """(number of the compiled step of a plan, what the emulation is told of it)."""
     resolved = plan.resolved(BF16, expected.DEVICE)
-    operand_specs = plan._operand_specs(
-        resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE)
-    )
-    arguments = operand_specs, False, resolved.watched, plan.key
+
+    def compiled() -> int:
+        specs = plan._operand_specs(
+            resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE)
+        )
+        return native.linear_plan(specs, False, resolved.watched, plan.key)
+
     with replaced_operators(emulation):
-        number = native.linear_plan(*arguments)
+        number = compiled()
     call = SimpleNamespace(
         number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number])
     )
-    return native.linear_plan(*arguments), call
+    return compiled(), call
 
 
 def gated(emulation: Operators, name: str, activation: str, enc: float | None = None) -> None:
@@ -917,7 +922,6 @@ def every_instance() -> None:
             activations(name, dtype)
         for centred in (False, True):
             norms(dtype, centred)
-    sanitize_products.every_product()
     emulation = Operators()
     scalars(emulation)
     for activation in ("swiglu", "geglu"):
@@ -937,11 +941,25 @@ def every_instance() -> None:
         tokens(emulation, name, enc)
 
 
+PARTS = {
+    "instances": every_instance,
+    "products": sanitize_products.every_product,
+    "steps": every_step,
+}
+
+
 def main() -> int:
     if expected.WHY_NOT is not None:
         print(f"nothing to do: {expected.WHY_NOT}")
         return 1
-    every_step() if "--steps" in sys.argv[1:] else every_instance()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--filled", action="store_true", help="new memory holds NaN")
+    args = parser.parse_args()
+    if args.filled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    PARTS[args.part]()
     if expected.DEVICE.type == "cuda":
         torch.cuda.synchronize()
     print(f"{len(DONE)} calls ran", flush=True)

@@ -1841,10 +1841,23 @@ def give_operators(patch: pytest.MonkeyPatch, operators: object) -> None:
             patch.setattr(module, "_ops", operators)
 
 
+def replace_in_native(patch: pytest.MonkeyPatch, replaced: dict[int, object]) -> None:
+    """Let all of `native` use these values for those of the ids, and begin with empty caches, which
+    hold integers of other operators."""
+    modules = native_modules()
+    cached = {id(v): v for m in modules for v in vars(m).values() if hasattr(v, "cache_clear")}
+    replaced = replaced | {i: functools.cache(v.__wrapped__) for i, v in cached.items()}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced:
+                patch.setattr(module, name, replaced[id(value)])
+
+
 @contextlib.contextmanager
 def replaced_operators(operators: object) -> Iterator[None]:
     """`native` calls these inside."""
     with pytest.MonkeyPatch.context() as patch:
+        replace_in_native(patch, {})
         give_operators(patch, operators)
         yield
 
@@ -1869,16 +1882,7 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
             id(native.runs): lambda x: x.numel() > 0,
             id(native.runs_on): lambda device: True,
         }
-        of_native = native_modules()
-        for value in {
-            id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")
-        }.values():
-            # they remember integers of other operators
-            replaced[id(value)] = functools.cache(value.__wrapped__)
-        for module in of_native:
-            for name, value in list(vars(module).items()):
-                if id(value) in replaced:
-                    patch.setattr(module, name, replaced[id(value)])
+        replace_in_native(patch, replaced)
         give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
