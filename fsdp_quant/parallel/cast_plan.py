@@ -201,7 +201,7 @@ def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Runs:
-    """Scales, and values: rows of the table (`ScaleRun` in csrc/quantize/pieces.h).
+    """Scales, and values: rows of the table (`ScaleSegment` in csrc/quantize/pieces.h).
 
     encodings:  of the scales.
     masters:    row -> index of the weight whose master it reads.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and
-parts.cpp."""
+grouped_gemm.cpp."""
 
 from __future__ import annotations
 

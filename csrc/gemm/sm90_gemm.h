@@ -12,16 +12,16 @@
 // be accumulated in place; every element gets one addition, so that two runs give the same bits.
 #pragma once
 
-#include "gemm/hopper_arguments.h"
-#include "gemm/product.h"
+#include "gemm/sm90_gemm_arguments.h"
+#include "gemm/gemm_problem.h"
 
-namespace fsdp_quant::hopper {
+namespace fsdp_quant::sm90 {
 
 // out of one block x the blocks of a cluster, which lie side by side along n and share their rows of a.
 enum class Tile : int32_t { k256x128x2 = 0, k128x128x1 = 1 };
 constexpr int kTiles = 2;
 
-// Parts of a product that lie apart.
+// Grouping of a product that lie pointer_table.
 //
 // Groups are in the order of `offsets`, int32 [groups + 1] in device memory that nobody on the host reads: group e is
 // what lies from offsets[e] to offsets[e + 1]. Offsets out of order or range are clamped, and set `flag`.
@@ -29,8 +29,8 @@ constexpr int kTiles = 2;
 //             Scales of b, and of a where they are `each`, are stacked: [groups, ...].
 //   kDepth    out[e] = a[:, depth of e] b[:, depth of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are
 //             multiples of 128, or K. A group of nothing makes zeros, or leaves out alone that is accumulated.
-struct Parts {
-  Cut cut = Cut::kNone;
+struct Grouping {
+  GroupedDim dim = GroupedDim::kNone;
   int32_t groups = 1;
   const int32_t* offsets = nullptr;
   int32_t* flag = nullptr;             // null: none
@@ -44,19 +44,19 @@ struct Schedule {
 };
 
 // Why the kernels do not take a product, or null. Reads sizes, types, addresses.
-const char* why_not(const Product& p, const Parts& parts = {});
+const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping = {});
 
 // The fastest known way, of a product that is taken. Depends on sizes, scalings and types alone.
-Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts = {});
+Schedule schedule_of(const GemmProblem& p, int32_t sm_count, const Grouping& grouping = {});
 
 // Nothing here reads the device, allocates, or waits.
-cudaError_t launch(const Product& p, const Parts& parts, const Schedule& schedule, cudaStream_t stream);
+cudaError_t launch(const GemmProblem& p, const Grouping& grouping, const Schedule& schedule, cudaStream_t stream);
 
 // Kernel instances by the file that compiles them, of groups but for runs; `e5m2` of a and b, not both; of groups not of b.
-Kernel outer_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);
-Kernel block_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 128x128
-Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
-Kernel run_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // 1x512 x 1x512, not cut
-Kernel values_kernel(Cut cut, Tile tile);                            // bf16 values, cut
+Kernel grouped_rowwise_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
+Kernel grouped_1x128_128x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 128x128
+Kernel grouped_1x128_1x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
+Kernel dense_1x512_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // 1x512 x 1x512, not cut
+Kernel grouped_bf16_kernel(GroupedDim dim, Tile tile);                            // bf16 values, cut
 
-}  // namespace fsdp_quant::hopper
+}  // namespace fsdp_quant::sm90

@@ -7,10 +7,10 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-namespace fsdp_quant::hopper {
+namespace fsdp_quant::sm90 {
 
 // What groups cut: nothing; the rows of a and out, each group with its own b; the contraction, each with its own out.
-enum class Cut : int32_t { kNone = 0, kRows = 1, kDepth = 2 };
+enum class GroupedDim : int32_t { kNone = 0, kM = 1, kK = 2 };
 
 constexpr int32_t kMostGroups = 1024;
 
@@ -42,4 +42,4 @@ struct Kernel {
   int32_t threads, shared_bytes;
 };
 
-}  // namespace fsdp_quant::hopper
+}  // namespace fsdp_quant::sm90

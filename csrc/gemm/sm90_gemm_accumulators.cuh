@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of products on Hopper: scales while they grow and when they are finished, and their way to memory. See hopper_kernel.cuh.
+// Sums of products on Hopper: scales while they grow and when they are finished, and their way to memory. See sm90_gemm_kernel.cuh.
 #pragma once
 
-#include "gemm/hopper_pipeline.cuh"
+#include "gemm/sm90_gemm_pipeline.cuh"
 
-namespace fsdp_quant::hopper {
+namespace fsdp_quant::sm90 {
 
 // The unit in which the sums of one column are held while its scales change: out = unit * sum.
 //   of 512 of K whose scale s is        sum *=         part *=
@@ -31,15 +31,15 @@ struct ColumnUnit {
 
 // Factors of the columns of every run of 512 and, in the slot that ends a tile, their units. 2 columns a lane of two
 // warps, in the order in which a multiplying thread reads its 32: 16 bytes are its columns of two 8s.
-template <class S, Cut kCut>
+template <class S, GroupedDim kGrouped>
 __device__ __forceinline__ void make_column_factors(
     const Arguments& p, const Shared<S>& shared, int cluster, int clusters, int rank, int half) {
-  static_assert(S::kStages * (kBlockN + 4) * 4 <= kTableBytes && kCut == Cut::kNone, "far factors lie in the table");
-  const int lane = threadIdx.x % 32, pair = half * 32 + lane, tiles = tiles_of<S, kCut>(p, shared);
+  static_assert(S::kStages * (kBlockN + 4) * 4 <= kTableBytes && kGrouped == GroupedDim::kNone, "far factors lie in the table");
+  const int lane = threadIdx.x % 32, pair = half * 32 + lane, tiles = tiles_of<S, kGrouped>(p, shared);
   const uint32_t to = pair / 8 * 64 + pair % 4 * 16 + pair / 4 % 2 * 8;
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kCut>(p, shared, t, rank);
+    const Place at = place_of<S, kGrouped>(p, shared, t, rank);
     const float* line = p.b_scale + at.n0 + 2 * pair;
     ColumnUnit low, high;
     float2 factors;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void make_column_factors(
     for (int kb = 0; kb <= at.k_blocks; ++kb) {
       if (kb == at.k_blocks) {
         factors = {low.unit, high.unit};
-      } else if (kb % kRunBlocks == 0) {
+      } else if (kb % kBlocksPer512 == 0) {
         const float2 scales = at.n0 + 2 * pair < p.n ? __ldg(reinterpret_cast<const float2*>(line)) : float2{};
         line += p.b_scale_ld;
         factors = {low.change(scales.x), high.change(scales.y)};
@@ -79,18 +79,18 @@ __device__ __forceinline__ void multiply_columns(float (&x)[64], uint32_t factor
 
 // One wave of partial sums into the sums. `low`, `high`: the factor of the thread's two rows; `b_scale`: address of the
 // scales of its columns, of which `held` has the first.
-template <Grain kA, Grain kB, int kHeld>
+template <Granularity kA, Granularity kB, int kHeld>
 __device__ __forceinline__ void promote(
     float (&sum)[64], const float (&part)[64], float low, float high, uint32_t b_scale, const float2 (&held)[kHeld]) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     float* s = sum + 4 * j;
     const float* d = part + 4 * j;
-    if constexpr (kB == Grain::kVector) {
+    if constexpr (kB == Granularity::k1x128) {
       const float2 b = j < kHeld ? held[j % kHeld] : shared_at<const float2>(b_scale + 32 * j);
       s[0] = fmaf(low * b.x, d[0], s[0]), s[1] = fmaf(low * b.y, d[1], s[1]);
       s[2] = fmaf(high * b.x, d[2], s[2]), s[3] = fmaf(high * b.y, d[3], s[3]);
-    } else if constexpr (kA == Grain::kOuter) {
+    } else if constexpr (kA == Granularity::kRowwise) {
       s[0] += d[0], s[1] += d[1], s[2] += d[2], s[3] += d[3];
     } else {
       s[0] = fmaf(low, d[0], s[0]), s[1] = fmaf(low, d[1], s[1]);
@@ -100,13 +100,13 @@ __device__ __forceinline__ void promote(
 }
 
 // Scales, alpha and bias of one wave. `row`: the thread's first row (its second is 8 below), `col` its first column.
-template <Grain kA, Grain kB>
+template <Granularity kA, Granularity kB>
 __device__ __forceinline__ void finish(const Arguments& p, const Place& at, float (&sum)[64], int row, int col) {
-  constexpr bool kOuter = kA == kB && (kA == Grain::kOuter || kA == Grain::kValues);
-  if (kOuter || p.alpha != nullptr) {
+  constexpr bool kScalesSum = kA == kB && (kA == Granularity::kRowwise || kA == Granularity::kBf16);
+  if (kScalesSum || p.alpha != nullptr) {
     const float alpha = p.alpha != nullptr ? __ldg(p.alpha) : 1.0f;
     float low = alpha, high = alpha;
-    if constexpr (kOuter) {
+    if constexpr (kScalesSum) {
       if (p.a_scale != nullptr) {
         const float* const a = p.a_scale + at.group * p.a_scale_plane;
         low *= __ldg(a + int64_t{min(row, at.m - 1)} * p.a_scale_step);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish(const Arguments& p, const Place& at, floa
       sum[4 * j + 2] *= high, sum[4 * j + 3] *= high;
     }
   }
-  if (kOuter && p.b_scale_step != 0) {
+  if (kScalesSum && p.b_scale_step != 0) {
     const float* const scale = p.b_scale + at.group * p.b_scale_plane;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -223,4 +223,4 @@ __device__ __forceinline__ void store_fp32(
   }
 }
 
-}  // namespace fsdp_quant::hopper
+}  // namespace fsdp_quant::sm90

@@ -7,7 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
-#include "gemm/takes.h"
+#include "gemm/capability.h"
 
 namespace fsdp_quant {
 
@@ -40,7 +40,7 @@ struct Operand {
 };
 
 // out[m, n] = alpha * a[m, k] b[n, k]^T (+ out) (+ bias[n]), of scaled operands.
-struct Product {
+struct GemmProblem {
   Operand a, b;
   void* out;           // rows of n contiguous elements
   const void* bias;    // null: none

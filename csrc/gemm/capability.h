@@ -44,11 +44,11 @@ struct CodeKind {
 inline bool is_fp8(Element e) { return e == Element::kE4M3 || e == Element::kE5M2; }
 
 // Of codes, by cuBLASLt, and 1x512 by our kernels:
-//   e4m3 x e4m3 or e5m2, and the other way round    tensor or none on each side; row x row or
+//   e4m3 x e4m3 or e5m2, and the other way round    tensor or none on each direction; row x row or
 //                                                   tensor, 1x128 x 1x128 or 128x128, and the other
 //                                                   way round; e8m0 x e8m0; 1x512 x 1x512
 //   e2m1 x e2m1                                     e4m3 x e4m3
-inline bool takes_pair(const CodeKind& a, const CodeKind& b) {
+inline bool supports_pair(const CodeKind& a, const CodeKind& b) {
   const auto [least, most] = std::minmax(a.scaling, b.scaling);
   if (a.element == Element::kE2M1 && b.element == Element::kE2M1)
     return least == most && most == Scaling::kE4M3;
@@ -60,7 +60,7 @@ inline bool takes_pair(const CodeKind& a, const CodeKind& b) {
 }
 
 // The tensor cores of a capability take the scales of a pair of codes.
-inline bool takes_scales(const CodeKind& a, const CodeKind& b, int capability) {
+inline bool supports_scales(const CodeKind& a, const CodeKind& b, int capability) {
   const Scaling most = std::max(a.scaling, b.scaling);
   for (const Architecture& row : kArchitectures) {
     if (capability < row.least || capability > row.most) continue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of products of groups. Nothing here reads the device.
-#include "api/parts.h"
+// Host direction of products of groups. Nothing here reads the device.
+#include "api/grouped_gemm.h"
 
 #include <algorithm>
 #include <limits>
@@ -11,15 +11,15 @@
 
 #include "api/checks.h"
 #include "api/operands.h"
-#include "gemm/hopper.h"
-#include "layout/groups.h"
+#include "gemm/sm90_gemm.h"
+#include "layout/token_groups.h"
 
 namespace fsdp_quant {
 
 namespace {
 
-using hopper::Cut;
-using hopper::Parts;
+using sm90::GroupedDim;
+using sm90::Grouping;
 
 Operand codes_of(const at::Tensor& x, int64_t kind, const char* name) {
   const Operand o = operand_of(x, kind, name);
@@ -39,7 +39,7 @@ Operand stacked_of(const at::Tensor& x, int64_t kind, const char* name, int64_t*
   return o;
 }
 
-void check_sizes(const Product& p, const at::Tensor& a, const at::Tensor& b) {
+void check_sizes(const GemmProblem& p, const at::Tensor& a, const at::Tensor& b) {
   TORCH_CHECK_VALUE(a.device() == b.device(), "a is on ", a.device(), " and b on ", b.device());
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(std::max({p.m, p.n, p.k}) <= kLargest, "M, N, K are ", p.m, ", ", p.n, ", ", p.k,
@@ -47,7 +47,7 @@ void check_sizes(const Product& p, const at::Tensor& a, const at::Tensor& b) {
   TORCH_CHECK_VALUE(p.n % 8 == 0, "b has ", p.n, " rows (N); these products take multiples of 8");
 }
 
-void set_out(Product& p, const at::Tensor& out, const at::Tensor& a, at::IntArrayRef sizes) {
+void set_out(GemmProblem& p, const at::Tensor& out, const at::Tensor& a, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(out.device() == a.device() && out.sizes() == sizes, "out is ", out.sizes(), " on ", out.device(),
                     "; wanted ", sizes, " on ", a.device());
   p.out_type = type_of(out.scalar_type(), "out");
@@ -62,18 +62,18 @@ void set_out(Product& p, const at::Tensor& out, const at::Tensor& a, at::IntArra
   p.out = out.mutable_data_ptr();
 }
 
-void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
+void launch(GemmProblem& p, const Grouping& grouping, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const int capability = capability_of(stream.device_index());
   TORCH_CHECK_NOT_IMPLEMENTED(capability == 90, name, " needs sm_90; the device is sm_", capability);
   const auto kind = [](const Operand& o) { return static_cast<int>(o.scaling); };
-  const char* const reason = hopper::why_not(p, parts);
+  const char* const reason = sm90::unsupported_reason(p, grouping);
   TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, name, " of a ", a.sizes(), " with scaling ", kind(p.a), " and b ", b.sizes(),
                               " with scaling ", kind(p.b), ": ", reason);
   TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
   const int32_t processors = processors_of(stream.device_index(), sm_count);
-  check_launch(hopper::launch(p, parts, hopper::schedule_of(p, processors, parts), stream), name, "a ", a.sizes(), " and b ", b.sizes());
+  check_launch(sm90::launch(p, grouping, sm90::schedule_of(p, processors, grouping), stream), name, "a ", a.sizes(), " and b ", b.sizes());
 }
 
 int32_t* flag_of(const MaybeTensor& flag, const at::Tensor& like) {
@@ -87,10 +87,10 @@ const int32_t* offsets_of(const at::Tensor& offsets, int64_t groups, const at::T
   return offsets.const_data_ptr<int32_t>();
 }
 
-void set_groups(Parts& parts, int64_t groups, const int32_t* offsets, int32_t* flag) {
-  TORCH_CHECK_VALUE(groups >= 1 && groups <= hopper::kMostGroups, "there are ", groups, " groups; wanted 1 to ",
-                    hopper::kMostGroups);
-  parts.groups = static_cast<int32_t>(groups), parts.offsets = offsets, parts.flag = flag;
+void set_groups(Grouping& grouping, int64_t groups, const int32_t* offsets, int32_t* flag) {
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= sm90::kMostGroups, "there are ", groups, " groups; wanted 1 to ",
+                    sm90::kMostGroups);
+  grouping.groups = static_cast<int32_t>(groups), grouping.offsets = offsets, grouping.flag = flag;
 }
 
 }  // namespace
@@ -131,52 +131,52 @@ TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor
   return {sources, sources + of_tiles, sources + of_tiles + groups + 1, of_tiles / 4, groups};
 }
 
-void multiply_rows(
+void m_grouped_gemm(
     const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int32_t* flag,
     int64_t sm_count) {
   const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
-  Product p = {};
-  Parts parts;
-  parts.cut = Cut::kRows;
-  p.a = codes_of(a, left.kind, "a"), p.b = stacked_of(b, right.kind, "b", &parts.b_plane);
+  GemmProblem p = {};
+  Grouping grouping;
+  grouping.dim = GroupedDim::kM;
+  p.a = codes_of(a, left.kind, "a"), p.b = stacked_of(b, right.kind, "b", &grouping.b_plane);
   p.m = a.size(0), p.n = b.size(1), p.k = a.size(1);
   TORCH_CHECK_VALUE(b.size(2) == p.k && p.k > 0, "a is ", a.sizes(), " and b ", b.sizes(),
                     "; wanted [rows, K] and [groups, N, K], of one K that is not 0");
   check_sizes(p, a, b);
-  set_groups(parts, b.size(0), offsets, flag);
+  set_groups(grouping, b.size(0), offsets, flag);
   // Scales of lines along K are those of all rows: groups may begin at any.
-  parts.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? parts.groups : 1);
-  parts.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", parts.groups);
-  TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || parts.groups == 1 || parts.b_scale_each, "b_scale has the scales of one group; wanted ",
-                    parts.groups, " times as many");
+  grouping.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? grouping.groups : 1);
+  grouping.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", grouping.groups);
+  TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || grouping.groups == 1 || grouping.b_scale_each, "b_scale has the scales of one group; wanted ",
+                    grouping.groups, " times as many");
   set_out(p, out, a, {p.m, p.n});
   if (out.numel() == 0) return;
-  launch(p, parts, sm_count, a, b, "grouped_gemm");
+  launch(p, grouping, sm_count, a, b, "grouped_gemm");
 }
 
-void multiply_depth(
+void k_grouped_gemm(
     const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int64_t groups,
     bool accumulate, int32_t* flag, int64_t sm_count) {
   const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
-  Product p = {};
-  Parts parts;
-  parts.cut = Cut::kDepth;
+  GemmProblem p = {};
+  Grouping grouping;
+  grouping.dim = GroupedDim::kK;
   p.a = codes_of(a, left.kind, "a"), p.b = codes_of(b, right.kind, "b");
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1), p.accumulate = accumulate;
   TORCH_CHECK_VALUE(b.size(1) == p.k, "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   check_sizes(p, a, b);
-  set_groups(parts, groups, offsets, flag);
-  const auto sets = [&](const Operand& o) { return o.scaling <= Scaling::kRow ? parts.groups : 1; };
-  parts.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", sets(p.a));
-  parts.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", sets(p.b));
-  set_out(p, out, a, {parts.groups, p.m, p.n});
-  parts.out_plane = parts.groups > 1 ? out.stride(0) : p.out_ld * p.m;
-  TORCH_CHECK_VALUE(parts.groups == 1 || (parts.out_plane * out.element_size() % 16 == 0 &&
-                                          parts.out_plane >= (p.m - 1) * p.out_ld + p.n),
+  set_groups(grouping, groups, offsets, flag);
+  const auto sets = [&](const Operand& o) { return o.scaling <= Scaling::kRow ? grouping.groups : 1; };
+  grouping.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", sets(p.a));
+  grouping.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", sets(p.b));
+  set_out(p, out, a, {grouping.groups, p.m, p.n});
+  grouping.out_plane = grouping.groups > 1 ? out.stride(0) : p.out_ld * p.m;
+  TORCH_CHECK_VALUE(grouping.groups == 1 || (grouping.out_plane * out.element_size() % 16 == 0 &&
+                                          grouping.out_plane >= (p.m - 1) * p.out_ld + p.n),
                     "out has strides ", out.strides(), "; wanted groups that are multiples of 16 bytes apart and do not overlap");
   TORCH_CHECK_VALUE(!accumulate || p.out_type == CUDA_R_32F, "out is ", out.scalar_type(),
                     "; gradients accumulate in float32");
@@ -185,7 +185,7 @@ void multiply_depth(
     if (!accumulate) out.zero_();
     return;
   }
-  launch(p, parts, sm_count, a, b, "grouped_gemm_wgrad");
+  launch(p, grouping, sm_count, a, b, "grouped_gemm_wgrad");
 }
 
 namespace {
@@ -195,23 +195,23 @@ void grouped_gemm(
     const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
     int64_t sm_count) {
   TORCH_CHECK_VALUE(b.dim() == 3, "b has shape ", b.sizes(), "; wanted [groups, N, K]");
-  multiply_rows(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a), sm_count);
+  m_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a), sm_count);
 }
 
 void grouped_gemm_wgrad(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
     const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, bool accumulate,
     const MaybeTensor& flag, int64_t sm_count) {
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= hopper::kMostGroups + 1, "offsets has shape ",
-                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", hopper::kMostGroups, " groups");
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= sm90::kMostGroups + 1, "offsets has shape ",
+                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", sm90::kMostGroups, " groups");
   const int64_t groups = offsets.numel() - 1;
-  multiply_depth(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, groups, a), groups, accumulate,
+  k_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, groups, a), groups, accumulate,
                  flag_of(flag, a), sm_count);
 }
 
 }  // namespace
 
-void register_parts(torch::Library& m) {
+void register_grouped_gemm(torch::Library& m) {
   m.def("token_groups(Tensor ends, int tokens, Tensor(a!)? wrong=None, int tag=0) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, token_groups));
   m.def(

@@ -14,10 +14,10 @@
 namespace fsdp_quant {
 
 struct Position {
-  int warp, half, group;  // group: which 8 columns
-  __device__ Position() : warp(threadIdx.x >> 5), half((threadIdx.x >> 4) & 1), group(threadIdx.x & 15) {}
+  int warp, half, chunk;  // chunk: which 8 columns
+  __device__ Position() : warp(threadIdx.x >> 5), half((threadIdx.x >> 4) & 1), chunk(threadIdx.x & 15) {}
   __device__ int row() const { return warp * 16 + half * 8; }
-  __device__ int col() const { return group * 8; }
+  __device__ int col() const { return chunk * 8; }
 };
 
 // Value types: what a patch holds.
@@ -38,7 +38,7 @@ struct F32 : MagnitudeWord<true> {
 };
 
 template <class V>
-struct Patch {
+struct RegisterTile {
   uint32_t w[8][V::kWords];
   __device__ __forceinline__ float operator()(int i, int j) const { return V::value(w[i], j); }
   // The word that holds element (i, j), and which of its bytes has the sign.
@@ -102,7 +102,7 @@ struct Maxima {
 };
 
 template <class V>
-__device__ __forceinline__ Maxima<V> col_maxima(const Patch<V>& p) {
+__device__ __forceinline__ Maxima<V> col_maxima(const RegisterTile<V>& p) {
   Maxima<V> m;
 #pragma unroll
   for (int k = 0; k < V::kWords; ++k) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ Maxima<V> col_maxima(const Patch<V>& p) {
 }
 
 template <class V>
-__device__ __forceinline__ Maxima<V> row_maxima(const Patch<V>& p) {
+__device__ __forceinline__ Maxima<V> row_maxima(const RegisterTile<V>& p) {
   uint32_t row[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -162,7 +162,7 @@ struct LoadF32 {
 
 template <class In, bool Narrow>
 __device__ __forceinline__ void load_rows(
-    Patch<typename In::Value>& p, const TensorArgs& t, int32_t row0, int32_t col0, int32_t rows) {
+    RegisterTile<typename In::Value>& p, const TensorArgs& t, int32_t row0, int32_t col0, int32_t rows) {
   constexpr int kBytes = Narrow ? 2 : 4, kRaw = 2 * kBytes;  // words of 8 elements
   const char* base = static_cast<const char*>(t.x);
   if (t.vector_load && col0 + 8 <= t.cols && row0 >= 0 && row0 + 8 <= rows) {
@@ -206,8 +206,8 @@ __device__ __forceinline__ void load_rows(
 }
 
 template <class In>
-__device__ __forceinline__ void load_patch(
-    Patch<typename In::Value>& p, const TensorArgs& t, Input input, int32_t row0, int32_t col0) {
+__device__ __forceinline__ void load_register_tile(
+    RegisterTile<typename In::Value>& p, const TensorArgs& t, Input input, int32_t row0, int32_t col0) {
   if (input == In::kNarrow) {
     load_rows<In, true>(p, t, row0, col0, t.rows);
   } else {
@@ -250,7 +250,7 @@ __device__ __forceinline__ void transpose_nibbles(uint2 (&v)[8]) {
 // Codes of 8 rows of 8 (two words; 4-bit codes: x alone) to the columns of `flush_transposed`.
 template <bool FourBit>
 __device__ __forceinline__ void stage_transposed(uint2 (&v)[8], uint4* smem, const Position& at) {
-  const int chunk = at.col() * 16 + ((at.warp * 2 + at.half) ^ at.group);
+  const int chunk = at.col() * 16 + ((at.warp * 2 + at.half) ^ at.chunk);
   if constexpr (FourBit) {
     transpose_nibbles(v);
 #pragma unroll
@@ -278,14 +278,14 @@ __device__ __forceinline__ void flush_transposed(
   for (int n = 0; n < kTile * kUnits / kThreads; ++n) {
     const int unit = threadIdx.x % kUnits, column = threadIdx.x / kUnits + n * (kThreads / kUnits);
     if (col0 + column >= cols) continue;
-    const int group = column / 8;
-    const uint4 raw = smem[column * kUnits + (unit ^ (group >> (FourBit ? 2 : 1)))];
+    const int chunk = column / 8;
+    const uint4 raw = smem[column * kUnits + (unit ^ (chunk >> (FourBit ? 2 : 1)))];
     uint4 v = raw;
     if constexpr (FourBit) {
-      if (group & 1) v = make_uint4(v.y, v.x, v.w, v.z);
-      if (group & 2) v = make_uint4(v.z, v.w, v.x, v.y);
+      if (chunk & 1) v = make_uint4(v.y, v.x, v.w, v.z);
+      if (chunk & 2) v = make_uint4(v.z, v.w, v.x, v.y);
     } else {
-      if (group & 1) v = make_uint4(v.z, v.w, v.x, v.y);
+      if (chunk & 1) v = make_uint4(v.z, v.w, v.x, v.y);
     }
     const int32_t offset = start + unit * 16;
     uint8_t* address = out + static_cast<int64_t>(col0 + column) * line_bytes + offset;
@@ -304,8 +304,8 @@ constexpr uint32_t kRotationSigns = 0xD7E8u;
 // Random Hadamard transform along runs of 16: fp32 butterflies of stride 1, 2, 4, 8 on signed values, times 0.25,
 // rounded to bf16 once. Half of each run lies with the neighbour lane (rowwise) or the partner lane (columnwise).
 template <bool Columnwise, class V>
-__device__ __forceinline__ void rotate(const Patch<V>& p, Patch<BF16>& out, const Position& at) {
-  const bool upper = Columnwise ? at.half : at.group & 1;
+__device__ __forceinline__ void rotate(const RegisterTile<V>& p, RegisterTile<BF16>& out, const Position& at) {
+  const bool upper = Columnwise ? at.half : at.chunk & 1;
   const uint32_t signs = upper ? kRotationSigns >> 8 : kRotationSigns;
   uint32_t flip[8];
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "layout/groups.h"
+#include "layout/token_groups.h"
 
 namespace fsdp_quant {
 

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pipeline of products on Hopper: shared memory, barriers, tiles of groups, and the warp that loads. See hopper_kernel.cuh.
+// The pipeline of products on Hopper: shared memory, barriers, tiles of groups, and the warp that loads. See sm90_gemm_kernel.cuh.
 #pragma once
 
 #include "device/ptx.cuh"
 #include "device/wgmma.cuh"
-#include "gemm/hopper_arguments.h"
+#include "gemm/sm90_gemm_arguments.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "products on Hopper use instructions of sm_90a alone: compile for sm_90a instead of sm_90"
 #endif
 
-namespace fsdp_quant::hopper {
+namespace fsdp_quant::sm90 {
 
-enum class Grain { kOuter, kVector, kBlock, kRun, kValues };
+enum class Granularity { kRowwise, k1x128, k128x128, k1x512, kBf16 };
 
 // Elements of K in 128 bytes, which a stage holds of a row.
-template <Grain kA>
-constexpr int kElements = kA == Grain::kValues ? 64 : 128;
+template <Granularity kA>
+constexpr int kElements = kA == Granularity::kBf16 ? 64 : 128;
 
 constexpr int kBlockN = 128, kBlockK = 128;
-constexpr int kGroup = 128;        // threads of a warp group
-constexpr int kMathGroups = 2;
-constexpr int kThreads = (kMathGroups + 1) * kGroup;
-constexpr int kMathWarps = kMathGroups * 4;
+constexpr int kWarpGroup = 128;        // threads of a warp group
+constexpr int kMathWarpGroups = 2;
+constexpr int kThreads = (kMathWarpGroups + 1) * kWarpGroup;
+constexpr int kMathWarps = kMathWarpGroups * 4;
 constexpr int kWaveRows = 64;
 constexpr int kFactorWarps = 2;    // of the loading group: make the factors of columns
-constexpr int kRunBlocks = 4;      // 128s of K that share a scale of 1 x 512
+constexpr int kBlocksPer512 = 4;      // 128s of K that share a scale of 1 x 512
 constexpr float kWindow = 0x1p-32f;  // of the largest unit of a column so far: where its units end
 
 // Offsets of groups and the row tiles before each, in shared memory.
@@ -35,7 +35,7 @@ constexpr int kTableBytes = (2 * (kMostGroups + 1) * static_cast<int>(sizeof(int
 template <int M, int Stages, int Cluster, bool Thin>
 struct Shape {
   static constexpr int kBlockM = M, kStages = Stages, kCluster = Cluster;
-  static constexpr int kWaves = M / (kMathGroups * kWaveRows);
+  static constexpr int kWaves = M / (kMathWarpGroups * kWaveRows);
   static constexpr int kABytes = M * kBlockK, kBBytes = kBlockN * kBlockK, kStageBytes = kABytes + kBBytes;
   // Of rows: bulk copies begin at multiples of 4 scales, rows of a group anywhere.
   static constexpr int kAScales = M + 4, kScales = kAScales + kBlockN;
@@ -101,10 +101,10 @@ struct Ring {
 };
 
 // Fills the table of groups; all threads of the block.
-template <class S, Cut kCut>
+template <class S, GroupedDim kGrouped>
 __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& shared) {
   int32_t *const offsets = shared.offsets(), *const row_tiles = shared.row_tiles();
-  const int lane = threadIdx.x % 32, last = kCut == Cut::kRows ? p.m : p.k;
+  const int lane = threadIdx.x % 32, last = kGrouped == GroupedDim::kM ? p.m : p.k;
   for (int i = threadIdx.x; i <= p.groups; i += kThreads) offsets[i] = __ldg(p.offsets + i);
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& sh
       const bool exists = i <= p.groups;
       const int given = exists ? offsets[i] : 0;
       int offset = max(min(given, last), most);
-      if (kCut == Cut::kDepth && offset != last) offset &= ~(kBlockK - 1);
+      if (kGrouped == GroupedDim::kK && offset != last) offset &= ~(kBlockK - 1);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
         const int other = __shfl_up_sync(0xFFFFFFFF, offset, d);
@@ -138,9 +138,9 @@ __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& sh
   __syncthreads();
 }
 
-template <class S, Cut kCut>
+template <class S, GroupedDim kGrouped>
 __device__ __forceinline__ int tiles_of(const Arguments& p, const Shared<S>& shared) {
-  return kCut == Cut::kRows ? shared.row_tiles()[p.groups] * p.n_tiles : p.tiles;
+  return kGrouped == GroupedDim::kM ? shared.row_tiles()[p.groups] * p.n_tiles : p.tiles;
 }
 
 // This block's tile of cluster tile `t`. Bands of rows, walked along n, keep what the clusters that run at once read
@@ -152,11 +152,11 @@ struct Place {
   int k0, k_blocks;  // 128s of K
 };
 
-template <class S, Cut kCut, int kOfK = kBlockK>
+template <class S, GroupedDim kGrouped, int kOfK = kBlockK>
 __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& shared, int t, int rank) {
   Place at = {0, 0, p.m, 0, 0, p.k_blocks};
   int m_tiles = p.m_tiles;
-  if constexpr (kCut == Cut::kRows) {
+  if constexpr (kGrouped == GroupedDim::kM) {
     const int32_t* const row_tiles = shared.row_tiles();
     const int row_tile = t / p.n_tiles;
     for (int step = kMostGroups / 2; step > 0; step /= 2)  // the last group whose tiles do not begin later
@@ -165,7 +165,7 @@ __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& s
     m_tiles = row_tiles[at.group + 1] - row_tiles[at.group];
     t -= row_tiles[at.group] * p.n_tiles;
     at.m0 = offsets[0], at.m = offsets[1];
-  } else if constexpr (kCut == Cut::kDepth) {
+  } else if constexpr (kGrouped == GroupedDim::kK) {
     at.group = t / (p.m_tiles * p.n_tiles);
     t -= at.group * p.m_tiles * p.n_tiles;
     const int32_t* const offsets = shared.offsets() + at.group;
@@ -201,19 +201,19 @@ __device__ __forceinline__ T& shared_at(uint32_t address) {
 }
 
 // Loader: one thread.
-template <class S, Grain kA, Grain kB, Cut kCut>
+template <class S, Granularity kA, Granularity kB, GroupedDim kGrouped>
 __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared, int cluster, int clusters, int rank) {
   constexpr int kShare = S::kBlockM / S::kCluster;
-  const int a_lines = (p.m + 3) & ~3, b_lines = (p.n + 3) & ~3, tiles = tiles_of<S, kCut>(p, shared);
+  const int a_lines = (p.m + 3) & ~3, b_lines = (p.n + 3) & ~3, tiles = tiles_of<S, kGrouped>(p, shared);
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kCut, kElements<kA>>(p, shared, t, rank);
-    const int a_line = kCut == Cut::kRows ? at.m0 & ~3 : at.m0;
-    constexpr int kAScales = kCut == Cut::kRows ? S::kAScales : S::kBlockM;
-    const uint32_t a_bytes = kA == Grain::kVector || kA == Grain::kRun ? 4 * min(kAScales, a_lines - a_line) : 0;
-    const uint32_t b_bytes = kB == Grain::kVector ? 4 * max(min(kBlockN, b_lines - at.n0), 0) : 0;
-    const float* const b_scale = p.b_scale + (kCut == Cut::kRows ? at.group * p.b_scale_plane : 0) + at.n0;
-    const int plane = kCut == Cut::kRows ? at.group : 0;  // of b
+    const Place at = place_of<S, kGrouped, kElements<kA>>(p, shared, t, rank);
+    const int a_line = kGrouped == GroupedDim::kM ? at.m0 & ~3 : at.m0;
+    constexpr int kAScales = kGrouped == GroupedDim::kM ? S::kAScales : S::kBlockM;
+    const uint32_t a_bytes = kA == Granularity::k1x128 || kA == Granularity::k1x512 ? 4 * min(kAScales, a_lines - a_line) : 0;
+    const uint32_t b_bytes = kB == Granularity::k1x128 ? 4 * max(min(kBlockN, b_lines - at.n0), 0) : 0;
+    const float* const b_scale = p.b_scale + (kGrouped == GroupedDim::kM ? at.group * p.b_scale_plane : 0) + at.n0;
+    const int plane = kGrouped == GroupedDim::kM ? at.group : 0;  // of b
     for (int kb = at.k0; kb < at.k0 + at.k_blocks; ++kb) {
       const int stage = ring.stage;
       const uint32_t full = shared.full(stage), a = shared.a(stage) + rank * kShare * kBlockK;
@@ -224,15 +224,15 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
       else
         ptx::copy_tile(a, &p.a, kb * kBlockK, at.m0, full);
       ptx::copy_tile(shared.b(stage), &p.b, kb * kBlockK, at.n0, plane, full);
-      if constexpr (kA == Grain::kVector || kA == Grain::kRun) {
-        const int line = kA == Grain::kRun ? kb / kRunBlocks : kb;
+      if constexpr (kA == Granularity::k1x128 || kA == Granularity::k1x512) {
+        const int line = kA == Granularity::k1x512 ? kb / kBlocksPer512 : kb;
         ptx::copy_bytes(shared.a_scale(stage), p.a_scale + int64_t{line} * p.a_scale_ld + a_line, a_bytes, full);
       }
-      if constexpr (kB == Grain::kVector)
+      if constexpr (kB == Granularity::k1x128)
         if (b_bytes > 0) ptx::copy_bytes(shared.b_scale(stage), b_scale + int64_t{kb} * p.b_scale_ld, b_bytes, full);
       ring.advance();
     }
-    if constexpr (kA == Grain::kRun) {
+    if constexpr (kA == Granularity::k1x512) {
       wait(shared.empty(ring.stage), ring.phase ^ 1);
       ptx::mbarrier_arrive(shared.full(ring.stage));
       ring.advance();
@@ -240,4 +240,4 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
   }
 }
 
-}  // namespace fsdp_quant::hopper
+}  // namespace fsdp_quant::sm90

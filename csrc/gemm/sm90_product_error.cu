@@ -15,7 +15,7 @@ constexpr int kBlocks = 8, kErrorThreads = 512, kWarps = kErrorThreads / 32, kCo
 constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes;  // of the contraction, at a time
 
 struct Shared {
-  double parts[kLines][kWarps];  // of the sum of each line
+  double partials[kLines][kWarps];  // of the sum of each line
   double sums[kLines];           // in this block's part of the contraction
   double all[kLines];
   float energy[2][kLines];       // 1 / the energy of the line, by operand; 0 of zeros
@@ -104,19 +104,19 @@ __device__ __forceinline__ double warp_sum(double v) {
 template <typename Terms>
 __device__ void weigh(float* weight, bool of_tokens, int64_t k, Shared& s, const cg::cluster_group& cluster, Terms terms) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < kLines * kWarps; i += kErrorThreads) (&s.parts[0][0])[i] = 0.0;
+  for (int i = threadIdx.x; i < kLines * kWarps; i += kErrorThreads) (&s.partials[0][0])[i] = 0.0;
   __syncthreads();
   for (int64_t start = 0; start < k; start += kSpan) {
     terms(start, [&](int line, float sum) {
       const double all = warp_sum(static_cast<double>(sum));
-      if (lane == 0) s.parts[line][warp] += all;
+      if (lane == 0) s.partials[line][warp] += all;
     });
   }
   __syncthreads();
   const int line = threadIdx.x;
   if (line < kLines) {
     double sum = 0.0;
-    for (int w = 0; w < kWarps; ++w) sum += s.parts[line][w];
+    for (int w = 0; w < kWarps; ++w) sum += s.partials[line][w];
     s.sums[line] = sum;
   }
   cluster.sync();

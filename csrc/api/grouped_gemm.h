@@ -8,7 +8,7 @@
 
 namespace fsdp_quant {
 
-// Where the tokens of groups lie (layout/groups.h), in one buffer: int32 sources [tiles, 4], offsets [groups + 1], padded
+// Where the tokens of groups lie (layout/token_groups.h), in one buffer: int32 sources [tiles, 4], offsets [groups + 1], padded
 // [groups + 1]. wrong: null, or int64 [1] on the device or pinned on the host, which wrong ends set to tag << 32 | tokens.
 at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTensor& wrong, int64_t tag);
 
@@ -27,12 +27,12 @@ struct GroupedOperand {
 };
 
 // out[rows of e] = a[rows of e] b[e]^T. offsets: int32 [groups + 1] on the device.
-void multiply_rows(
+void m_grouped_gemm(
     const at::Tensor& out, const GroupedOperand& a, const GroupedOperand& b, const int32_t* offsets, int32_t* flag,
     int64_t sm_count);
 
 // out[e] (+)= a[:, depth of e] b[:, depth of e]^T.
-void multiply_depth(
+void k_grouped_gemm(
     const at::Tensor& out, const GroupedOperand& a, const GroupedOperand& b, const int32_t* offsets, int64_t groups,
     bool accumulate, int32_t* flag, int64_t sm_count);
 

@@ -5,8 +5,8 @@
 namespace fsdp_quant {
 
 cudaError_t launch_pieces4(const PiecesLaunch& launch, cudaStream_t stream) {
-  const Side& row = launch.side[0];
-  const Side& col = launch.side[1];
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
   if (!launch.encodes(1)) return launch_pieces<Plain4, Statistics>(launch, stream);
   if (!launch.encodes(0)) return launch_pieces<Statistics, Plain4>(launch, stream);
   if (!row.four_bit()) return launch_pieces<Plain8, Plain4>(launch, stream);
