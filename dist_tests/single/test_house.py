@@ -21,7 +21,7 @@ ROOT = PACKAGE.parent
 FLOORS = (
     ("formats", "counters"),
     ("ops",),
-    ("scaling", "storage"),
+    ("scaling", "encoded_matrix", "gemm_operand", "storage"),
     ("gemm",),
     ("tensor",),
     ("quantizer",),
