@@ -22,7 +22,7 @@ from fsdp_quant.ops.capability import (
     unsupported_reason,
 )
 from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS, NATIVE, SPREAD, operand_format
-from fsdp_quant.ops.reference import product_error
+from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage, to_layout
 
@@ -248,7 +248,7 @@ class Travelled(torch.autograd.Function):
 def assert_lost_rows_are_counted(
     quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
 ) -> None:
-    """`reference.product_error` fires on products by one exponent per tensor whose rows lost a
+    """`ops.product_error` fires on products by one exponent per tensor whose rows lost a
     tenth of their formats' error, and on none that lost a hundredth.
 
     Half of the rows of x [shape] are 2^-power of the others, for powers to 15; w has x's shape.

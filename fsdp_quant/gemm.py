@@ -35,7 +35,7 @@ class Watch(NamedTuple):
     """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2]
     (`native.product_error`).
 
-    counted:  of a, of b, as `reference.product_error` has it. step: int64 [5]
+    counted:  of a, of b, as `ops.product_error` has it. step: int64 [5]
               (`context.STEP_FIELDS`).
     """
 

@@ -36,7 +36,7 @@ from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
 from fsdp_quant.ops.capability import anchors
-from fsdp_quant.ops.reference import PROBED_STEPS
+from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.storage import Storage, to_layout, to_storage
 

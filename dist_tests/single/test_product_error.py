@@ -15,7 +15,7 @@ from fsdp_quant.formats import E4M3, E5M2, ROWWISE, Encoding, Format, anchored_f
 from fsdp_quant.gemm_operand import GemmOperand
 from fsdp_quant.ops import reference
 from fsdp_quant.ops.layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS
-from fsdp_quant.ops.reference import product_error
+from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.recipe import Recipe
 from fsdp_quant.storage import Storage
 

@@ -47,7 +47,7 @@ from ..ops.layout import (
     OVER_TOKENS,
     is_anchored_of_codes,
 )
-from ..ops.reference import NOT_COUNTED, counted_as
+from ..ops.product_error import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import OutputQuantization, boundaries
