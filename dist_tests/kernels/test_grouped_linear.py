@@ -28,7 +28,7 @@ from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack
-from fsdp_quant.recipe import QUANTIZED_TYPES
+from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
 

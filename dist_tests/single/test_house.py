@@ -25,7 +25,7 @@ FLOORS = (
     ("gemm",),
     ("tensor",),
     ("quantizer",),
-    ("recipe", "checkpoint", "parallel"),
+    ("roles", "recipe", "checkpoint", "parallel"),
     ("context", "optim"),
     ("modules", "memory"),
     (

@@ -33,7 +33,7 @@ from ..ops import dispatch, native
 from ..ops.layout import COMPACT
 from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
-from ..recipe import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage, matrix_over, to_layout, to_storage
 from ..tensor import code_check, torch_compat

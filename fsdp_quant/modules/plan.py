@@ -49,7 +49,8 @@ from ..ops.layout import (
 )
 from ..ops.product_error import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
-from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
+from ..recipe import Recipe, Role, recipe_of
+from ..roles import QUANTIZED_TYPES
 from .quantize import OutputQuantization, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}

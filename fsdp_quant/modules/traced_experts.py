@@ -25,7 +25,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
 from ..ops.native import Operand, TokenGroups
-from ..recipe import QUANTIZED_TYPES as SLOTS
+from ..roles import QUANTIZED_TYPES as SLOTS
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
