@@ -51,7 +51,6 @@ import fsdp_quant.recipe as recipes
 
 from .counters import counters
 from .formats import ROWWISE, Direction
-from .ops.layout import COMPACT
 from .scaling import DelayedScaling, RowCuts
 from .storage import Placement, Storage, rebuild_storage
 from .tensor import torch_compat
@@ -120,7 +119,7 @@ class LocalWeight:
         """The codes of these rows as a gather would send them, made now. `prepared` must have run
         on every rank."""
         if self.codes is not None:
-            return self.codes.storage_for(direction).to_gemm_operand(COMPACT)
+            return self.codes.storage_for(direction)
         state, device = (
             self.piece.state,
             self.piece.values.device if self.managed is None else self.managed.device,

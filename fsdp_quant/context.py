@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .ops.reference import PROBED_STEPS
+from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
 from .scaling import AmaxHistory
 from .tensor import torch_compat

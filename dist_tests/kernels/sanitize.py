@@ -34,7 +34,8 @@ from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
-from fsdp_quant.ops import layout, native, norm, reference
+from fsdp_quant.ops import anchoring, layout, native, norm, reference
+from fsdp_quant.ops import product_error as estimates
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.optim import compact
@@ -100,7 +101,7 @@ def quantize(
             turned = transposed and e.direction is COLUMNWISE
             rows, cols = e.fmt.padded_shape(shape, e.direction)
             if scale_layout == native.OPERAND:
-                codes, scale = reference.e4m3_operand(
+                codes, scale = anchoring.e4m3_operand(
                     w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
                 )
                 wanted += [(codes.t() if turned else codes).contiguous(), scale, w.tensor_amax]
@@ -144,9 +145,9 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
 
 def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, Tensor]:
     if length != native.OF_TENSOR:
-        return reference.anchored(x, e, length)
+        return anchoring.anchored(x, e, length)
     made = reference.encode(x, reference.statistics(x, e)[0], None, e)
-    codes, scale = reference.anchored_codes(*made, e.fmt, e.direction, whole=True)
+    codes, scale = anchoring.anchored_codes(*made, e.fmt, e.direction, whole=True)
     return codes, scale.view(1, 1)
 
 
@@ -166,7 +167,10 @@ def anchored(
 
 def product_error() -> None:
     """Of operands of every kind of scale, in a step that is looked at."""
-    fmt, step = MADE["mxfp8"].fmt, on_device(torch.tensor([0, reference.PROBED_STEPS, 0, -1, 0]))
+    fmt, step = (
+        MADE["mxfp8"].fmt,
+        on_device(torch.tensor([0, estimates.PROBED_STEPS, 0, -1, 0])),
+    )
     for (m, n, k), blocks in (((64, 48, 128), (None, 1)), ((200, 70, 1040), (128, 512))):
         operands = []
         for lines, block in zip((m, n), blocks):
@@ -193,7 +197,7 @@ def product_error() -> None:
                 torch.stack(
                     (
                         torch.zeros(2),
-                        reference.product_error(*operands, (True, True), 1, True),
+                        estimates.product_error(*operands, (True, True), 1, True),
                         torch.zeros(2),
                     )
                 )
@@ -227,7 +231,7 @@ def anchor_codes(name: str) -> None:
                     cols=shape[1],
                 ) -> list[Tensor]:
                     if exact:
-                        codes, lines = reference.e4m3_operand(
+                        codes, lines = anchoring.e4m3_operand(
                             w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
                         )
                     else:
@@ -235,7 +239,7 @@ def anchor_codes(name: str) -> None:
                             anchor_run == native.OF_TENSOR,
                             anchor_run if anchor_run > 0 else None,
                         )
-                        codes, lines = reference.anchored_codes(
+                        codes, lines = anchoring.anchored_codes(
                             w.data, w.scale, e.fmt, e.direction, whole, cols, along
                         )
                     return [codes.t() if transposed else codes, lines]

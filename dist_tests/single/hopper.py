@@ -39,7 +39,17 @@ from fsdp_quant.formats import (
     round_up,
 )
 from fsdp_quant.modules import guard, plan
-from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
+from fsdp_quant.ops import (
+    anchoring,
+    capability,
+    dispatch,
+    layout,
+    native,
+    norm,
+    opaque,
+    product_error,
+    reference,
+)
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.tensor import torch_compat
 
@@ -426,12 +436,12 @@ class Operators:
                 )
                 amax, _ = reference.statistics(x, e)
                 compact = reference.encode(x, amax, None, e)
-                codes, scale = reference.anchored_codes(*compact, e.fmt, e.direction, whole=True)
+                codes, scale = anchoring.anchored_codes(*compact, e.fmt, e.direction, whole=True)
                 scale = scale.view(1, 1)
             else:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
-                codes, scale = reference.anchored(x, e, run or None)
+                codes, scale = anchoring.anchored(x, e, run or None)
             made += [
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
@@ -528,7 +538,7 @@ class Operators:
         refuse(
             scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}"
         )
-        codes, lines = reference.anchored_codes(
+        codes, lines = anchoring.anchored_codes(
             data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None
         )
         return (codes.t().contiguous() if transposed else codes), lines
@@ -559,7 +569,7 @@ class Operators:
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
         refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
         refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
-        if step[1] % reference.PROBED_STEPS:
+        if step[1] % product_error.PROBED_STEPS:
             return
         self.calls.append(Call("product_error", a.data_ptr()))
         operands = []
@@ -568,10 +578,10 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        guard[product] += reference.product_error(
+        guard[product] += product_error.product_error(
             *operands,
             (counted & 15, counted >> 4),
-            int(step[1]) // reference.PROBED_STEPS,
+            int(step[1]) // product_error.PROBED_STEPS,
             product < 2,
         )
 
@@ -1536,7 +1546,7 @@ class _Activate(torch.autograd.Function):
 def _operand_of_codes(
     data, scale, tensor_amax, fmt: Format, direction: Direction, cols: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+    codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     return (codes.t().contiguous() if transposed else codes), made
 
 

@@ -21,11 +21,11 @@ ROOT = PACKAGE.parent
 FLOORS = (
     ("formats", "counters"),
     ("ops",),
-    ("scaling", "storage"),
+    ("scaling", "encoded_matrix", "gemm_operand", "storage"),
     ("gemm",),
     ("tensor",),
     ("quantizer",),
-    ("recipe", "checkpoint", "parallel"),
+    ("roles", "recipe", "checkpoint", "parallel"),
     ("context", "optim"),
     ("modules", "memory"),
     (

@@ -25,6 +25,7 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE
 from fsdp_quant.inspection import numbers
 from fsdp_quant.modules.steps import converted_modules, histories_by_side
 from fsdp_quant.quantizer import HybridQuantizer
+from fsdp_quant.storage import to_storage
 
 FLOOR = recipes.mxfp8(scale_rounding="floor")
 
@@ -269,7 +270,7 @@ def test_codes_are_those_that_the_step_multiplies(monkeypatch: pytest.MonkeyPatc
 
     def recorded(self, x, *args, **kwargs):
         result = storages(self, x, *args, **kwargs)
-        made.append({d: s.to_gemm_operand("compact").data.clone() for d, s in result[0].items()})
+        made.append({d: to_storage(s).data.clone() for d, s in result[0].items()})
         return result
 
     monkeypatch.setattr(HybridQuantizer, "storages", recorded)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,10 @@ SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 # for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one
 # fp32 scale for the tensor, [1], for a line, [outer], or for each run of its elements, [contraction
 # / run, outer].
-COMPACT, NATIVE, SPREAD, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
-    "compact",
-    "native",
-    "spread",
-    "anchored tensor",
-    "anchored",
-    "anchored 512",
-    "anchored 128",
-)
+COMPACT: Final = "compact"
+NATIVE, SPREAD = "native", "spread"
+ANCHORED_TENSOR, ANCHORED = "anchored tensor", "anchored"
+ANCHORED_512, ANCHORED_128 = "anchored 512", "anchored 128"
 # elements that share a scale; None: a line's
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
 ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest

@@ -23,10 +23,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops.layout import COMPACT, LAYOUTS
-from ..storage import BUFFERS, Storage
+from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
 from .traced import NoDynamoGuard, stable_text
 
@@ -47,19 +48,19 @@ class StoragePair:
               packed weight that FSDP2 gathers, the codes of all parts, one behind the other.
     """
 
-    rowwise: Storage | None = None
-    columnwise: Storage | None = None
+    rowwise: EncodedMatrix | None = None
+    columnwise: EncodedMatrix | None = None
     owner: object = None
-    laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
+    laid_out: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
     parts: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
 
-    def put(self, direction: Direction, storage: Storage) -> None:
+    def put(self, direction: Direction, storage: EncodedMatrix) -> None:
         """Replace a storage, and drop what was laid out of the one before."""
         setattr(self, direction.value, storage)
         self.drop_laid_out()
 
-    def keep(self, direction: Direction, layout: str, storage: Storage) -> None:
+    def keep(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
         """Keep a storage of the codes in a layout."""
         self.laid_out[direction, layout] = storage
         self.shown = None
@@ -68,10 +69,17 @@ class StoragePair:
         self.laid_out.clear()
         self.shown = None
 
-    def get(self, direction: Direction) -> Storage | None:
+    def get(self, direction: Direction) -> EncodedMatrix | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
-    def map(self, fn: Callable[[Storage], Storage]) -> StoragePair:
+    def storage(self, direction: Direction) -> Storage:
+        """The compact storage of a direction. Raises ValueError if there is none."""
+        matrix = self.get(direction)
+        if matrix is None:
+            raise ValueError(f"there is no {direction.value} storage: it was dropped or never made")
+        return to_storage(matrix)
+
+    def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """Other storages of the same owner; one storage that serves both directions stays one."""
         if self.parts:
             return StoragePair(owner=self.owner, parts=[part.map(fn) for part in self.parts])
@@ -81,7 +89,7 @@ class StoragePair:
             and self.columnwise is not None
             and self.columnwise.data is self.rowwise.data
         ):
-            return StoragePair(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
+            return StoragePair(rowwise, to_storage(rowwise).as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
         return StoragePair(rowwise, columnwise, self.owner)
 
@@ -117,8 +125,8 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rowwise: Storage | None = None,
-        columnwise: Storage | None = None,
+        rowwise: EncodedMatrix | None = None,
+        columnwise: EncodedMatrix | None = None,
         *,
         shape: tuple[int, ...] | None = None,
         slots: StoragePair | None = None,
@@ -148,17 +156,21 @@ class QuantizedTensor(Tensor):
         return self
 
     @property
-    def rowwise(self) -> Storage | None:
-        """What the forward multiplies, or None."""
+    def rowwise(self) -> EncodedMatrix | None:
+        """What the forward multiplies: a `Storage`, of a frozen weight a `GemmOperand`; or None."""
         return self._slots.rowwise
 
     @property
-    def columnwise(self) -> Storage | None:
+    def columnwise(self) -> EncodedMatrix | None:
         """What the backward multiplies, or None."""
         return self._slots.columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
-        """The storage of that direction.
+        """The compact storage of that direction; raises as `matrix_for` does."""
+        return to_storage(self.matrix_for(direction))
+
+    def matrix_for(self, direction: Direction) -> EncodedMatrix:
+        """`rowwise` or `columnwise`.
 
         Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
         """
@@ -170,7 +182,7 @@ class QuantizedTensor(Tensor):
             )
         return self._readable(storage)
 
-    def _readable(self, storage: Storage) -> Storage:
+    def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._slots.owner
         if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
@@ -182,13 +194,11 @@ class QuantizedTensor(Tensor):
             )
         return storage
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
-        """`storage_for` in the layout (`ops.layout`) in which a GEMM reads it."""
+    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
+        """`matrix_for` in the layout (`ops.layout`) in which a GEMM reads it."""
         kept = self._slots.laid_out.get((direction, layout))
         return (
-            self.storage_for(direction).to_gemm_operand(layout)
-            if kept is None
-            else self._readable(kept)
+            to_layout(self.matrix_for(direction), layout) if kept is None else self._readable(kept)
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -236,7 +246,9 @@ class QuantizedTensor(Tensor):
         """All that processes share of it."""
         return [*_buffers(self)]
 
-    def with_storages(self, fn: Callable[[Storage], Storage], shape=None) -> QuantizedTensor:
+    def with_storages(
+        self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape=None
+    ) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
         return QuantizedTensor(
             slots=self._slots.map(fn), shape=self.shape if shape is None else shape
@@ -245,17 +257,17 @@ class QuantizedTensor(Tensor):
     def _aliased(self, shape=None) -> QuantizedTensor:
         return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
 
-    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> Storage:
+    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when it runs."""
         slots = self._slots
         kept, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
         if kept is not None:
             return kept
-        return (
-            hybrid.columnwise_of(slots.rowwise) if storage is None else storage
-        ).to_gemm_operand(layout)
+        if storage is None:
+            storage = hybrid.columnwise_of(slots.storage(ROWWISE))
+        return to_layout(storage, layout)
 
-    def _operands(self) -> dict[str, Storage]:
+    def _operands(self) -> dict[str, EncodedMatrix]:
         """What a graph sees: per direction the operand that GEMMs read, else the codes; one
         storage's buffers once."""
         slots, shown = self._slots, {}
@@ -318,7 +330,7 @@ class QuantizedTensor(Tensor):
             and slots.rowwise is not None
             and slots.columnwise.data is slots.rowwise.data
         ):
-            made.put(COLUMNWISE, made.rowwise.as_direction(COLUMNWISE))
+            made.put(COLUMNWISE, made.storage(ROWWISE).as_direction(COLUMNWISE))
         for d, layout in slots.laid_out:
             made.keep(d, layout, rebuilt[_shown_as(d, layout)])
         return QuantizedTensor(slots=made, shape=outer_size)
@@ -389,8 +401,8 @@ def _as_parameter(
 
 
 def _rebuild(
-    rowwise: Storage | None,
-    columnwise: Storage | None,
+    rowwise: EncodedMatrix | None,
+    columnwise: EncodedMatrix | None,
     shape,
     requires_grad: bool,
     is_parameter: bool = False,
@@ -398,7 +410,8 @@ def _rebuild(
     """Raises ValueError for what no QuantizedTensor wrote to a file."""
     sides = zip(Direction, (rowwise, columnwise))
     if not all(
-        side is None or (isinstance(side, Storage) and side.direction is d) for d, side in sides
+        side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
+        for d, side in sides
     ):
         raise ValueError(
             f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} "
@@ -457,7 +470,9 @@ def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> Quantiz
             f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
         )
     if not tensor._slots.parts:
-        return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
+        return tensor.with_storages(
+            lambda s: to_storage(s).narrow(start, length), (length, tensor.shape[1])
+        )
     parts = [QuantizedTensor(slots=part) for part in tensor._slots.parts]
     for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
         if (end - len(part), len(part)) == (start, length):

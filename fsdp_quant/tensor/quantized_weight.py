@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import native
@@ -91,7 +92,7 @@ class QuantizedWeightState(WeightState):
     def own_codes(self, local: QuantizedWeight, direction: Direction) -> Encoded | None:
         if not self.quantizer.encodings[direction].fmt.is_quantized:
             return None
-        storage = local._slots.get(direction)
+        storage = local._slots.storage(direction)
         return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
 
 
@@ -282,7 +283,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
                 )
                 content.slots.put(direction, made)
         if quantizer.shares_storage:
-            content.slots.put(COLUMNWISE, content.slots.rowwise.as_direction(COLUMNWISE))
+            content.slots.put(COLUMNWISE, content.slots.storage(ROWWISE).as_direction(COLUMNWISE))
         self.state.weight_sync = sync
         return values
 
@@ -292,7 +293,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
 
         memory:  uint8; place: their first byte.
         """
-        slots, storage = self._slots, self._slots.get(direction)
+        slots, storage = self._slots, self._slots.storage(direction)
         data = storage.data  # shares no version counter: a gather of others is no write of these
         data = data.new_empty(0).set_(
             memory.untyped_storage(), place // data.itemsize, data.shape, data.stride()
@@ -300,11 +301,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         slots.put(direction, replace(storage, data=data))
         self._content.borrowed.add(direction)
         if self.state.quantizer.shares_storage:
-            slots.put(COLUMNWISE, slots.rowwise.as_direction(COLUMNWISE))
+            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
             self._content.borrowed.add(COLUMNWISE)
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
-        buffers = self._slots.get(direction).buffers()
+        buffers = self._slots.storage(direction).buffers()
         return [
             b
             for name, b in buffers.items()
@@ -317,7 +318,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         for into in self._own_buffers(direction):
             torch_compat.alloc_storage(into)
         self._slots.drop_laid_out()
-        return self._slots.get(direction)
+        return self._slots.storage(direction)
 
     def free(self, directions: Iterable[Direction]) -> None:
         """Give the memory of published codes back, until they are written again."""
@@ -421,18 +422,18 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         _encode([(self, managed)])
 
     @property
-    def rowwise(self) -> Storage | None:
+    def rowwise(self) -> EncodedMatrix | None:
         return self._current().rowwise
 
     @property
-    def columnwise(self) -> Storage | None:
+    def columnwise(self) -> EncodedMatrix | None:
         return self._current().columnwise
 
-    def storage_for(self, direction: Direction) -> Storage:
+    def matrix_for(self, direction: Direction) -> EncodedMatrix:
         self._current()
-        return super().storage_for(direction)
+        return super().matrix_for(direction)
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
+    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """Kept until the codes are written again."""
         slots, made = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and made.fmt.is_quantized:

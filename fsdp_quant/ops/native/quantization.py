@@ -327,8 +327,8 @@ def quantize_anchored(
     transposed: Sequence[bool] | None = None,
     amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR
-    `reference.anchored_codes`.
+    """(codes, fp32 scales) of each e8m0 encoding; see `anchoring.anchored`, and of OF_TENSOR
+    `anchoring.anchored_codes`.
 
     anchor_runs: of each (`anchor_run`); None: 0.
     transposed:  codes of a columnwise side as [cols, rows].
