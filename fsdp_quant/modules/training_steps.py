@@ -501,7 +501,7 @@ def _check_masters(optimizer: Optimizer) -> None:
                 )
 
 
-@torch.compiler.disable
+@torch_compat.never_compiled
 def _encode_after_step(quantized: list[QuantizedWeight], skipped: Tensor | None) -> None:
     """Roll the weight histories of masters that an optimizer wrote, and encode the masters.
 
