@@ -30,7 +30,8 @@ from ..recipe import Schedule
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState, refresh_codes
+from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from ..tensor.refresh import refresh_codes
 from ..tensor.weight_state import WeightState
 from . import guard
 from .bad_splits import raise_bad_splits

@@ -37,7 +37,7 @@ from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
 from .gathered_weight import GatheredWeight, Pass
-from .quantized_tensor import StoragePair
+from .storage_pair import StoragePair
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 # Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the
