@@ -45,10 +45,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context import roll
 from .counters import counters
 from .formats import COLUMNWISE, Direction, canonical_text
 from .gemm import StaleWeightError
+from .modules.training_steps import roll
 from .ops import native
 from .parallel.cast_plan import CastPlan
 from .parallel.master_weights import cast_master_weights

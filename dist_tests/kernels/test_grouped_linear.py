@@ -30,7 +30,8 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack
 from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.storage_pair import StoragePair
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..context import current_autocast
 from ..counters import counters
@@ -22,11 +20,11 @@ from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
+from .bad_splits import raise_bad_splits, register_tag
 from .grouped_op import (
     Beside,
     ExpertWeights,
     GroupedLinearCall,
-    poll_bad_splits,
     unsupported_reason,
 )
 from .linear import (
@@ -425,7 +423,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         _take_parts(self)
-        _register_tag(self)
+        register_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:
@@ -511,40 +509,8 @@ def finish_experts(module: GroupedLinear, name: str) -> None:
     for layer in module._linears:
         layer._plan = layer._weight_state.plan = replace(layer.plan, alone=False)
     module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
-    _register_tag(module)
+    register_tag(module)
 
 
 def _sizes_of(ends: list[int]) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends)]
-
-
-# Splits that a device knows #
-
-_TAGS = itertools.count(1)
-_TAGGED: weakref.WeakValueDictionary[int, GroupedLinear] = weakref.WeakValueDictionary()
-
-
-def _register_tag(module: GroupedLinear) -> None:
-    """Give a module the number by which a device names it."""
-    module._tag = next(_TAGS)
-    _TAGGED[module._tag] = module
-
-
-def raise_bad_splits(*_) -> None:
-    """Raise ValueError for splits that a device has found wrong; waits for nothing."""
-    told = poll_bad_splits()
-    if told is None:
-        return
-    tag, rows = told
-    name = (
-        _TAGGED[tag]._name
-        if tag in _TAGGED
-        else "experts of a compiled graph, or of a module that is gone"
-    )
-    raise ValueError(
-        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
-        "its result is wrong, and the optimizer has not stepped since the device said so"
-    )
-
-
-register_optimizer_step_pre_hook(raise_bad_splits)

@@ -19,9 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..context import STEP
 from ..counters import counters
 from ..ops.product_error import PROBED_STEPS
 from ..tensor import torch_compat
@@ -73,7 +71,7 @@ def backward_guard_of(module: nn.Module, device: torch.device) -> Tensor:
     return module._backward_guard
 
 
-def judge(*_) -> None:
+def judge() -> None:
     """Move products by the sums that have arrived, and send those since, in one of `PROBED_STEPS`;
     called as steps begin or end."""
     global _since
@@ -161,7 +159,3 @@ def _alike(module: nn.Module) -> list[nn.Module]:
             and m.plan.key == module.plan.key
         ]
     )
-
-
-STEP.followers.append(judge)
-register_optimizer_step_post_hook(judge)

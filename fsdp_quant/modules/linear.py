@@ -20,7 +20,6 @@ from ..context import (
     Autocast,
     current_autocast,
     new_weight_state,
-    note_forward,
     quantized_init_recipe,
 )
 from ..counters import counters
@@ -48,6 +47,7 @@ from .linear_op import (
 from .plan import PRODUCTS, GemmPlan, build_plan, plan_of_recipe
 from .quantize import BoundaryIds, boundary
 from .traced_linear import NO_HISTORIES, GraphTensors, traced_linear
+from .training_steps import note_forward
 
 
 class HasWeight(nn.Module):

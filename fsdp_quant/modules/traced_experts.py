@@ -29,7 +29,8 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
-from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage_pair import StoragePair
 from .grouped_op import (
     bad_splits_flag,
     bias_gradients,

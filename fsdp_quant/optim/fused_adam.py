@@ -30,7 +30,8 @@ from ..formats import Encoding
 from ..ops import native
 from ..ops.dispatch import Encoded, Statistics
 from ..tensor import torch_compat
-from ..tensor.quantized_weight import FusedOutputs, QuantizedWeight, fused_outputs
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.refresh import FusedOutputs, fused_outputs
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import values_of
 from . import compact
