@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a cast of pieces is told: tensors of which this rank holds a run of elements, from any to any other. Plain data:
-// the tables lie in device memory, because thousands of tensors are one launch. `parallel/cast_plan.py` writes them, in
+// the tables lie in device memory, because thousands of tensors are one launch. `weight_sync/cast_plan.py` writes them, in
 // this order: 8-byte words and then 4-byte ones, of the head and of each direction.
 #pragma once
 
