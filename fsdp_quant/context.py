@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ops.reference import PROBED_STEPS
+from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
 from .tensor.quantized_weight import QuantizedWeightState

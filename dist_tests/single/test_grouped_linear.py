@@ -31,7 +31,7 @@ from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.ops import native
-from fsdp_quant.ops.reference import PROBED_STEPS
+from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor

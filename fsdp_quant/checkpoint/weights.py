@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..counters import counters
 from ..formats import Direction
-from ..ops.layout import COMPACT
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor import torch_compat
@@ -81,7 +80,7 @@ class LocalWeight:
     def storage(self, direction: Direction) -> Storage:
         """Encode these rows as a gather would. `prepared` must have run on every rank."""
         if self.codes is not None:
-            return self.codes.storage_for(direction).to_gemm_operand(COMPACT)
+            return self.codes.storage_for(direction)
         state, values = self.piece.state, self.piece.values
         dtype = state.compute_dtype or values.dtype
         statistics = self.statistics.get((state.name, direction))

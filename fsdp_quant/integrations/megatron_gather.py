@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from ..context import STEP
 from ..gemm import StaleWeightError
 from ..hooks import SyncItem, WeightSync, plan_weight_sync
-from ..parallel.shard_map import Segments, ShardMap, WireTensor
-from ..parallel.synced_weight import BOTH, GatherBuffer
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from ..weight_sync.shard_map import Segments, ShardMap, WireTensor
+from ..weight_sync.synced_weight import BOTH, GatherBuffer
 from .megatron import WeightProxy, weight_proxies
 
 _REFUSED_OF_DDP = {  # field -> the value that was tested

@@ -4,7 +4,7 @@ ones, then to none.
 
 Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` what the
 product lost to its anchors, over the error of its formats: from where along the contraction either
-has the codes that underflowed, and the other its energy (`reference.product_error`). As a step
+has the codes that underflowed, and the other its energy (`ops.product_error`). As a step
 begins the sums start for the host without being waited for, and are judged at a later one, when
 they have arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and
 collectives do not change. What one layer shows is decided for all layers of its model that have the
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..counters import counters
-from ..ops.reference import PROBED_STEPS
+from ..ops.product_error import PROBED_STEPS
 from ..tensor import torch_compat
 from .plan import PRODUCTS, GemmPlan
 

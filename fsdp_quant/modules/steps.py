@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..context import STEP
-from ..recipe import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear

@@ -18,7 +18,7 @@ from ..checkpoint import SAVED_BY, fingerprints
 from ..context import STEP
 from ..formats import Direction
 from ..ops.capability import arch_of
-from ..recipe import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of

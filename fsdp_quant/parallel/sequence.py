@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut
 from ..quantizer import as_rows, hybrid_of
-from ..storage import Placement, Storage, scale_placement
+from ..storage import Placement, scale_placement
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -36,7 +37,7 @@ def travelling_bytes(
 
 
 def scattered_product(
-    multiply: Callable[..., Tensor], codes: Storage, cut: SequenceCut, pieces: int
+    multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
 ) -> Tensor:
     """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
     rank.
@@ -44,7 +45,7 @@ def scattered_product(
     multiply:  of a storage; with out=, into it.
     pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product
                are the product of rows, so the sums are the same ones. All at once where the codes
-               do not come apart (`Storage.operand_rows`).
+               do not come apart (`operand_rows`).
     """
     n = cut.chunk // pieces
     if pieces == 1 or codes.operand_rows(0, n) is None:

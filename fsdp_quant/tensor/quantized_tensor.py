@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops.layout import COMPACT, LAYOUTS
-from ..storage import BUFFERS, Storage
+from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
 from .storage_pair import StoragePair
 from .traced import NoDynamoGuard, stable_text
@@ -67,8 +68,8 @@ class QuantizedTensor(Tensor):
 
         def __init__(
             self,
-            rowwise: Storage | None = None,
-            columnwise: Storage | None = None,
+            rowwise: EncodedMatrix | None = None,
+            columnwise: EncodedMatrix | None = None,
             *,
             shape: Sequence[int] | None = None,
             slots: StoragePair | None = None,
@@ -77,8 +78,8 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rowwise: Storage | None = None,
-        columnwise: Storage | None = None,
+        rowwise: EncodedMatrix | None = None,
+        columnwise: EncodedMatrix | None = None,
         *,
         shape: Sequence[int] | None = None,
         slots: StoragePair | None = None,
@@ -108,17 +109,21 @@ class QuantizedTensor(Tensor):
         return self
 
     @property
-    def rowwise(self) -> Storage | None:
-        """The storage that forwards multiply, or None."""
+    def rowwise(self) -> EncodedMatrix | None:
+        """What forwards multiply: a `Storage`, a `GemmOperand` of a frozen weight, or None."""
         return self._slots.rowwise
 
     @property
-    def columnwise(self) -> Storage | None:
-        """The storage that backwards multiply, or None."""
+    def columnwise(self) -> EncodedMatrix | None:
+        """What backwards multiply, or None."""
         return self._slots.columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
-        """The storage of that direction.
+        """The compact storage of that direction; raises as `matrix_for` does."""
+        return to_storage(self.matrix_for(direction))
+
+    def matrix_for(self, direction: Direction) -> EncodedMatrix:
+        """`rowwise` or `columnwise`.
 
         Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
         """
@@ -130,7 +135,7 @@ class QuantizedTensor(Tensor):
             )
         return self._readable(storage)
 
-    def _readable(self, storage: Storage) -> Storage:
+    def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._slots.owner
         if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
@@ -142,11 +147,11 @@ class QuantizedTensor(Tensor):
             )
         return storage
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
-        """`storage_for` in the layout (`ops.layout`) that a GEMM reads."""
+    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
+        """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
         cached = self._slots.laid_out.get((direction, layout))
         if cached is None:
-            return self.storage_for(direction).to_gemm_operand(layout)
+            return to_layout(self.matrix_for(direction), layout)
         return self._readable(cached)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -193,7 +198,7 @@ class QuantizedTensor(Tensor):
         return [QuantizedTensor(slots=part) for part in self._slots.parts]
 
     def with_storages(
-        self, fn: Callable[[Storage], Storage], shape: Sequence[int] | None = None
+        self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape: Sequence[int] | None = None
     ) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
         return QuantizedTensor(
@@ -203,17 +208,17 @@ class QuantizedTensor(Tensor):
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
 
-    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> Storage:
+    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
         slots = self._slots
         cached, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
         if cached is not None:
             return cached
         if storage is None:
-            storage = hybrid.columnwise_of(slots.rowwise)
-        return storage.to_gemm_operand(layout)
+            storage = hybrid.columnwise_of(slots.storage(ROWWISE))
+        return to_layout(storage, layout)
 
-    def _operands(self) -> dict[str, Storage]:
+    def _operands(self) -> dict[str, EncodedMatrix]:
         """The storages that a graph sees by name: per direction the laid-out operands, else the
         codes; shared buffers once."""
         slots, shown = self._slots, {}
@@ -336,8 +341,8 @@ def as_parameter(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Ten
 
 
 def _rebuild(
-    rowwise: Storage | None,
-    columnwise: Storage | None,
+    rowwise: EncodedMatrix | None,
+    columnwise: EncodedMatrix | None,
     shape: tuple[int, ...],
     requires_grad: bool,
     is_parameter: bool = False,
@@ -345,7 +350,8 @@ def _rebuild(
     """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
     sides = zip(Direction, (rowwise, columnwise))
     if not all(
-        side is None or (isinstance(side, Storage) and side.direction is d) for d, side in sides
+        side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
+        for d, side in sides
     ):
         raise ValueError(
             f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} "
@@ -403,7 +409,9 @@ def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> Quantiz
             f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
         )
     if not tensor._slots.parts:
-        return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
+        return tensor.with_storages(
+            lambda s: to_storage(s).narrow(start, length), (length, tensor.shape[1])
+        )
     parts = tensor._parts()
     for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
         if (end - len(part), len(part)) == (start, length):
@@ -543,7 +551,7 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
     return [*zip(_buffers(target), _buffers(source))]
 
 
-def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], Storage]]:
+def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
     """((part, direction), storage) of every storage."""
     for part, slots in enumerate((tensor._slots, *tensor._slots.parts)):
         for direction in Direction:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops.layout import COMPACT
-from ..storage import Storage
+from ..storage import to_storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
 from .quantized_tensor import QuantizedTensor, as_parameter
@@ -103,18 +104,18 @@ class QuantizedWeight(WeightCodes):
         encode_stale([(self, managed)])
 
     @property
-    def rowwise(self) -> Storage | None:
+    def rowwise(self) -> EncodedMatrix | None:
         return self._current().rowwise
 
     @property
-    def columnwise(self) -> Storage | None:
+    def columnwise(self) -> EncodedMatrix | None:
         return self._current().columnwise
 
-    def storage_for(self, direction: Direction) -> Storage:
+    def matrix_for(self, direction: Direction) -> EncodedMatrix:
         self._current()
-        return super().storage_for(direction)
+        return super().matrix_for(direction)
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
+    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
         slots, operand = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and operand.fmt.is_quantized:
@@ -258,12 +259,12 @@ def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight
     """Rows of a weight: of its values, or of its codes if an optimizer holds the values."""
     content, shape = weight._content, (length, *weight.shape[1:])
     if weight.state.weight_sync is not None:
-        return weight.with_storages(lambda s: s.narrow(start, length), shape)
+        return weight.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
     if content.master is not None:
         master = content.master()
         if master is not None and (start, length) == (0, master.shape[0]):
             return weight._aliased(shape)
-        return weight.with_storages(lambda s: s.narrow(start, length), shape)
+        return weight.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
     if content.values is None and start == 0:
         return weight._aliased(shape)  # nothing was written: the first write allocates the values
     if (start, length) == (0, weight.inner.shape[0]):

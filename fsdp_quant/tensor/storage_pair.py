@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..storage import Storage
+from ..storage import Storage, to_storage
 from .weight_state import WeightState
 
 
@@ -25,19 +26,19 @@ class StoragePair:
               packed weight that FSDP2 gathers, the concatenated codes of all parts.
     """
 
-    rowwise: Storage | None = None
-    columnwise: Storage | None = None
+    rowwise: EncodedMatrix | None = None
+    columnwise: EncodedMatrix | None = None
     owner: WeightState | None = None
-    laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
+    laid_out: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
     parts: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
 
-    def put(self, direction: Direction, storage: Storage) -> None:
+    def put(self, direction: Direction, storage: EncodedMatrix) -> None:
         """Replace a storage, and drop the layouts derived from the one before."""
         setattr(self, direction.value, storage)
         self.drop_laid_out()
 
-    def keep(self, direction: Direction, layout: str, storage: Storage) -> None:
+    def keep(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
         """Cache a storage of the codes in a layout."""
         self.laid_out[direction, layout] = storage
         self.shown = None
@@ -46,34 +47,38 @@ class StoragePair:
         self.laid_out.clear()
         self.shown = None
 
-    def get(self, direction: Direction) -> Storage | None:
+    def get(self, direction: Direction) -> EncodedMatrix | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
     def storage(self, direction: Direction) -> Storage:
-        """The storage of a direction. Raises ValueError if there is none."""
-        storage = self.get(direction)
-        if storage is None:
+        """The compact storage of a direction. Raises ValueError if there is none."""
+        return to_storage(self.matrix(direction))
+
+    def matrix(self, direction: Direction) -> EncodedMatrix:
+        """The storage or operand of a direction. Raises ValueError if there is none."""
+        matrix = self.get(direction)
+        if matrix is None:
             raise ValueError(f"there is no {direction.value} storage: it was dropped or never made")
-        return storage
+        return matrix
 
     @property
-    def first(self) -> Storage:
+    def first(self) -> EncodedMatrix:
         """The rowwise storage, else the columnwise one."""
-        return self.storage(COLUMNWISE) if self.rowwise is None else self.rowwise
+        return self.matrix(COLUMNWISE) if self.rowwise is None else self.rowwise
 
     @property
     def shares_data(self) -> bool:
         """One storage serves both directions."""
         return None not in (self.rowwise, self.columnwise) and self.first.data is (
-            self.storage(COLUMNWISE).data
+            self.matrix(COLUMNWISE).data
         )
 
-    def map(self, fn: Callable[[Storage], Storage]) -> StoragePair:
+    def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each storage, for the same owner; a shared storage is mapped once."""
         if self.parts:
             return StoragePair(owner=self.owner, parts=[part.map(fn) for part in self.parts])
         rowwise = None if self.rowwise is None else fn(self.rowwise)
         if rowwise is not None and self.shares_data:
-            return StoragePair(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
+            return StoragePair(rowwise, to_storage(rowwise).as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
         return StoragePair(rowwise, columnwise, self.owner)

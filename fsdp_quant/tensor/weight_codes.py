@@ -335,7 +335,8 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
                 old.tensor_amax.copy_(encoded.tensor_amax)
         else:
             new = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0)
-            stored = _written_over(old, new.map(lambda buffer: buffer.to(self.device)))
+            before = old if isinstance(old, Storage) else None
+            stored = _written_over(before, new.map(lambda buffer: buffer.to(self.device)))
             slots.put(direction, stored)
             if quantizer.shares_storage:
                 slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
