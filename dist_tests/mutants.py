@@ -61,7 +61,7 @@ TARGETS = {
     "gather_group": ("tensor/gather_group.py", OF_SHARDS),
     "gathered_weight": ("tensor/gathered_weight.py", OF_SHARDS),
     "hooks": ("weight_sync/sync.py", f"{SINGLE}hooks.py {SINGLE}cast_plan.py"),
-    "checkpoint": ("checkpoint.py", f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"),
+    "checkpoint": ("checkpoint/files.py", f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"),
 }
 
 
