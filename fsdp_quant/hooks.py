@@ -85,7 +85,7 @@ def describe(param: Tensor) -> WeightFacts:
     if not isinstance(weight, QuantizedWeight):
         return WeightFacts(False, tuple(param.shape), {}, {})
     quantizer = weight.state.quantizer
-    formats = {d.value: repr(q.fmt) for d in Direction if (q := quantizer.side(d)) is not None}
+    formats = {d.value: repr(q.fmt) for d, q in quantizer.sides.items()}
     if quantizer.shares_storage:
         formats[COLUMNWISE.value] += " (the rowwise storage)"
     elif quantizer.is_derived:
@@ -108,8 +108,7 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
         hybrid = recipe.hybrid(Role(kind, tensor_type, name))
         sizes += [
             size
-            for d in Direction
-            if (q := hybrid.side(d)) is not None
+            for d, q in hybrid.sides.items()
             for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
         ]
     return math.lcm(*sizes)

@@ -266,14 +266,17 @@ def test_a_run_with_it_equals_one_without(name: str):
 def test_codes_are_those_that_the_step_multiplies(monkeypatch: pytest.MonkeyPatch):
     """If false, delayed scales or random bits of the numbers are others than those of training."""
     m, made = fq.convert(nn.Sequential(nn.Linear(32, 32)), recipes.nvfp4()), []
-    storages = HybridQuantizer.storages
 
-    def recorded(self, x, *args, **kwargs):
-        result = storages(self, x, *args, **kwargs)
-        made.append({d: to_storage(s).data.clone() for d, s in result[0].items()})
-        return result
+    def recorded(method):
+        def call(self, x, *args, **kwargs):
+            result = method(self, x, *args, **kwargs)
+            made.append({d: to_storage(s).data.clone() for d, s in result[0].items()})
+            return result
 
-    monkeypatch.setattr(HybridQuantizer, "storages", recorded)
+        return call
+
+    for name in ("storages", "operands"):
+        monkeypatch.setattr(HybridQuantizer, name, recorded(getattr(HybridQuantizer, name)))
     with fq.inspect(m, every=1):
         m(values(32, 32, seed=0, dtype=torch.float32).requires_grad_()).square().sum().backward()
     x, x_again, dy_again, dy = made  # the hook on the output runs before the node

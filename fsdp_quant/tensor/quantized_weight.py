@@ -276,7 +276,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             self._quantizer,
         )
         for direction in Direction:
-            side = quantizer.side(direction)
+            side = quantizer.sides.get(direction)
             if side is not None and not (quantizer.shares_storage and direction is COLUMNWISE):
                 made = Storage.zeros(
                     side.fmt, direction, tuple(self.shape), self.dtype, self.device
