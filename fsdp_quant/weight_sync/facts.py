@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats import COLUMNWISE, Direction
+from ..formats import COLUMNWISE
 from ..recipe import Recipe, Role, as_recipe
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
@@ -35,7 +35,7 @@ def describe(param: Tensor) -> WeightFacts:
     if not isinstance(weight, QuantizedWeight):
         return WeightFacts(False, tuple(param.shape), {}, {})
     quantizer = weight.state.quantizer
-    formats = {d.value: repr(q.fmt) for d in Direction if (q := quantizer.side(d)) is not None}
+    formats = {d.value: repr(q.fmt) for d, q in quantizer.sides.items()}
     if quantizer.shares_storage:
         formats[COLUMNWISE.value] += " (the rowwise storage)"
     elif quantizer.is_derived:
@@ -58,8 +58,7 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
         hybrid = recipe.hybrid(Role(kind, tensor_type, name))
         sizes += [
             size
-            for d in Direction
-            if (q := hybrid.side(d)) is not None
+            for d, q in hybrid.sides.items()
             for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
         ]
     return math.lcm(*sizes)

@@ -196,7 +196,7 @@ class SyncedWeight:
                     (own,) = dispatch.statistics(values, (encoding,), 0, seen)
                     stats = [with_amax(encoding, own, self.amaxes[source])]
                 (whole,) = dispatch.encode(
-                    values, [encoding], stats, encs=[self.factor(source)], dtype=seen
+                    values, [encoding], stats, encode_scales=[self.factor(source)], dtype=seen
                 )
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
