@@ -458,9 +458,7 @@ class _Alone(threading.local):
         them, before `fully_shard` gathered their weights; where a layer joins, experts of one
         weight share theirs."""
         counts = {
-            id(steps): steps
-            for layer in layers
-            if (steps := layer.__dict__.get("_training_steps")) is not None
+            id(steps): steps for layer in layers if (steps := layer._training_steps) is not None
         }
         by_hand = [s for s in counts.values() if STEP.counted_by_hand and s.at == STEP.step]
         self._rolled |= {id(h) for steps in by_hand for of in steps.alike for h in of}
@@ -480,7 +478,7 @@ def note_forward(layer: nn.Module, grad: bool) -> None:
 
     Where a model counts steps this does nothing: they began with its own forward.
     """
-    steps = layer.__dict__.get("_training_steps")
+    steps = layer._training_steps
     is_step = STEP.counted_by_hand or (grad and layer.training)
     if not is_step or (steps is not None and steps.has_run):
         return
@@ -496,7 +494,7 @@ def steps_of(model: nn.Module) -> TrainingSteps:
     """Who counts the steps of a model, of one in it, or of its layers where they run without
     one."""
     modules = list(model.modules())
-    counted = [steps for m in modules if (steps := m.__dict__.get("_training_steps")) is not None]
+    counted = [steps for m in modules if (steps := getattr(m, "_training_steps", None)) is not None]
     # experts of one weight are no submodules
     packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
     if any(m in _ALONE.layers for m in (*modules, *packed)):
@@ -519,7 +517,7 @@ def continued(model: nn.Module) -> TrainingSteps:
 def restart_steps(model: nn.Module, step: int) -> None:
     """The next training forward of a model, or of layers without one, begins `step`."""
     for module in model.modules():
-        if (steps := module.__dict__.get("_training_steps")) is not None:
+        if (steps := getattr(module, "_training_steps", None)) is not None:
             steps.restart(step)
     STEP.step = step
     STEP.publish()
@@ -546,8 +544,8 @@ def histories_of(layers: Iterable[nn.Module]) -> list[AmaxHistory]:
                 for h in state.histories.values()
                 if not (made_after_steps and id(h) in of_weight)
             }
-        if (lead := layer.__dict__.get("_input_of")) is not None and (first := lead()) is not None:
-            kept = first._weight_state.histories
+        if (lead := layer.runtime.input_owner) is not None and (first := lead()) is not None:
+            kept = first.weight_state.histories
             found |= {id(h): h for (_, slot, *_), h in kept.items() if slot == "input"}
     return list(found.values())
 

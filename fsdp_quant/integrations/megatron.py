@@ -34,10 +34,12 @@ from torch import Tensor, nn
 
 from .. import recipe as recipes
 from ..context import current_autocast
-from ..modules.grouped_linear import EXPERT, GroupedLinear, expert, finish_experts
-from ..modules.linear import Linear, apply_recipe, attach_runtime
+from ..modules.exchange import TensorParallel
+from ..modules.grouped_linear import EXPERT, Expert, GroupedLinear
+from ..modules.layer_runtime import LayerRuntime
+from ..modules.linear import Linear
 from ..modules.linear_op import linear
-from ..parallel.linear import TensorParallel, multiply_shared
+from ..modules.shared_linear import multiply_shared
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -393,15 +395,16 @@ class _ParallelLinear(Linear):
         )
         if bias:
             _mark(self.bias, None if self._dim else 0, stride, expert_groups)
-        self._name = name
-        apply_recipe(self, _own_recipe(name, recipe, self._recipe_of_class))
-        shape, dtype = tuple(self.weight.shape), self._recipe.compute_dtype
-        self._weight_state = WeightState(f"{name}.weight", self._plan.weight, shape, dtype)
+        recipe = _own_recipe(name, recipe, self._recipe_of_class)
+        self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
+        shape, dtype = tuple(self.weight.shape), self.recipe.compute_dtype
+        state = WeightState(f"{name}.weight", self.plan.weight, shape, dtype)
+        self.runtime.set_weight_state(state)
         if _size(group) > 1 and not self.explicit_expert_comm:
             self.parallel = self._axis(group)
-            self._weight_state.tensor_group, self._weight_state.tensor_dim = group, self._dim
-        self._weight_proxy = WeightProxy(self._weight_state)
-        attach_runtime(self)
+            state.tensor_group, state.tensor_dim = group, self._dim
+        self._weight_proxy = WeightProxy(state)
+        self.prepare_graphs()
         self.register_load_state_dict_pre_hook(_without_extra_state)
 
     def _axis(self, group: dist.ProcessGroup) -> TensorParallel:
@@ -413,7 +416,7 @@ class _ParallelLinear(Linear):
         if self.parallel is not None:
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
-        plan = self._plan if override is None else self._overriding_plan(override)
+        plan = self.plan if override is None else self._overriding_plan(override)
         if plan.boundary is not None:
             raise NotImplementedError(
                 f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between "
@@ -713,14 +716,14 @@ class _GroupedLinear(GroupedLinear):
             if bias:
                 self.register_parameter(f"bias{e}", _zeros(config, weight.shape[0]))
                 _mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
-            layer = expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
+            layer = Expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
             self._weight_proxies.append(WeightProxy(layer._weight_state))
         self.in_features, self.out_features = (
             self._linears[0].in_features,
             self._linears[0].out_features,
         )
-        finish_experts(self, name)
+        self.finish_experts(name)
         self.register_load_state_dict_pre_hook(_without_extra_state)
 
     @property
@@ -740,9 +743,8 @@ class _GroupedLinear(GroupedLinear):
         ]
         for e, (layer, bias) in enumerate(zip(self._linears, biases)):
             weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
-            vars(layer).update(
-                weight=weight, bias=None if self.skip_bias_add else bias, training=self.training
-            )  # not registered
+            layer.give(weight, None if self.skip_bias_add else bias)
+            layer.training = self.training
         splits = (
             tokens_per_expert.tolist()
             if isinstance(tokens_per_expert, Tensor)

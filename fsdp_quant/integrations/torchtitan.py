@@ -34,11 +34,11 @@ from torchtitan.protocols.sharding import resolve_placements
 
 from ..context import begin_step
 from ..modules.convert import convert
+from ..modules.exchange import Layouts
 from ..modules.graphed import graphed
 from ..modules.hold import hold
 from ..modules.steps import converted_modules
 from ..modules.training_state import load_state_dict, state_dict
-from ..parallel.linear import Layouts
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
 
 _STATE = "fsdp_quant"  # of checkpoints, in torchtitan's "train_state"
