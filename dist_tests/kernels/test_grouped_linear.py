@@ -23,7 +23,6 @@ from fsdp_quant.counters import counters
 from fsdp_quant.encoded_matrix import has_tensor_amax
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules import traced_experts
-from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
@@ -91,7 +90,7 @@ def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
             )
         )
         # exponents of lines, as where tokens of others are beside
-        made[e]._plan = replace(made[e].plan, alone=False)
+        made[e].runtime.plan = replace(made[e].plan, alone=False)
         with torch.no_grad():
             made[e].weight.copy_(layer.weight)
             if layer.bias is not None:
@@ -600,7 +599,7 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
             ran.append((y.detach(), a.grad, module.weight.grad))
         for got, want, what in zip(*reversed(ran), ("y", "dx", "dw")):
             laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
-    plan, ends = module.first._plan.key, ends.new_tensor([256, 512, 512, 1024])
+    plan, ends = module.first.plan.key, ends.new_tensor([256, 512, 512, 1024])
     x = laws.values(1024, K).cuda()
     real = traced_experts._experts(
         x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True
@@ -626,7 +625,7 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, backend
         nn.Parameter(packed.bias.detach().clone()),
         True,
     )
-    adopt_packed(turned, [recipe] * len(splits), packed._name)
+    turned.adopt_packed([recipe] * len(splits), packed._name)
     linear, conv = nn.Linear(K, N).to("cuda", BF16), conv1d(N, K).to("cuda", BF16)
     with torch.no_grad():
         conv.weight.copy_(linear.weight.t())

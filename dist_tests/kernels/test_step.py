@@ -88,8 +88,8 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                 assert is_compiled(module(x)) == is_compiled(module(x)) == one_call
                 counters.reset()
                 # whose counts leave for the host at times of their own
-                if module._guard is not None:
-                    module._guard.zero_()
+                if module.runtime.guard is not None:
+                    module.runtime.guard.zero_()
                 made = run(module, x, dy)
                 counted = {what: counters.of(what) for what in ("gemm", "quantize")}
                 layouts = module.plan_on(BF16, x.device).resolved(BF16, x.device).layouts["weight"]
@@ -115,7 +115,7 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                         made,
                         counted,
                         histories,
-                        None if module._guard is None else module._guard.tolist(),
+                        None if module.runtime.guard is None else module.runtime.guard.tolist(),
                     )
                 )
             (one, *told), (parts, *wanted) = results

@@ -449,7 +449,7 @@ def refusals(rank: int, world: int) -> None:
         strict = spread(Experts(mxfp8), mesh)
         for layer in (strict.gate, strict.up):
             for one in layer.layers:
-                one._recipe = replace(one._recipe, require_native=True)
+                one.runtime.recipe = replace(one.recipe, require_native=True)
         strict(x, counts)
     style = fq.parallel.ExpertParallel()
     with pytest.raises(ValueError, match="takes a mesh of one axis, got 2"):

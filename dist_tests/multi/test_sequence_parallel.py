@@ -21,8 +21,8 @@ from dist_tests.multi import harness
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
+from fsdp_quant.modules import shared_linear_op
 from fsdp_quant.modules.plan import EXACT
-from fsdp_quant.parallel import linear as parallel_linear
 from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_state import values_of as inner_of
 
@@ -91,7 +91,7 @@ def ranks(rank: int, world: int) -> None:
 def pieces(rank: int, world: int) -> None:
     """Sums are scattered a piece of the rows at a time."""
     mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
-    parallel_linear._LEAST_WEIGHT = 1
+    shared_linear_op.LEAST_WEIGHT = 1
     for name, rows in itertools.chain(itertools.product(RECIPES, (64,)), [("mxfp8", 31)]):
         of_a_recipe_in_pieces(mesh, name, *values(rank, rows, torch.float32))
     if harness.DEVICE != "cpu":
@@ -104,7 +104,7 @@ def pieces(rank: int, world: int) -> None:
 def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) -> None:
     results, world = [], mesh.size()
     for least in (2**30, 1):
-        parallel_linear._LEAST_ROWS = least
+        shared_linear_op.LEAST_ROWS = least
         net = build(mesh, fq.recipes.by_name(name), x.dtype)
         with products() as made:
             results.append(run(net, x, dy))
@@ -120,17 +120,17 @@ def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) ->
 @contextlib.contextmanager
 def products():
     """(direction of the weight, length of the contraction) of each product."""
-    made, gemm = [], parallel_linear.gemm
+    made, gemm = [], shared_linear_op.gemm
 
     def recorded(a, b, **options):
         made.append((b.direction, a.shape[1]))
         return gemm(a, b, **options)
 
-    parallel_linear.gemm = recorded
+    shared_linear_op.gemm = recorded
     try:
         yield made
     finally:
-        parallel_linear.gemm = gemm
+        shared_linear_op.gemm = gemm
 
 
 def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -138,7 +138,7 @@ def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, 
     nets = [build(mesh, fq.recipes.mxfp8(), x.dtype) for _ in range(2)]
     if rank == 0:
         for layer, products in ((nets[1].gate, ("fprop", "wgrad")), (nets[1].down, ("dgrad",))):
-            layer._plan = layer._plan.moved_to(dict.fromkeys(products, EXACT))
+            layer.runtime.plan = layer.plan.moved_to(dict.fromkeys(products, EXACT))
     results, gathered = [], []
     for net in nets:
         fq.reset_receipt()
@@ -183,7 +183,7 @@ def uneven(mesh, world: int) -> None:
         match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it",
     ):
         layer(x)
-    net.down._recipe = replace(net.down._recipe, require_native=True)
+    net.down.runtime.recipe = replace(net.down.recipe, require_native=True)
     h = torch.zeros(1, 17 * world, FFN // world)
     with torch.no_grad():
         net.down(h)  # its gradient would be gathered in high precision, and there is none

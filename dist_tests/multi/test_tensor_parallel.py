@@ -29,7 +29,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.parallel import linear as parallel_linear
+from fsdp_quant.modules import shared_linear_op
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -172,7 +172,7 @@ def test_gathered_sequence_is_that_of_the_gathered_tensor(world):
 @contextlib.contextmanager
 def recorded_order():
     """The order of columnwise gathers ("start", "wait") and products in the backward."""
-    seen, Gather, gemm = [], parallel_linear.Gather, parallel_linear.gemm
+    seen, Gather, gemm = [], shared_linear_op.Gather, shared_linear_op.gemm
 
     class Recorded(Gather):
         def __init__(self, x, hybrid, directions, cut, phase, **options):
@@ -187,11 +187,11 @@ def recorded_order():
         seen.append(f"gemm {a.direction.value} {b.direction.value}")
         return gemm(a, b, **options)
 
-    parallel_linear.Gather, parallel_linear.gemm = Recorded, product
+    shared_linear_op.Gather, shared_linear_op.gemm = Recorded, product
     try:
         yield seen
     finally:
-        parallel_linear.Gather, parallel_linear.gemm = Gather, gemm
+        shared_linear_op.Gather, shared_linear_op.gemm = Gather, gemm
 
 
 def layers(rank: int, world: int) -> None:
@@ -586,7 +586,7 @@ def refusals(mesh, world: int) -> None:
     with pytest.raises(ValueError, match=r"0.down: this rank's input is \[1, 4, 7\], wanted"):
         net[0].down(torch.zeros(1, 4, 7))
     for layer in (net[0].gate, net[0].down):
-        layer._recipe = replace(layer._recipe, require_native=True)
+        layer.runtime.recipe = replace(layer.recipe, require_native=True)
     with pytest.raises(
         ValueError,
         match=r"0.gate: input.columnwise \(mxfp8\) has blocks of 32 rows.*1 x 17 rows.*require_native",

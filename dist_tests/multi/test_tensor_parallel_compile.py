@@ -350,7 +350,7 @@ def _refusals(rank: int, world: int) -> None:
     alone leaves others waiting."""
     net = LAYOUTS["styles, cut"](mesh_of(tp=world), RECIPES["mxfp8"])
     for layer in (net.gate, net.down):
-        layer._recipe = replace(layer._recipe, require_native=True)
+        layer.runtime.recipe = replace(layer.recipe, require_native=True)
     refused = [
         (net.down, (1, 5, FFN // world), r"down output: dim 1 of .* is 5, which the .* pad it"),
         (net.down, (1, 4, 7), r"down: this rank's input is \[1, 4, 7\], wanted"),

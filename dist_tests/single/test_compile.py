@@ -328,7 +328,7 @@ def test_copies_are_layers_of_their_own():
             t
             for model in (original, copied)
             for m in layers(model)
-            for of in m._graph.delayed.values()
+            for of in m.runtime.graphs.delayed.values()
             for t in of[1]
         ]
         assert len({t.data_ptr() for t in tensors}) == len(tensors) == 18, what
@@ -447,7 +447,7 @@ def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
     with hopper.emulated() if on_hopper else contextlib.nullcontext(), Compared() as compared:
         for recipe in RECIPES.values():
             layer = fq.convert(nn.ModuleDict({"fc": nn.Linear(40, 56, dtype=dtype)}), recipe)["fc"]
-            given = layer._graph
+            given = layer.runtime.graphs
             for shape in SHAPES:
                 x = values(*shape, dtype=dtype).requires_grad_()
                 traced_linear(

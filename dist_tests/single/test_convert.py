@@ -93,7 +93,7 @@ def test_convert_takes_every_linear_in_place():
     linears = [n for n, s in before.items() if isinstance(s, nn.Linear)]
     assert len(linears) == 7
     assert kinds(m) == dict.fromkeys(linears, fq.Linear)
-    assert {n for n, s in before.items() if "_weight_state" in s.__dict__} == set(linears)
+    assert {n for n, s in before.items() if "runtime" in s.__dict__} == set(linears)
     assert {type(before[n].weight) for n in linears} == {nn.Parameter}
     counters.reset()
     loss_of(m).backward()

@@ -722,4 +722,6 @@ def test_projections_of_one_input_share_its_codes_while_it_is_that():
         assert reads(operators, lambda: (shared.wq(x), shared.wk(x))) == 2, (
             "outside of the module's forward"
         )
-        assert all(layer._handed_by_input is None for layer in (shared.wq, shared.wk, shared.wv))
+        assert all(
+            layer.runtime.handed_by_input is None for layer in (shared.wq, shared.wk, shared.wv)
+        )

@@ -27,7 +27,6 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import round_up
 from fsdp_quant.modules import grouped_op
-from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.ops import native
@@ -124,7 +123,7 @@ def loop(
         name = f"moe.{e}" if packed else f"moe.experts.{e}"
         made.append(fq.Linear(*sizes, bias, dtype=dtype, recipe=recipe, name=name))
         # exponents of lines, as where tokens of others are beside
-        made[e]._plan = replace(made[e].plan, alone=False)
+        made[e].runtime.plan = replace(made[e].plan, alone=False)
         with torch.no_grad():
             made[e].weight.copy_(weights[e])
             if bias:
@@ -768,7 +767,7 @@ def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
             optimizer.step()
         module(x, [64, 64, 64, 64])
         assert [layer.plan.moved for layer in module.layers] == [{"fprop": "exact"}] * 4
-        assert [layer._guard is not None for layer in module.layers] == [
+        assert [layer.runtime.guard is not None for layer in module.layers] == [
             True,
             False,
             False,
@@ -787,7 +786,7 @@ def test_graphs_of_experts_find_their_histories(packed: bool):
     module = fq.GroupedLinear(2, 32, 32, packed=packed, recipe=recipes.fp8_delayed(length=3))
     for layer in module._linears:
         for plan in (layer.plan, layer.plan.moved_to({"wgrad": "exact"})):
-            assert len(layer._graph.delayed[plan.histories_key][0]) == 3
+            assert len(layer.runtime.graphs.delayed[plan.histories_key][0]) == 3
 
 
 def test_one_product_keeps_what_the_plan_names():
@@ -930,7 +929,7 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(
             nn.Parameter(packed.bias.detach().clone()),
             True,
         )
-        adopt_packed(turned, [recipe] * EXPERTS, "moe")
+        turned.adopt_packed([recipe] * EXPERTS, "moe")
         for module in (packed, turned):
             restart()
             counters.reset()
@@ -963,7 +962,9 @@ def test_what_graphs_of_experts_count_and_find_wrong():
             STEP.step = 0  # which is looked at
             x = values(64, 64) * torch.where(torch.arange(64) < 32, 1.0, 1e-6).bfloat16()
             call(x.requires_grad_(), torch.tensor([16, 16, 48, 64])).sum().backward()
-            guards = [g for g in (first._guard, first._backward_guard) if g is not None]
+            guards = [
+                g for g in (first.runtime.guard, first.runtime.backward_guard) if g is not None
+            ]
             counts.append(sum(g.clone() for g in guards))
             for g in guards:
                 g.zero_()

@@ -112,7 +112,7 @@ def linear(
 
 
 def on_rungs(module: fq.Linear, **rungs: str) -> None:
-    module._plan = module._weight_state.plan = module.plan.moved_to(rungs)
+    module.runtime.set_plan(module.plan.moved_to(rungs))
 
 
 def inputs(shape=SHAPES[0], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
@@ -371,7 +371,7 @@ def test_the_emulation_leaves_nothing_behind():
         step(model, *inputs())
         torch.optim.SGD(model.parameters(), lr=0.0).step()
     assert (dict(plans._PLANS), guard._UNDERWAY[:], torch.cuda.Event) == before
-    assert not [m for m in guard._GUARDED if m is model[0]]
+    assert not [m for m in guard._GUARDED if m is model[0].runtime]
     module = linear(recipes.mxfp8())
     counters.reset()
     step(module, *inputs())
@@ -437,7 +437,9 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
                 x, dy = inputs(SHAPES[2])
                 x[:, :32] *= 1e5
                 step(module, x, dy)
-                found[name] = None if module._guard is None else module._guard.tolist()
+                found[name] = (
+                    None if module.runtime.guard is None else module.runtime.guard.tolist()
+                )
                 histories = module._weight_state.histories.items()
                 found[f"{name} histories"] = {
                     str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories
@@ -812,7 +814,7 @@ def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, 
 
 def sent(module: fq.Linear, ratios: dict[Product, float]) -> None:
     """Judge sums that say anchors add these shares of the formats' error."""
-    sums = guard.guard_of(module, module.weight.device)
+    sums = guard.guard_of(module.runtime, module.weight.device)
     sums[:, 1] = 1.0
     for product, ratio in ratios.items():
         sums[PRODUCTS.index(product), 0] = ratio**2
@@ -890,7 +892,7 @@ def test_the_guard_moves_nothing_that_loses_nothing(gpu):
         for _ in range(3):
             step(model, x, dy)
             optimizer.step()
-        assert model[0].plan.moved == {} and model[0]._guard is not None, shape
+        assert model[0].plan.moved == {} and model[0].runtime.guard is not None, shape
 
 
 def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
@@ -924,7 +926,7 @@ def test_the_guard_decides_once_for_layers_alike(gpu):
     for m in (model, other):
         m(values(64, 64)).sum().backward()
     # which asks for the same
-    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor([1.0, 1.0])
+    guard.guard_of(model[2].runtime, model[2].weight.device)[0] = torch.tensor([1.0, 1.0])
     sent(model[1], {FPROP: 0.05})
     assert [layer.plan.moved for layer in (*model, *other)] == [{"fprop": layout.ANCHORED}] * 3 + [
         {},
@@ -960,7 +962,7 @@ def test_the_guard_waits_for_no_device(gpu, monkeypatch):
     """If false, an optimizer step waits for the sums of the last one, or judges them before they
     have arrived."""
     module = linear(recipes.mxfp8())
-    sums = guard.guard_of(module, module.weight.device)
+    sums = guard.guard_of(module.runtime, module.weight.device)
     sums[0] = torch.tensor([1.0, 1.0])
     with monkeypatch.context() as patch:
         patch.setattr(hopper.Arrived, "query", lambda self: False)
@@ -975,7 +977,7 @@ def test_exact_recipes_never_anchor(gpu):
     """If false, accuracy='exact' multiplies changed operands."""
     module, (x, dy) = linear(recipes.mxfp8(accuracy="exact")), inputs()
     step(module, x, dy)
-    assert domains() == {"bf16"} and module._guard is None
+    assert domains() == {"bf16"} and module.runtime.guard is None
     assert gpu.count("quantize_anchored") == gpu.count("anchor_codes") == 0
     counters.reset()
     step(linear(recipes.fp8_block(accuracy="exact")), x, dy)

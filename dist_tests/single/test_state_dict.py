@@ -139,7 +139,7 @@ def test_products_that_the_guard_moved_stay_moved():
     """Otherwise a resumed run multiplies in the anchored domain what the guard had moved out of
     it."""
     m = net(recipes.mxfp8())
-    m[2]._plan = m[2].plan.moved_to({"wgrad": "anchored 512"})
+    m[2].runtime.plan = m[2].plan.moved_to({"wgrad": "anchored 512"})
     state = fq.state_dict(m)
     other = net(recipes.mxfp8())
     fq.load_state_dict(other, state)

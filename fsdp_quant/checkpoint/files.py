@@ -151,7 +151,7 @@ def _states_by_name(model: nn.Module) -> dict[str, int]:
     """State dict name -> id of the weight's state, also for tied names."""
     modules = model.named_modules(remove_duplicate=False)
     states = (
-        (f"{name}.weight".lstrip("."), module.__dict__.get("_weight_state"))
+        (f"{name}.weight".lstrip("."), getattr(module, "_weight_state", None))
         for name, module in modules
     )
     return {

@@ -106,7 +106,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     managed = {owner: m for m in torch_compat.managed_params_of(model) for owner in m.owners}
     found: dict[WeightState, tuple[str, Sharded]] = {}
     for prefix, module in model.named_modules():
-        state, parameter = module.__dict__.get("_weight_state"), module._parameters.get("weight")
+        state, parameter = getattr(module, "_weight_state", None), module._parameters.get("weight")
         if state is None or parameter is None or getattr(module, "transposed", False):
             continue
         m = managed.get((module, "weight"))

@@ -20,9 +20,9 @@ from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import all_managed_weights
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
-from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
+from .grouped_linear import EXPERT, GroupedLinear
 from .layernorm_mlp import check_recompute
-from .linear import Linear, apply_recipe, make_quantized
+from .linear import Linear, make_quantized
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
@@ -123,13 +123,15 @@ def convert(
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
-            adopt_packed(module, [recipes[name]] * len(names[name]), plain[name])
+            if isinstance(module, GroupedLinear):
+                module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
         else:
             made = _made_of(_own_class(type(module)))
-            module.__class__ = _converted_class(type(module), made)
-            (make_quantized if made is Linear else adopt_transposed)(
-                module, recipes[name], plain[name]
-            )
+            cls = _converted_class(type(module), made)
+            if isinstance(module, nn.Linear):
+                make_quantized(module, cls, recipes[name], plain[name])
+            else:
+                adopt_transposed(module, cls, recipes[name], plain[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(m, OURS) for m in module.modules()
@@ -194,22 +196,25 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    asked = {n: [(m._name, m.module_type, m.weight.device) for m in of] for n, of in units.items()}
+    asked = {
+        n: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in of]
+        for n, of in units.items()
+    }
     recipes = _planned(recipe, asked, steps_of(model).number)
     managed = {id(s): m for m in all_managed_weights() for s in m.local.state.matrices}
     modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, _ in modules:
-        under_fsdp = managed.get(id(module._weight_state))
+        under_fsdp = managed.get(id(module.runtime.weight_state))
         if under_fsdp is not None and not under_fsdp.is_sharded:
             raise ValueError(
-                f"{module._name}.weight is gathered now, so its formats cannot change; call "
+                f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
                 "set_recipe between steps, or reshard() on its FSDP module first"
             )
     _check_published(recipe, units)
     _agree(model, recipe, recipes)
     for module, its in modules:
-        apply_recipe(module, its)
-        state = module._weight_state
+        module.runtime.set_recipe(its, module.weight.device)
+        state = module.runtime.weight_state
         state.set_quantizer(module.plan.weight)
         state.compute_dtype = module.recipe.compute_dtype
         if id(state) in managed:
@@ -218,7 +223,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
                 owner.set_quantizer(None)
             managed[id(state)].reset_gather_buffers()
     for module, _ in modules:
-        module._graph.prepare(module)
+        module.prepare_graphs()
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()
@@ -244,16 +249,16 @@ def _check_published(
     for phase in recipe.phases:
         for its, of in zip(phase.for_layers(list(units)), units.values()):
             for module in of:
-                state = module._weight_state
+                runtime, state = module.runtime, module.runtime.weight_state
                 plan = build_plan(
-                    its, module._name, arch_of(module.weight.device), module.module_type
+                    its, runtime.name, arch_of(module.weight.device), runtime.module_type
                 )
                 wanted = plan.weight, its.compute_dtype
                 if state.weight_sync is not None and wanted != (
                     planned := (state.quantizer, state.compute_dtype)
                 ):
                     raise ValueError(
-                        f"{module._name}.weight is published by a weight sync that was planned for "
+                        f"{module.runtime.name}.weight is published by a weight sync that was planned for "
                         f"{planned[0]} of {planned[1]}, and {its} makes it {wanted[0]} of "
                         f"{wanted[1]}; change activations and gradients only, or plan the sync of "
                         "a model that has the new recipe, and refresh it with the masters"

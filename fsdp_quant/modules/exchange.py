@@ -18,15 +18,17 @@ high precision.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
@@ -64,12 +66,19 @@ class TensorParallel:
         """The activation of which each rank has other rows."""
         return None if self.sequence_dim is None else "input" if self.column else "grad_output"
 
+    @property
+    def cut_dim(self) -> int:
+        """`sequence_dim` of a layer that has one. Raises ValueError."""
+        if self.sequence_dim is None:
+            raise ValueError("the layer has no tensor that is cut along the sequence")
+        return self.sequence_dim
+
     def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
         """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it
         has all rows."""
         if slot != self.gathered_slot:
             return None
-        return SequenceCut.of_local(tuple(x.shape), self.sequence_dim, self.group)
+        return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
 
     def sum(self, y: Tensor) -> Tensor:
         """The sum of y over the ranks; in eager mode it replaces y."""
@@ -93,6 +102,16 @@ class TensorParallel:
     def data_parallel_rank(self) -> int:
         """Ranks of a group hold one batch: they count as one."""
         return min(dist.get_process_group_ranks(self.group)) // self.group.size()
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How a style lays out the plain input, and wants the output, of a layer whose weight is a
+    DTensor."""
+
+    input: Layout
+    output: Layout
+    use_local_output: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,3 +453,29 @@ class Scattering:
         elif opaque.is_tracing() and self.cut.ranks > 1 and self.result.dim() == 1:
             self.result = torch_compat.wait(self.result).view(self.cut.rows, -1)
         return self.result
+
+
+def scattered_product(
+    multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
+) -> Tensor:
+    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
+    rank.
+
+    multiply:  of a storage; with out=, into it.
+    pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product
+               are the product of rows, so the sums are the same ones. All at once where the codes
+               do not come apart (`operand_rows`).
+    """
+    n = cut.chunk // pieces
+    if pieces == 1 or codes.operand_rows(0, n) is None:
+        return Scattering(multiply(codes), cut).wait()
+    piece, cols = SequenceCut(cut.group, (n, cut.shape[-1]), 0), cut.shape[-1]
+    result, moving = codes.data.new_empty(cut.chunk, cols, dtype=codes.dtype), []
+    for start in range(0, cut.chunk, n):
+        y = result.new_empty(cut.ranks, n, cols)
+        for rank, out in enumerate(y):
+            multiply(codes.operand_rows(rank * cut.chunk + start, n), out=out)
+        moving.append(Scattering(y.view(-1, cols), piece, result.narrow(0, start, n)))
+    for one in moving:
+        one.wait()
+    return result

@@ -230,12 +230,12 @@ class InputPattern(NamedTuple):
         parts = (getattr(part, "base_layer", part) for part in parts)  # LoRA's own
         layers, handed = [part for part in parts if isinstance(part, Linear)], HandedByInput()
         for layer in layers:
-            layer.__dict__["_handed_by_input"] = handed
+            layer.runtime.handed_by_input = handed
         try:
             yield
         finally:
             for layer in layers:
-                layer.__dict__.pop("_handed_by_input", None)
+                layer.runtime.handed_by_input = None
 
 
 Pattern = MLPPattern | NormPattern  # that users name; each is proven

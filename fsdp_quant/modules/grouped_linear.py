@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import raise_bad_splits, register_tag
 from .grouped_op import (
@@ -27,57 +29,74 @@ from .grouped_op import (
     GroupedLinearCall,
     unsupported_reason,
 )
-from .linear import (
-    HasWeight,
-    Linear,
-    _plain_in_state_dict,
-    apply_recipe,
-    attach_runtime,
-    register_weight,
-    whole_shape,
-)
+from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
+from .layer_runtime import LayerRuntime
+from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .traced_experts import runs_in_graphs, traced_experts
 
 EXPERT = "grouped_linear"  # `Role.module_type`
 
 
-class _Expert(Linear):
+class HasValues(Protocol):
+    """A module that layers outside the tree multiply weights of."""
+
+    def values_of(self, index: int, /) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
     Its weight and bias are those that its module's forward gives it, in it, and else views of the
     module's values of now.
     """
 
-    def __init__(self, in_features: int, out_features: int):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+    _given: tuple[Tensor | None, Tensor | None] = (None, None)
+    _part_of: tuple[weakref.ref[HasValues], int] | None = None
 
-    def part_of(self, module: nn.Module, index: int) -> None:
-        """module: has `values_of(index)`, weight and bias."""
+    def __init__(
+        self,
+        weight: Tensor,
+        recipe: Recipe | str,
+        name: str,
+        module_type: str,
+        first: Expert | None = None,
+    ):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape[-2:]
+        self.give(weight, None)
+        owner = None if first is None else first.runtime
+        runtime = self.runtime = LayerRuntime(name, module_type, recipe, weight.device, owner)
+        shape, dtype = (self.out_features, self.in_features), runtime.recipe.compute_dtype
+        runtime.set_weight_state(WeightState(f"{name}.weight", runtime.plan.weight, shape, dtype))
+        self.prepare_graphs()
+
+    def part_of(self, module: HasValues, index: int) -> None:
+        """Find weight and bias in a module, outside its forward."""
         self.__dict__["_part_of"] = weakref.ref(module), index
         self.give(None, None)
 
     def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
         """Multiply these from now on; None: the module's."""
-        vars(self).update(weight=weight, bias=bias)
+        self.__dict__["_given"] = weight, bias
 
-    def _now(self, which: int) -> Tensor | None:
-        given, of = vars(self).get("weight"), vars(self).get("_part_of")
-        if given is not None:
-            return (given, vars(self).get("bias"))[which]
-        module = None if of is None else of[0]()
-        return None if module is None else module.values_of(of[1])[which]
+    def _now(self) -> tuple[Tensor | None, Tensor | None]:
+        if self._given[0] is not None or self._part_of is None:
+            return self._given
+        module, index = self._part_of
+        found = module()
+        return (None, None) if found is None else found.values_of(index)
 
-    weight = property(lambda self: self._now(0))
-    bias = property(lambda self: self._now(1))
+    @property
+    def weight(self) -> Tensor | None:
+        return self._now()[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._now()[1]
 
     def __getstate__(self) -> dict:
-        return {
-            k: v
-            for k, v in super().__getstate__().items()
-            if k not in ("weight", "bias", "_part_of")
-        }
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
 
 
 class ListedExpert(Linear):
@@ -108,6 +127,14 @@ class GroupedLinear(HasWeight):
     """
 
     first_expert = 0
+    packed = False
+    _name: str
+    _linears: list[Linear]
+    _packed_state: WeightState
+    _reasons: dict[tuple, str | None]
+    _planned: tuple[list[GemmPlan], GemmPlan | None]
+    _goes_into_graphs: bool
+    _tag: int
 
     def __init__(
         self,
@@ -126,35 +153,91 @@ class GroupedLinear(HasWeight):
         super().__init__()
         if num_experts < 1:
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
-        recipe, options = (
-            as_recipe(recipe or identity(), name, Recipe),
-            {"device": device, "dtype": dtype},
-        )
+        its = as_recipe(recipe or identity(), name, Recipe)
         if not packed:
-            self.experts = nn.ModuleList(
+            self._linears = [
                 ListedExpert(
                     in_features,
                     out_features,
                     bias,
-                    **options,
-                    recipe=recipe,
+                    device,
+                    dtype,
+                    recipe=its,
                     name=f"{name}.experts.{e}",
                 )
                 for e in range(num_experts)
-            )
-            self._linears, self.packed = list(self.experts), False
-            finish_experts(self, name)
+            ]
+            self.experts = nn.ModuleList(self._linears)
+            self.finish_experts(name)
             return
-        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **options))
-        self.register_parameter(
-            "bias",
-            nn.Parameter(torch.empty(num_experts, out_features, **options)) if bias else None,
-        )
+        shape = num_experts, out_features, in_features
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
         bound = in_features**-0.5  # as nn.Linear
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
-        adopt_packed(self, [recipe] * num_experts, name)
+        self.adopt_packed([its] * num_experts, name)
+
+    def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
+        """Give a module with packed weights a layer per expert, over views of the weight.
+
+        The optimizer holds one parameter, so the states of all experts share the histories that its
+        steps roll.
+        """
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+        self.take_packed(recipes, name)
+        self.packed = True
+        self.finish_experts(name)
+        self.register_state_dict_post_hook(plain_in_state_dict)
+
+    def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
+        """Give the packed weight its states and wrapper, and each expert that this rank holds its
+        layer.
+
+        recipes:  of all experts.
+        """
+        weight = self.matrices.detach()
+        shape = tuple(weight.shape if self.transposed else whole_shape(self.weight))
+        self._linears = []
+        self._packed_state = state = WeightState(
+            f"{name}.weight", None, shape, recipes[0].compute_dtype
+        )
+        register_weight(self)
+        group = state.tensor_group
+        self.first_expert = 0 if group is None else group.rank() * shape[0]
+        first = None
+        for e, recipe in enumerate(recipes[self.first_expert :][: shape[0]], self.first_expert):
+            layer = Expert(weight, recipe, f"{name}.{e}", EXPERT, first)
+            first = first or layer
+            layer.runtime.weight_state.histories = state.histories
+            layer.prepare_graphs()
+            state.parts.append(layer.runtime.weight_state)
+            self._linears.append(layer)
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        """Let the layers of a packed weight find it."""
+        for e, layer in enumerate(self._linears):
+            if isinstance(layer, Expert) and "weight" in self._parameters:
+                layer.part_of(self, e)
+
+    def finish_experts(self, name: str) -> None:
+        """Set what is planned for all experts together."""
+        self._name, self._reasons, self._planned = name, {}, ([], None)
+        for layer in self._linears:
+            layer.runtime.set_plan(replace(layer.plan, alone=False))
+        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
+        register_tag(self)
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self._packed_state
+
+    def set_weight_state(self, state: WeightState) -> None:
+        self._packed_state = state
 
     @property
     def matrices(self) -> Tensor:
@@ -168,11 +251,11 @@ class GroupedLinear(HasWeight):
         weight, bias = self.matrices, self.bias
         if (
             not isinstance(weight, DTensor)
-            or self._weight_state.tensor_group is None
+            or self._packed_state.tensor_group is None
             or weight.device_mesh.ndim > 1
         ):
             return weight, bias
-        return weight.to_local(), None if bias is None else bias.to_local()
+        return weight.to_local(), None if bias is None else local_of(bias)
 
     @property
     def first(self) -> Linear:
@@ -197,12 +280,12 @@ class GroupedLinear(HasWeight):
             return weight[expert], None if bias is None else bias[expert]
 
     @property
-    def owners(self) -> Sequence[nn.Module]:
+    def owners(self) -> Sequence[HasWeight]:
         """Modules whose weights one product for all experts takes: this one, packed, or each
         expert."""
         return [self] if self.packed else self._linears
 
-    def _operand(self, owner: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one of `owners`, as products multiply them."""
         return self.held if owner is self else (owner.weight, owner.bias)
 
@@ -278,10 +361,13 @@ class GroupedLinear(HasWeight):
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
         first = self._linears[0]
         rows = first.checked(x, self.weight).reshape(-1, first.in_features)
-        save, guards = torch.is_grad_enabled() and self.weight.requires_grad, first._graph.guards
+        save, guards = (
+            torch.is_grad_enabled() and self.weight.requires_grad,
+            first.runtime.graphs.guards,
+        )
         ends = ends if ends.device == rows.device else ends.to(rows.device)
         y = traced_experts(
-            rows, ends, self.weight, self.bias, first._plan.key, save, self.transposed, guards
+            rows, ends, self.weight, self.bias, first.plan.key, save, self.transposed, guards
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -306,7 +392,7 @@ class GroupedLinear(HasWeight):
             made.append(
                 product(part)
                 if layer.plan.boundary is None
-                else layer.bounded(product, part, layer.plan)
+                else layer.bounded(product, part, layer.plan.boundary)
             )
         return made
 
@@ -314,7 +400,7 @@ class GroupedLinear(HasWeight):
     def common_plan(self) -> GemmPlan | None:
         """The plan of one product for all, or None. What the guard moves for one, which may count
         for all, is moved for all."""
-        planned = [layer._plan for layer in self._linears]
+        planned = [layer.runtime.plan for layer in self._linears]
         if planned == self._planned[0]:
             return self._planned[1]
         plans = {plan.key: plan for plan in planned}
@@ -324,7 +410,7 @@ class GroupedLinear(HasWeight):
                 for p in PRODUCTS
             }
             for layer in self._linears:
-                layer._plan = layer.plan.moved_to(furthest)
+                layer.runtime.move_to(furthest)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
         self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
         return self._planned[1]
@@ -367,7 +453,7 @@ class GroupedLinear(HasWeight):
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
         of = ExpertWeights(
-            weights, [layer._weight_state for layer in self._linears], calls[0].records
+            weights, [layer.runtime.weight_state for layer in self._linears], calls[0].records
         )
         return GroupedLinearCall.apply(
             rows,
@@ -415,101 +501,20 @@ class GroupedLinear(HasWeight):
         """What graphs are given, made where plans or the device change."""
         self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
         for layer in self._linears if self.packed else ():
-            layer._graph.prepare(layer, next(self.parameters()).device)
+            layer.runtime.prepare_graphs(next(self.parameters()).device)
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_reasons": {}, "_planned": (None, None), "_tag": 0}
+        return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        _take_parts(self)
+        self._take_parts()
         register_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:
         first = self._linears[0]
         return f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, packed={self.packed}"
-
-
-def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> None:
-    """Give a module of class `GroupedLinear` with packed weights a layer an expert, over views of
-    the weight.
-
-    The optimizer holds one parameter, so the states of all experts share the histories that its
-    steps roll.
-    """
-    if "bias" not in module._parameters:
-        module.register_parameter("bias", None)
-    take_packed(module, recipes, name)
-    module.packed = True
-    finish_experts(module, name)
-    module.register_state_dict_post_hook(_plain_in_state_dict)
-
-
-def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> None:
-    """Give the packed weight its states and wrapper, and each expert that this rank holds its
-    layer.
-
-    recipes:  of all experts.
-    """
-    weight = module.matrices.detach()
-    shape = tuple(weight.shape if module.transposed else whole_shape(module.weight))
-    module._weight_state = state = WeightState(
-        f"{name}.weight", None, shape, recipes[0].compute_dtype
-    )
-    register_weight(module)
-    module.first_expert = first = (
-        0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
-    )
-    ours = range(first, first + shape[0])
-    module._linears = []
-    for e in ours:
-        module._linears.append(
-            expert(weight, recipes[e], f"{name}.{e}", EXPERT, next(iter(module._linears), None))
-        )
-    for layer in module._linears:
-        layer._weight_state.histories = state.histories
-        layer._graph.prepare(layer)
-        state.parts.append(layer._weight_state)
-    _take_parts(module)
-
-
-def _take_parts(module: GroupedLinear) -> None:
-    """Let the layers of a packed weight find it."""
-    for e, layer in enumerate(module._linears if "weight" in module._parameters else ()):
-        layer.part_of(module, e)
-
-
-def expert(
-    weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _Expert | None = None
-) -> _Expert:
-    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias
-    (now maybe packed).
-
-    module_type:  of its roles.
-    first:  the expert whose guard counts for this one.
-    """
-    out_features, in_features = weight.shape[-2:]
-    layer = _Expert(in_features, out_features)
-    layer._name, layer.module_type = name, module_type
-    layer.give(weight, None)
-    layer.__dict__["counts_with"] = first  # no submodule
-    apply_recipe(layer, recipe)
-    layer._weight_state = WeightState(
-        f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype
-    )
-    layer._weight_state.plan = layer.plan
-    attach_runtime(layer)
-    return layer
-
-
-def finish_experts(module: GroupedLinear, name: str) -> None:
-    """What a `GroupedLinear` has beside its experts."""
-    module._name, module._reasons, module._planned = name, {}, (None, None)
-    for layer in module._linears:
-        layer._plan = layer._weight_state.plan = replace(layer.plan, alone=False)
-    module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
-    register_tag(module)
 
 
 def _sizes_of(ends: list[int]) -> list[int]:

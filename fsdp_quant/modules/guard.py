@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..counters import counters
 from ..ops.product_error import PROBED_STEPS
+from ..recipe import Recipe
 from ..tensor import torch_compat
 from .plan import PRODUCTS, GemmPlan
 
@@ -29,46 +30,67 @@ from .plan import PRODUCTS, GemmPlan
 # exponent, against the energy that the other operand has there, tell the loss within a factor of
 # two. Lines that are probed follow the golden ratio: even strides met the first token of every
 # sequence, whose gradient is noise.
-_GUARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class GuardedLayer(Protocol):
+    """What the guard reads and writes of a layer (`layer_runtime.LayerRuntime`).
+
+    guard, backward_guard:  fp32 [products, 2] (extra, formats' own) sums of eager mode and of
+                            compiled forwards, and of compiled backwards: a graph's forward and
+                            backward write tensors of their own. None until a product is watched.
+    guard_owner:            the layer that adds up for this one; None: itself.
+    """
+
+    name: str
+    recipe: Recipe
+    plan: GemmPlan
+    steps: object
+    guard: Tensor | None
+    backward_guard: Tensor | None
+
+    @property
+    def guard_owner(self) -> GuardedLayer | None: ...
+    @property
+    def is_shared(self) -> bool: ...
+
+
+_GUARDED: weakref.WeakSet[GuardedLayer] = weakref.WeakSet()
 
 
 class _Summed(NamedTuple):
-    """Sums on their way to the host: fp32 [modules, products, (extra, formats' own)], of the plans
-    that modules had."""
+    """Sums on their way to the host: fp32 [layers, products, (extra, formats' own)], of the plans
+    that layers had."""
 
-    modules: list[weakref.ref]
+    layers: list[weakref.ref[GuardedLayer]]
     plans: list[GemmPlan]
     sums: Tensor
     arrived: torch.cuda.Event
 
 
 _UNDERWAY: list[_Summed] = []
-_since = 0  # times that `judge` was asked since sums were sent
+_since = 0  # calls of `judge` since sums were sent
 
 
-def guard_of(module: nn.Module, device: torch.device) -> Tensor:
-    """fp32 [products, 2] on `device`: what products of the module lost since the last judgement,
-    and their formats' own errors.
-
-    Experts of packed weights, which are moved together, add up together (`counts_with`).
-    """
+def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
+    """The layer's `guard` on `device`: what its products lost since the last judgement."""
     global _since
-    module, _since = module.counts_with or module, PROBED_STEPS
-    if module._guard is None or module._guard.device != device:
+    layer, _since = layer.guard_owner or layer, PROBED_STEPS
+    guard = layer.guard
+    if guard is None or guard.device != device:
         with torch.inference_mode(False):
-            module._guard = torch.zeros(len(PRODUCTS), 2, device=device)
-        _GUARDED.add(module)
-    return module._guard
+            layer.guard = guard = torch.zeros(len(PRODUCTS), 2, device=device)
+        _GUARDED.add(layer)
+    return guard
 
 
-def backward_guard_of(module: nn.Module, device: torch.device) -> Tensor:
-    """`guard_of` of what a compiled backward adds: a graph's forward and backward write tensors of
-    their own."""
-    module = module.counts_with or module
-    if module._backward_guard is None or module._backward_guard.device != device:
+def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
+    """The layer's `backward_guard` on `device`."""
+    layer = layer.guard_owner or layer
+    guard = layer.backward_guard
+    if guard is None or guard.device != device:
         with torch.inference_mode(False):
-            module._backward_guard = torch.zeros_like(guard_of(module, device))
-    return module._backward_guard
+            layer.backward_guard = guard = torch.zeros_like(guard_of(layer, device))
+    return guard
 
 
 def judge() -> None:
@@ -81,45 +103,45 @@ def judge() -> None:
         return
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         done = _UNDERWAY.pop(0)
-        for ref, plan, sums in zip(done.modules, done.plans, done.sums.tolist()):
+        for ref, plan, sums in zip(done.layers, done.plans, done.sums.tolist()):
             # one rung at a time, whoever asks for it
-            if (module := ref()) is not None and module.plan.key == plan.key:
-                _move(module, sums)
-    modules = [m for m in _GUARDED if m._guard is not None]
-    _since += bool(modules)
-    if modules and not _UNDERWAY and _since >= PROBED_STEPS:
+            if (layer := ref()) is not None and layer.plan.key == plan.key:
+                _move(layer, sums)
+    guarded = [(layer, layer.guard) for layer in _GUARDED if layer.guard is not None]
+    _since += bool(guarded)
+    if guarded and not _UNDERWAY and _since >= PROBED_STEPS:
         _since = 0
-        _send(modules)
+        _send(guarded)
 
 
-def _send(modules: list[nn.Module]) -> None:
-    guards, of_graphs = [m._guard for m in modules], [m._backward_guard for m in modules]
-    device, none = guards[0].device, torch.zeros_like(guards[0])
-    sums = sum(
-        torch.stack([none if g is None else g.to(device) for g in of]) for of in (guards, of_graphs)
-    )
+def _send(guarded: list[tuple[GuardedLayer, Tensor]]) -> None:
+    layers, guards = [layer for layer, _ in guarded], [guard for _, guard in guarded]
+    of_graphs, none = [layer.backward_guard for layer in layers], torch.zeros_like(guards[0])
+    device = none.device
+    sums = torch.stack([g.to(device) for g in guards])
+    sums = sums + torch.stack([none if g is None else g.to(device) for g in of_graphs])
     sums = sums.to("cpu", non_blocking=True)
     torch_compat.foreach_zero_([g for g in (*guards, *of_graphs) if g is not None])
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
     _UNDERWAY.append(
-        _Summed([weakref.ref(m) for m in modules], [m.plan for m in modules], sums, arrived)
+        _Summed([weakref.ref(m) for m in layers], [m.plan for m in layers], sums, arrived)
     )
 
 
-def _move(module: nn.Module, sums: list) -> None:
-    """Move the products of all layers alike whose operands their rung does not serve in this one.
+def _move(layer: GuardedLayer, sums: list) -> None:
+    """Move the products whose operands their rung does not serve, of all layers alike.
 
     sums: [product] -> (extra, formats' own), mean squares.
     """
-    tolerance, plan = module.recipe.anchor_tolerance, module.plan
+    tolerance, plan = layer.recipe.anchor_tolerance, layer.plan
     plan = plan if plan.alone else plan.of_groups
     rungs = plan.moved
     moved: dict[str, str] = {}
     for product, (extra, own) in zip(PRODUCTS, sums):
         if (
             extra > tolerance**2 * own
-            and (rung := plan.next_rung(product, module.is_shared)) is not None
+            and (rung := plan.next_rung(product, layer.is_shared)) is not None
         ):
             moved[product.name] = (
                 f"to {rung}: its anchors add {_share(extra, own)} of its formats' error"
@@ -127,16 +149,16 @@ def _move(module: nn.Module, sums: list) -> None:
             rungs[product.name] = rung
     if not moved:
         return
-    alike, plan = _alike(module), module.plan.moved_to(rungs)
+    alike, plan = _alike(layer), layer.plan.moved_to(rungs)
     for other in alike:
         for product, why in moved.items():
             counters.add(
                 "moved",
-                (other._name, product, why if other is module else f"as for {module._name}"),
+                (other.name, product, why if other is layer else f"as for {layer.name}"),
             )
-        other._plan = plan
+        other.plan = plan
     torch_compat.foreach_zero_(
-        [g for m in alike for g in (m._guard, m._backward_guard) if g is not None]
+        [g for m in alike for g in (m.guard, m.backward_guard) if g is not None]
     )  # of the rung before
 
 
@@ -144,18 +166,13 @@ def _share(extra: float, own: float) -> str:
     return f"{math.sqrt(extra / own):.0%}" if extra < 100 * own else "ten times"
 
 
-def _alike(module: nn.Module) -> list[nn.Module]:
+def _alike(layer: GuardedLayer) -> list[GuardedLayer]:
     """The layers of its model that have its recipe and plan: one decision for all, so that a
     compiled model is traced once more."""
-    steps = module.__dict__.get("_training_steps")
-    return (
-        [module]
-        if steps is None
-        else [
-            m
-            for m in _GUARDED
-            if m.__dict__.get("_training_steps") is steps
-            and m.recipe == module.recipe
-            and m.plan.key == module.plan.key
-        ]
-    )
+    if layer.steps is None:
+        return [layer]
+    return [
+        m
+        for m in _GUARDED
+        if m.steps is layer.steps and m.recipe == layer.recipe and m.plan.key == layer.plan.key
+    ]

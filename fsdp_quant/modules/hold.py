@@ -19,6 +19,7 @@ from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .convert import converted_modules
+from .has_weight import HasWeight
 from .linear import Linear
 from .linear_op import weight_storages
 
@@ -58,9 +59,15 @@ def hold(model: nn.Module) -> Iterator[None]:
 
 
 def _states_of(model: nn.Module) -> list[WeightState]:
-    owners = [m._weight_state for m in model.modules() if "_weight_state" in m.__dict__]
+    owners = [
+        m._weight_state
+        for m in model.modules()
+        if isinstance(m, HasWeight) and hasattr(m, "_weight_state")
+    ]
     return list(
-        dict.fromkeys([*owners, *(m._weight_state for m in converted_modules(model).values())])
+        dict.fromkeys(
+            [*owners, *(m.runtime.weight_state for m in converted_modules(model).values())]
+        )
     )
 
 
@@ -107,7 +114,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
             "not train"
         )
     for name, layer in layers.items():
-        state = layer._weight_state
+        state = layer.runtime.weight_state
         if isinstance(layer.weight, DTensor) and not (
             state.holds_codes and managed_of(state) is not None
         ):
@@ -132,14 +139,13 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
         weight.drop_values()
     made: dict[int, nn.Parameter] = {}
     for layer in [layer for layer in layers.values() if layer not in sharded]:
-        weight, state = layer.weight, layer._weight_state
+        weight, state = layer.weight, layer.runtime.weight_state
         if id(weight) not in made:
             made[id(weight)] = nn.Parameter(_codes_of(layer, weight, backward), requires_grad=False)
         if state.holds_codes:
-            layer._weight_state = WeightState(
-                state.name, state.quantizer, state.shape, state.compute_dtype
+            layer.runtime.set_weight_state(
+                WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
             )
-            layer._weight_state.plan = layer.plan
         layer.weight = made[id(weight)]
     return len(layers)
 
@@ -149,7 +155,7 @@ def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
     forward."""
     plan = layer.plan.on(weight.dtype, weight.device)
     wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
-    codes = weight_storages(weight, wanted, plan, layer._weight_state, weight.dtype)
+    codes = weight_storages(weight, wanted, plan, layer.runtime.weight_state, weight.dtype)
     return QuantizedTensor(codes[ROWWISE], codes.get(COLUMNWISE), shape=tuple(weight.shape))
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .grouped_linear import GroupedLinear
-from .linear import saved_plain
+from .has_weight import saved_plain
 
 
 class ExpertProduct(GroupedLinear):

@@ -79,7 +79,7 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
     found = {}
     for slot in QUANTIZED_TYPES:
         directions = module.plan.hybrid(slot).delayed_directions
-        histories = module.histories(module.plan, slot, None)
+        histories = module.runtime.histories(module.plan, slot, None)
         found |= {f"{slot}.{d.value}": history for d, history in zip(directions, histories)}
     return found
 
@@ -91,22 +91,18 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     Part of a model that counts has the steps of that model.
     """
     layers = list(converted_modules(model).values())
-    own = model.__dict__.get("_training_steps")
+    own = _steps(model)
     inside = [
         m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())
     ]
-    outer = {
-        id(s): s
-        for m in layers
-        if (s := m.__dict__.get("_training_steps")) is not None and s.is_counting
-    }
+    outer = {id(s): s for m in layers if (s := m.runtime.steps) is not None and s.is_counting}
     for m in inside:
-        outer.pop(id(m.__dict__["_training_steps"]), None)
+        outer.pop(id(_steps(m)), None)
     is_part = bool(outer) and model not in inside
     if is_part:
         steps = next(iter(outer.values()))
     else:
-        begun = [s for m in inside if (s := m._training_steps).has_run]
+        begun = [s for m in inside if (s := _steps(m)) is not None and s.has_run]
         steps = own or next(iter(begun), None) or continued(model)
         for m in inside:
             _remove_hook(m)
@@ -115,7 +111,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
         if steps.is_counting:
             model.register_forward_pre_hook(_begin, prepend=True)
     for m in {*inside, model, *layers}:
-        m._training_steps = steps
+        _set_steps(m, steps)
     steps.layers = None
     every = {id(h): h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()}
     rolls = {id(h) for h in histories_of(layers)}  # not those of quantized parameters
@@ -126,6 +122,18 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
+
+
+def _steps(model: nn.Module) -> TrainingSteps | None:
+    return getattr(model, "_training_steps", None)
+
+
+def _set_steps(model: nn.Module, steps: TrainingSteps) -> None:
+    """A layer has its steps in its runtime, a model as an attribute."""
+    if isinstance(model, Linear):
+        model.runtime.steps = steps
+    else:
+        model.__dict__["_training_steps"] = steps
 
 
 def _remove_hook(model: nn.Module) -> None:
@@ -143,7 +151,9 @@ def begins_first(model: nn.Module) -> None:
 
 def _begin(model: nn.Module, args: tuple) -> None:
     """The forward pre-hook of a model that counts its steps."""
-    tracing, steps = torch.compiler.is_compiling(), model._training_steps
+    tracing, steps = torch.compiler.is_compiling(), _steps(model)
+    if steps is None:
+        return
     if not tracing and next(iter(model._forward_pre_hooks.values())) is not _begin:
         begins_first(model)
     if not STEP.counted_by_hand and not (model.training and torch.is_grad_enabled()):
@@ -165,6 +175,6 @@ def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
     has counted for them yet."""
     layers = list(converted_modules(model).values())
     for layer in layers:
-        if (other := layer.__dict__.get("_training_steps")) is None or not other.has_run:
-            layer._training_steps = steps
+        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+            layer.runtime.steps = steps
     return layers

@@ -50,14 +50,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from ..gemm import Watch, gemm
 from ..ops import dispatch, native, opaque
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
-from ..quantizer import FLOATING, HybridQuantizer
+from ..quantizer import HybridQuantizer
 from ..scaling import AmaxHistory
 from ..storage import Storage, encoded_matrix, to_layout, to_storage
 from ..tensor import torch_compat
@@ -65,7 +64,6 @@ from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Gather, Scattering, SequenceCut, TensorParallel, shared_statistics
-from .guard import backward_guard_of, guard_of
 from .linear_op import (
     SLOTS,
     bias_gradient,
@@ -75,72 +73,6 @@ from .linear_op import (
     slot_storages,
 )
 from .plan import GemmPlan, Resolved, plan_of
-
-
-# A graph reads a module's tensors, never its name or number, so one graph serves equal layers.
-# dynamo guards every string that it formats: names of layers are formatted in errors alone. Each
-# input of a graph costs the host (dynamo guards it, AOTAutograd unwraps it): what no byte depends
-# on (`GemmPlan.needs_steps`) is not given. An input may be written in the forward and in the
-# backward only where no argument is a tensor subclass: so the guard has two tensors. Tracing
-# registers nothing: an object that a traced function puts into a dict of the process is there only
-# when the graph is done.
-class GraphTensors:
-    """The tensors that graphs of a layer are given beside its operands. Tracing makes none, so they
-    are made where the plan or the device of the layer changes, and kept by the layer: the same
-    objects in every step. The step's tensor is `STEP.in_graph`.
-
-    ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
-    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in
-              the group; else None.
-    guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
-    delayed:  by the `histories_key` of a plan, the encode factors and the amax histories of its
-              delayed sides, of all slots.
-    """
-
-    def __init__(self, layer):
-        self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        self.prepare(layer)
-
-    def prepare(
-        self, layer, device: torch.device | None = None, plan: GemmPlan | None = None
-    ) -> None:
-        plan = plan or layer._plan
-        if device is None:  # a copied expert of packed weights has none of its own
-            device = layer._ids.device if layer.weight is None else layer.weight.device
-        if device.type == "meta":
-            device = layer._ids.device
-        self.ids, self.guards, self.rank, step = (
-            layer.ids_on(device),
-            [],
-            None,
-            STEP.prepare(device),
-        )
-        state = layer._weight_state
-        group = state.tensor_group
-        if layer.weight is not None and torch_compat.is_named(group) and group.size() > 1:
-            axis = TensorParallel(group, state.tensor_dim == 0)
-            self.ids = axis.slot_ids(layer._name, state.shape, device)
-            with torch.inference_mode(False):
-                self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
-        executed = {of for dtype in FLOATING for of in (plan, plan.on(dtype, device))}
-        # which asks C++, now and not in a trace
-        resolved = [of.resolved(dtype, device) for of in executed for dtype in FLOATING]
-        if any(of.is_watched for of in resolved):
-            self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
-        found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
-        self.delayed[plan.histories_key] = [h.enc for h in found], [h.amaxes for h in found]
-        if (steps := layer.__dict__.get("_training_steps")) is not None and steps.is_counting:
-            steps.counts_on(device)
-        kept = [
-            step,
-            self.ids,
-            *self.guards,
-            *(t for of in self.delayed[plan.histories_key] for t in of),
-        ]
-        torch_compat.keeps_its_address(kept if self.rank is None else [*kept, self.rank])
-
-
-NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
 
 class Beside(NamedTuple):

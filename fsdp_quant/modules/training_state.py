@@ -67,7 +67,9 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
     """The layers by their name in the model, and by their own, which tells experts of ranks that
     count them from 0 apart."""
-    return {(name, module._name): module for name, module in converted_modules(model).items()}
+    return {
+        (name, module.runtime.name): module for name, module in converted_modules(model).items()
+    }
 
 
 def _agree(model: nn.Module) -> None:
@@ -88,7 +90,7 @@ def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
     if not any(
         id(h) in rolled
         for module in modules.values()
-        for h in module._weight_state.histories.values()
+        for h in module.runtime.weight_state.histories.values()
     ):
         return
     if _SHARED[model][1] is None:
@@ -272,8 +274,8 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history):
                 history.roll()  # saved with high-precision parameters, the step that ran is open
-        if module._weight_state.holds_codes:
-            module._weight_state.drop_codes()
+        if module.runtime.weight_state.holds_codes:
+            module.runtime.weight_state.drop_codes()
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
@@ -410,7 +412,7 @@ def _sides_at(
         units = converted_units(scheduled)
         for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
             plans |= {
-                id(m): build_plan(recipe, m._name, arch_of(m.weight.device), m.module_type)
+                id(m): build_plan(recipe, m.runtime.name, arch_of(m.weight.device), m.module_type)
                 for m in layers
             }
     for name, module in modules.items():
@@ -426,7 +428,7 @@ def _sides_at(
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
     """It rolls where the optimizer makes codes, not where a forward begins a step."""
-    return history.stays and module._weight_state.holds_codes
+    return history.stays and module.runtime.weight_state.holds_codes
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
@@ -445,13 +447,13 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
     for module in modules:
         histories_by_side(module)  # makes those that no forward has made yet
     # experts of one weight share theirs
-    kept = {id(m._weight_state.histories): m._weight_state.histories for m in modules}
+    kept = {id(m.runtime.weight_state.histories): m.runtime.weight_state.histories for m in modules}
     before = [
         (of, key, history, history.state_dict())
         for of in kept.values()
         for key, history in of.items()
     ]
-    plans = [(m._plan, m._weight_state.plan) for m in modules]
+    plans = [(m.plan, m.runtime.weight_state.plan) for m in modules]
     _follow(model, checked.step)
     for name, module in checked.modules.items():
         for side, history in histories_by_side(module).items():
@@ -460,11 +462,11 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
     wrong = _wrong_codes(model, checked)
     if not wrong:
         for name, module in checked.modules.items():
-            module._plan = module.plan.moved_to(checked.moved.get(name, {}))
+            module.runtime.move_to(checked.moved.get(name, {}))
         return
     _follow(model, step)
     for module, (plan, of_weight) in zip(modules, plans):
-        module._plan, module._weight_state.plan = plan, of_weight
+        module.runtime.plan, module.runtime.weight_state.plan = plan, of_weight
     for of, key, history, values in before:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)
@@ -491,8 +493,8 @@ def _go_to(model: nn.Module, step: int) -> None:
 def _drop_codes(modules: Iterable[Linear]) -> None:
     """Of quantized parameters, whose delayed scale is another now."""
     for module in modules:
-        if module._weight_state.holds_codes:
-            module._weight_state.drop_codes()
+        if module.runtime.weight_state.holds_codes:
+            module.runtime.weight_state.drop_codes()
 
 
 def _wrong_codes(model: nn.Module, checked: _Checked) -> list[str]:

@@ -37,12 +37,20 @@ from . import guard
 from .bad_splits import raise_bad_splits
 
 
+class Runtime(Protocol):
+    """What a layer has beside its parameters (`modules.layer_runtime.LayerRuntime`)."""
+
+    name: str
+    weight_state: WeightState
+    steps: TrainingSteps | None
+    input_owner: weakref.ref | None
+
+
 class Layer(Protocol):
     """A module with a quantized weight (`modules.linear.Linear`)."""
 
     training: bool
-    _name: str
-    _weight_state: WeightState
+    runtime: Runtime
 
 
 class Scheduled(NamedTuple):
@@ -284,9 +292,7 @@ class _LooseLayers(threading.local):
         """Histories of these layers that have not rolled in this step. `begin_step` may have rolled
         some before `fully_shard` gathered their weights, and experts of one weight share theirs."""
         counts = {
-            id(steps): steps
-            for layer in layers
-            if (steps := layer.__dict__.get("_training_steps")) is not None
+            id(steps): steps for layer in layers if (steps := layer.runtime.steps) is not None
         }
         by_hand = [s for s in counts.values() if STEP.counted_by_hand and s.at == STEP.step]
         self._rolled |= {id(h) for steps in by_hand for alike in steps.alike for h in alike}
@@ -298,8 +304,8 @@ class _LooseLayers(threading.local):
 _LOOSE = _LooseLayers()
 
 
-def _steps(module: object) -> TrainingSteps | None:
-    return module.__dict__.get("_training_steps")
+def _steps(module: nn.Module) -> TrainingSteps | None:
+    return getattr(module, "_training_steps", None)
 
 
 def note_forward(layer: Layer, grad: bool) -> None:
@@ -309,13 +315,13 @@ def note_forward(layer: Layer, grad: bool) -> None:
 
     Does nothing if a model counts steps: they began with its own forward.
     """
-    steps = _steps(layer)
+    steps = layer.runtime.steps
     is_step = STEP.counted_by_hand or (grad and layer.training)
     if not is_step or (steps is not None and steps.has_run):
         return
     if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
         raise ValueError(
-            f"{layer._name}: its model follows a schedule and runs by pieces, so nobody knows when "
+            f"{layer.runtime.name}: its model follows a schedule and runs by pieces, so nobody knows when "
             "a step begins; call fq.begin_step(step), or the model"
         )
     _LOOSE.run(layer)
@@ -363,13 +369,14 @@ def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
     """
     found: dict[int, AmaxHistory] = {}
     for layer in layers:
-        state = layer._weight_state
+        state = layer.runtime.weight_state
         after_steps = isinstance(state, QuantizedWeightState) or state.weight_sync is not None
         for (_, slot, *_), history in state.histories.items():
             if not (after_steps and slot == "weight"):
                 found[id(history)] = history
-        if (lead := layer.__dict__.get("_input_of")) is not None and (first := lead()) is not None:
-            shared = first._weight_state.histories
+        owner = layer.runtime.input_owner
+        if owner is not None and (first := owner()) is not None:
+            shared = first.weight_state.histories
             found |= {id(h): h for (_, slot, *_), h in shared.items() if slot == "input"}
     return list(found.values())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from .grouped_linear import expert
+from .grouped_linear import Expert
 from .linear import Linear
 
 TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
@@ -31,7 +31,15 @@ class TransposedLinear(nn.Module):
     """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe
     gives."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _layer: Expert
     source = "weight"  # the parameter that products read
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Give the module its layer, which is no submodule."""
+        self.__dict__["_layer"] = layer = Expert(self.read().detach(), recipe, name, "linear")
+        layer.part_of(self, 0)
 
     @property
     def layer(self) -> Linear:
@@ -58,7 +66,7 @@ class TransposedLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
         applied = super()._apply(fn, recurse)
-        self._layer._graph.prepare(self._layer)
+        self._layer.prepare_graphs()
         return applied
 
     def __setstate__(self, state: dict) -> None:
@@ -66,7 +74,10 @@ class TransposedLinear(nn.Module):
         self._layer.part_of(self, 0)
 
 
-def adopt_transposed(module: TransposedLinear, recipe: Recipe, name: str) -> None:
-    """Give a module of class `TransposedLinear` its layer."""
-    module.__dict__["_layer"] = expert(module.read().detach(), recipe, name, "linear")
-    module._layer.part_of(module, 0)
+def adopt_transposed(
+    module: nn.Module, cls: type[TransposedLinear], recipe: Recipe, name: str
+) -> None:
+    """Turn a module into one of class `cls`, in place."""
+    module.__class__ = cls
+    if isinstance(module, TransposedLinear):
+        module.adopt(recipe, name)

@@ -6,8 +6,9 @@
 `plan` goes to torch's `parallelize_module(block, mesh["tp"], plan)`.
 """
 
+from ..modules.exchange import TensorParallel
 from .experts import ExpertParallel, TokenRoute, combine_tokens, dispatch_tokens, planned_dispatch
-from .linear import TensorParallel, planned_gathers
+from .linear import planned_gathers
 from .sequence import gather_sequence, reduce_scatter_sequence
 from .tensor_parallel import (
     ColumnParallelLinear,

@@ -38,7 +38,7 @@ from ..context import current_autocast
 from ..counters import counters
 from ..formats import ROWWISE, Direction
 from ..modules.exchange import codes_travel
-from ..modules.grouped_linear import EXPERT, GroupedLinear, take_packed
+from ..modules.grouped_linear import EXPERT, GroupedLinear
 from ..modules.plan import GemmPlan, build_plan
 from ..ops import dispatch
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
@@ -780,7 +780,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
             cut = distribute_tensor(values_of(parameter).detach(), mesh, [Shard(0)])
             module._parameters[key] = nn.Parameter(cut, parameter.requires_grad)
     if isinstance(module, GroupedLinear):
-        take_packed(module, [layer.recipe for layer in module._linears], module._name)
+        module.take_packed([layer.recipe for layer in module._linears], module._name)
 
 
 def planned_dispatch(

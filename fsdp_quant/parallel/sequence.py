@@ -7,7 +7,6 @@ The rule of what travels as codes: `modules.exchange`, note "one rule".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut
 from ..quantizer import as_rows, hybrid_of
@@ -34,32 +32,6 @@ def travelling_bytes(
     if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
         size += prod(fmt.scale_shape((rows, cols), d)) * fmt.scale_bytes
     return size
-
-
-def scattered_product(
-    multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
-) -> Tensor:
-    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
-    rank.
-
-    multiply:  of a storage; with out=, into it.
-    pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product
-               are the product of rows, so the sums are the same ones. All at once where the codes
-               do not come apart (`operand_rows`).
-    """
-    n = cut.chunk // pieces
-    if pieces == 1 or codes.operand_rows(0, n) is None:
-        return Scattering(multiply(codes), cut).wait()
-    piece, cols = SequenceCut(cut.group, (n, cut.shape[-1]), 0), cut.shape[-1]
-    result, moving = codes.data.new_empty(cut.chunk, cols, dtype=codes.dtype), []
-    for start in range(0, cut.chunk, n):
-        y = result.new_empty(cut.ranks, n, cols)
-        for rank, out in enumerate(y):
-            multiply(codes.operand_rows(rank * cut.chunk + start, n), out=out)
-        moving.append(Scattering(y.view(-1, cols), piece, result.narrow(0, start, n)))
-    for one in moving:
-        one.wait()
-    return result
 
 
 # Functions of their own #

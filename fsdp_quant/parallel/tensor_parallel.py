@@ -20,14 +20,14 @@ from torch.distributed.tensor import parallel as styles
 
 from ..context import quantized_init_recipe
 from ..counters import counters
-from ..modules.linear import Linear, attach_state, make_quantized
+from ..modules.exchange import Layouts, TensorParallel
+from ..modules.linear import Linear, make_quantized
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
-from .linear import Layouts, TensorParallel
 
 SequenceParallel = styles.SequenceParallel
 _SERIAL = itertools.count()
@@ -66,8 +66,7 @@ class _Style:
             )
         made = super()._apply(module, device_mesh)
         if self.recipe is not None and type(module) is nn.Linear:
-            module.__class__ = Linear
-            make_quantized(module, self.recipe, f"parallel.{next(_SERIAL)}")
+            make_quantized(module, Linear, self.recipe, f"parallel.{next(_SERIAL)}")
         return made
 
     def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
@@ -106,10 +105,11 @@ class _Style:
         # is another one.
         nn.Module.register_parameter(module, "weight", plain.weight)
         module.bias = plain.bias
-        before = module._weight_state
-        attach_state(module, type(before))
-        module._weight_state.histories |= before.histories  # which whoever counts steps knows
-        module._graph.prepare(module)
+        before = module.runtime.weight_state
+        module.attach_state(type(before))
+        # those that whoever counts steps knows
+        module.runtime.weight_state.histories |= before.histories
+        module.prepare_graphs()
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -232,9 +232,10 @@ class _ParallelLinear(Linear):
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
         self.parallel = TensorParallel(group, self._column, sequence_dim)
-        make_quantized(self, recipe or quantized_init_recipe() or identity(), name)
-        self._weight_state.tensor_group, self._weight_state.tensor_dim = group, dim
-        self._graph.prepare(self)
+        self.make_quantized(recipe or quantized_init_recipe() or identity(), name)
+        self.runtime.weight_state.tensor_group = group
+        self.runtime.weight_state.tensor_dim = dim
+        self.prepare_graphs()
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -25,7 +25,8 @@ from ..checkpoint import storage_tensors
 from ..counters import counters
 from ..formats import ROWWISE
 from ..modules.grouped_linear import GroupedLinear
-from ..modules.linear import Linear, saved_plain
+from ..modules.has_weight import saved_plain
+from ..modules.linear import Linear
 from ..modules.transposed_linear import TransposedLinear
 from ..ops import dispatch
 from ..ops.dispatch import Statistics

@@ -173,7 +173,7 @@ def axes_of(model: nn.Module) -> list[tuple[dist.ProcessGroup, ...]]:
     found = dict.fromkeys(
         tuple(mesh.get_all_groups()) for mesh in dict.fromkeys(p.device_mesh for p in sharded)
     )
-    states = (module.__dict__.get("_weight_state") for module in model.modules())
+    states = (getattr(module, "_weight_state", None) for module in model.modules())
     parts = dict.fromkeys(
         state.tensor_group
         for state in states

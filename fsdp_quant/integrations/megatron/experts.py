@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...modules.grouped_linear import EXPERT, GroupedLinear, expert, finish_experts
+from ...modules.grouped_linear import EXPERT, Expert, GroupedLinear
 from ...modules.linear import Linear
 from ...recipe import Recipe
 from . import core
@@ -96,14 +96,14 @@ class _GroupedLinear(GroupedLinear):
             if bias:
                 self.register_parameter(f"bias{e}", new_bias(config, weight.shape[0]))
                 mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
-            layer = expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
+            layer = Expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
             self._weight_proxies.append(WeightProxy(layer._weight_state))
         self.in_features, self.out_features = (
             self._linears[0].in_features,
             self._linears[0].out_features,
         )
-        finish_experts(self, name)
+        self.finish_experts(name)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     @property
@@ -123,9 +123,8 @@ class _GroupedLinear(GroupedLinear):
         ]
         for e, (layer, bias) in enumerate(zip(self._linears, biases)):
             weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
-            vars(layer).update(
-                weight=weight, bias=None if self.skip_bias_add else bias, training=self.training
-            )  # not registered
+            layer.give(weight, None if self.skip_bias_add else bias)
+            layer.training = self.training
         splits = (
             tokens_per_expert.tolist()
             if isinstance(tokens_per_expert, Tensor)

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...context import current_autocast
-from ...modules.linear import Linear, apply_recipe, attach_runtime
+from ...modules.exchange import TensorParallel
+from ...modules.layer_runtime import LayerRuntime
+from ...modules.linear import Linear
 from ...modules.linear_op import linear
-from ...parallel.linear import TensorParallel, multiply_shared
+from ...modules.shared_linear import multiply_shared
 from ...recipe import Recipe
 from ...tensor import torch_compat
 from ...tensor.weight_state import WeightState
@@ -112,15 +114,16 @@ class ParallelLinear(Linear):
         )
         if bias:
             mark(self.bias, None if self._dim else 0, stride, expert_groups)
-        self._name = name
-        apply_recipe(self, layer_recipe(name, recipe, self._recipe_of_class))
-        shape, dtype = tuple(self.weight.shape), self._recipe.compute_dtype
-        self._weight_state = WeightState(f"{name}.weight", self._plan.weight, shape, dtype)
+        recipe = layer_recipe(name, recipe, self._recipe_of_class)
+        self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
+        shape, dtype = tuple(self.weight.shape), self.recipe.compute_dtype
+        state = WeightState(f"{name}.weight", self.plan.weight, shape, dtype)
+        self.runtime.set_weight_state(state)
         if size_of(group) > 1 and not self.explicit_expert_comm:
             self.parallel = self._axis(group)
-            self._weight_state.tensor_group, self._weight_state.tensor_dim = group, self._dim
-        self._weight_proxy = WeightProxy(self._weight_state)
-        attach_runtime(self)
+            state.tensor_group, state.tensor_dim = group, self._dim
+        self._weight_proxy = WeightProxy(state)
+        self.prepare_graphs()
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     def _axis(self, group: dist.ProcessGroup) -> TensorParallel:
@@ -132,7 +135,7 @@ class ParallelLinear(Linear):
         if self.parallel is not None:
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
-        plan = self._plan if override is None else self._overriding_plan(override)
+        plan = self.plan if override is None else self._overriding_plan(override)
         if plan.boundary is not None:
             raise NotImplementedError(
                 f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between "

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BaseLinear`: the part of `fq.Linear` that does not depend on who holds the weight: its runtime,
+checks of an input, what a call passes to the operators."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..context import STEP, Autocast, new_weight_state
+from ..counters import counters
+from ..ops.capability import DOMAINS, arch_of
+from ..quantizer import FLOATING
+from ..recipe import Recipe
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState
+from .exchange import Layouts, TensorParallel
+from .guard import guard_of
+from .has_weight import (
+    HasWeight,
+    attach_tensor_group,
+    known_state,
+    plain_in_state_dict,
+    reencode_after_load,
+    register_weight,
+    whole_shape,
+)
+from .layer_runtime import NO_HISTORIES, LayerRuntime
+from .linear_op import LinearCall, weight_state
+from .plan import PRODUCTS, GemmPlan, plan_of_recipe
+from .traced_linear import traced_linear
+from .training_steps import TrainingSteps, note_forward
+
+
+class BaseLinear(HasWeight, nn.Linear):
+    """A linear layer with a `LayerRuntime`.
+
+    recomputes_forward:  True: the backward recomputes the forward unseen (torch.utils.checkpoint
+                         inside a compiled block), so that FSDP2 gathers both directions in it.
+                         None: detected in each forward.
+    parallel:            how ranks share the layer (`TensorParallel`), or what a style says of one
+                         whose weight is a DTensor (`Layouts`).
+    """
+
+    runtime: LayerRuntime
+    module_type = "linear"  # of its roles (`Role.module_type`)
+    recomputes_forward: bool | None = None
+    parallel: TensorParallel | Layouts | None = None
+
+    def make_quantized(
+        self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
+    ) -> None:
+        """Give the layer its runtime, and its weight a state (`new_weight_state`; of `kind`) unless
+        it is tied to one that has it."""
+        weight = self.weight
+        self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
+        self.attach_state(kind)
+        self.register_state_dict_post_hook(plain_in_state_dict)
+        self.register_load_state_dict_post_hook(reencode_after_load)
+
+    def attach_state(self, kind: type[WeightState] | None = None) -> None:
+        runtime, state = self.runtime, known_state(self.weight)
+        if state is not None:
+            runtime.weight_state = state
+        else:
+            runtime.weight_state = new_weight_state(
+                f"{runtime.name}.weight",
+                runtime.plan.weight,
+                tuple(whole_shape(self.weight)),
+                runtime.recipe.compute_dtype,
+                kind=kind,
+            )
+            register_weight(self)
+        runtime.weight_state.plan = runtime.plan
+        self.prepare_graphs()
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self.runtime.weight_state
+
+    def set_weight_state(self, state: WeightState) -> None:
+        self.runtime.weight_state = state
+
+    @property
+    def _training_steps(self) -> TrainingSteps | None:
+        return self.runtime.steps
+
+    @property
+    def _name(self) -> str:
+        return self.runtime.name
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.runtime.recipe
+
+    @property
+    def plan(self) -> GemmPlan:
+        return self.runtime.plan
+
+    def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+        """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
+        return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
+
+    def prepare_graphs(self) -> None:
+        """Make what compiled graphs receive, for the plan and the device of now."""
+        weight = self.weight
+        self.runtime.prepare_graphs(None if weight is None else weight.device)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register as nn.Module does. torch's styles register parts of weights so, and graphs need
+        the group beforehand."""
+        super().register_parameter(name, param)
+        if name == "weight" and "runtime" in self.__dict__ and isinstance(param, DTensor):
+            if param.device_mesh.ndim == 1 and param.placements[0].is_shard():
+                attach_tensor_group(self)
+
+    def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x in the dtype of its products. Raises for what no product takes, naming the module.
+
+        weight:  that is multiplied; default: the module's.
+        """
+        device, weight = x.device, self.weight if weight is None else weight
+        if x.dtype not in FLOATING:
+            raise ValueError(
+                f"{self.runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: "
+                "cast it first"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self.runtime.name}: input is {list(x.shape)}, its last dim must be {self.in_features}"
+            )
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"{self.runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
+                "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
+                "the module out of fq.convert"
+            )
+        if weight.device != device:
+            raise ValueError(
+                f"{self.runtime.name}: input is on {device} and the weight on {weight.device}; move one "
+                "of them (a model made on meta: model.to_empty(device=...), then initialize or "
+                "load it)"
+            )
+        return (
+            x.to(torch.get_autocast_dtype(device.type))
+            if torch.is_autocast_enabled(device.type)
+            else x
+        )
+
+    def call(self, x: Tensor, weight: Tensor, plan: GemmPlan, save: bool, grad: bool) -> LinearCall:
+        """What this call of the layer has besides its tensors. Refuses what the plan did not print.
+
+        save:  the backward needs x. grad: a backward may follow.
+        """
+        runtime, device = self.runtime, x.device
+        state = runtime.weight_state
+        if weight_state(weight) is None and torch_compat.is_managed(weight):
+            self._fallback(
+                "its weight is a plain tensor under fully_shard, so high-precision bytes were "
+                "gathered"
+            )
+        elif x.dtype != weight.dtype:
+            self._check_domains(plan, x.dtype, weight.dtype, device)
+        replay = torch_compat.backward_is_running()
+        if not replay:
+            if plan.needs_steps:
+                note_forward(self, grad)
+            self._note_recomputation(state, grad)
+        records, of_input, of_grad = self.training and not replay, [], []
+        if plan.is_delayed:
+            of_input = runtime.histories(plan, "input", device)
+            of_grad = runtime.histories(plan, "grad_output", device)
+        watched = plan.resolved(x.dtype, device).is_watched and STEP.is_probed
+        guard = guard_of(runtime, device) if watched else None
+        return LinearCall(
+            plan,
+            state,
+            save,
+            records,
+            STEP.on(device),
+            runtime.ids_on(device),
+            guard,
+            [h.enc for h in of_input],
+            [h.enc for h in of_grad],
+            [h.amaxes for h in of_input] if records else (),
+            [h.amaxes for h in of_grad] if self.training else (),
+        )
+
+    def traced(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: GemmPlan,
+        save: bool,
+        ranks: tuple | None = None,
+        training: bool | None = None,
+    ) -> Tensor:
+        """`traced_linear` with what graphs of this layer are given, which are guarded one by one;
+        training: None: the layer's."""
+        given, step, ids, guards, histories = self.runtime.graphs, None, None, [], NO_HISTORIES
+        if plan.needs_steps:
+            step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
+            histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
+        training = self.training if training is None else training
+        rank = None if ranks is None else given.rank
+        return traced_linear(
+            x, weight, bias, plan.key, save, training, step, ids, guards, *histories, rank, ranks
+        )
+
+    def _overriding_plan(self, override: Autocast) -> GemmPlan:
+        recipe = override.recipe
+        recomputed = (
+            override.checkpoint if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
+        )
+        if recomputed is not None and recomputed is not override.checkpoint:
+            raise ValueError(
+                f"{self.runtime.name}: the backward would recompute this forward outside fq.autocast, "
+                "with another recipe; enter fq.autocast inside the checkpointed function"
+            )
+        if recipe.tail:
+            raise ValueError(
+                f"{self.runtime.name}: fq.autocast({recipe}) cannot keep the last layers in high "
+                "precision, because a module does not know which are last: tail is honoured by "
+                "fq.convert and fq.set_recipe"
+            )
+        plan = plan_of_recipe(
+            recipe.key, self.runtime.name, arch_of(self.weight.device), self.runtime.module_type
+        )
+        if isinstance(self.weight, QuantizedTensor) and plan.weight != self.plan.weight:
+            raise ValueError(
+                f"{self.runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
+                f"{plan.weight}, but fully_shard gathers it outside any context; use fq.set_recipe "
+                "at a step boundary"
+            )
+        return plan
+
+    def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
+        """Will the backward run this forward again? An evaluation says nothing about the next
+        training step."""
+        if self.recomputes_forward is not None:
+            owner.recomputes = self.recomputes_forward
+        elif grad:
+            owner.recomputes = torch_compat.checkpoint_hook() is not None
+        elif self.training:
+            owner.recomputes = (
+                True  # reentrant checkpointing runs the first forward without gradients
+            )
+
+    def _check_domains(
+        self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
+    ) -> None:
+        """Activations came in another dtype than the weight's, which the plan assumed: no product
+        may get slower."""
+        arch = arch_of(device)
+        for product in PRODUCTS:
+            runs, printed = (plan.domain(product, d, arch)[0] for d in (dtype, planned))
+            if DOMAINS.index(runs) > DOMAINS.index(printed):
+                a, b = plan.pair(product)
+                self._fallback(
+                    f"{product.name} ({a} x {b}) of {dtype} activations runs in the {runs} domain, "
+                    f"not {printed}"
+                )
+
+    def _fallback(self, what: str) -> None:
+        """The plan did not print this: raise under strict=True, else warn once and count."""
+        if self.recipe.strict:
+            raise ValueError(
+                f"{self.runtime.name}: {what}; the plan says otherwise. Make it so, or pass strict=False "
+                "to the recipe"
+            )
+        if (self.runtime.name, what) not in counters.of("departure"):
+            warnings.warn(f"{self.runtime.name}: {what}", stacklevel=4)
+        counters.add("departure", (self.runtime.name, what))
+
+    def _apply(self, fn, recurse: bool = True):
+        applied = super()._apply(fn, recurse)
+        self.prepare_graphs()
+        self.runtime.boundary_ids.on(self.runtime.ids.device)
+        return applied
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.prepare_graphs()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}"

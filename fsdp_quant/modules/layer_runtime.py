@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerRuntime`: everything that a quantized layer holds beside its parameters.
+
+The layer creates it once (`Linear.make_quantized`). Others read it, and change it by its methods:
+`set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`, `prepare_graphs`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..context import STEP
+from ..ops.capability import arch_of
+from ..quantizer import FLOATING
+from ..recipe import Recipe, as_recipe
+from ..scaling import AmaxHistory
+from ..tensor import torch_compat
+from ..tensor.weight_state import WeightState
+from .exchange import TensorParallel
+from .guard import backward_guard_of, guard_of
+from .linear_op import SLOTS, HandedByInput, slot_ids
+from .plan import GemmPlan, build_plan
+from .quantize import BoundaryIds
+from .training_steps import TrainingSteps
+
+NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
+
+
+class LayerRuntime:
+    """Plan, recipe, weight state, random ids, histories and guard of one layer.
+
+    name:          keys random bits, names the layer in errors.
+    module_type:   of its roles (`Role.module_type`).
+    plan:          formats and rungs of its three GEMMs; `weight_state.plan` is the plan whose
+                   layouts a gather lays codes out in, which the guard does not move.
+    ids:           int64 [3] (`slot_ids`), on the device that asked last.
+    graphs:        the tensors that compiled graphs of the layer receive.
+    input_owner:   the layer that keeps the amax histories of the input, where several read one.
+    handed_by_input:  codes that layers of one module share, during the forward of that module.
+    steps:         who counts the steps of the layer's model; None: nobody yet.
+    guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
+    """
+
+    weight_state: WeightState
+    graphs: GraphTensors
+
+    def __init__(
+        self,
+        name: str,
+        module_type: str,
+        recipe: Recipe | str,
+        device: torch.device,
+        guard_owner: LayerRuntime | None = None,
+    ):
+        self.name, self.module_type = name, module_type
+        self.steps: TrainingSteps | None = None
+        self.guard: Tensor | None = None
+        self.backward_guard: Tensor | None = None
+        self.guard_owner = guard_owner
+        self.handed_by_input: HandedByInput | None = None
+        self.recipe, self.plan = self._planned(recipe, device)
+        self._make_tensors()
+
+    def _make_tensors(self) -> None:
+        """Make what no file holds."""
+        self.input_owner: weakref.ref[LayerRuntime] | None = None
+        self.ids = slot_ids(self.name)
+        self.boundary_ids = BoundaryIds(self.name)
+
+    def __getstate__(self) -> dict:
+        made = ("graphs", "input_owner", "boundary_ids", "ids")
+        return {k: v for k, v in self.__dict__.items() if k not in made}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._make_tensors()
+
+    # Plans #
+
+    def _planned(self, recipe: Recipe | str, device: torch.device) -> tuple[Recipe, GemmPlan]:
+        recipe = as_recipe(recipe, self.name, Recipe)
+        return recipe, build_plan(recipe, self.name, arch_of(device), self.module_type)
+
+    def set_recipe(self, recipe: Recipe | str, device: torch.device) -> None:
+        """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""
+        alone = self.plan.alone
+        self.recipe, plan = self._planned(recipe, device)
+        self.set_plan(replace(plan, alone=alone))
+
+    def set_plan(self, plan: GemmPlan) -> None:
+        self.plan = self.weight_state.plan = plan
+
+    def move_to(self, rungs: Mapping[str, str]) -> None:
+        """Product name -> rung of `plan`; others return to their first. Gathers keep their
+        layouts."""
+        self.plan = self.plan.moved_to(rungs)
+
+    @property
+    def is_shared(self) -> bool:
+        """Ranks or groups of tokens share tensors of its products."""
+        return not self.plan.alone or self.weight_state.part[1] > 1
+
+    # The weight's state #
+
+    def set_weight_state(self, state: WeightState) -> None:
+        self.weight_state = state
+        state.plan = self.plan
+
+    def histories(
+        self, plan: GemmPlan, slot: str, device: torch.device | None
+    ) -> list[AmaxHistory]:
+        """Amax histories of a slot's delayed sides, on `device` if one is given. Layers that share
+        an input share those of it."""
+        hybrid, layer = plan.hybrid(slot), self
+        if slot == "input" and self.input_owner is not None:
+            layer = self.input_owner() or self
+        state = layer.weight_state
+        name = state.name if slot == "weight" else layer.name
+        found = [state.history(name, slot, d, hybrid.side(d)) for d in hybrid.delayed_directions]
+        return found if device is None else [history.to(device) for history in found]
+
+    def share_input_of(self, first: LayerRuntime) -> None:
+        """Record amaxes of the input in the histories of `first`, which always multiplies the same
+        tensor, so that their codes are one."""
+        self.input_owner = weakref.ref(first)
+        self.graphs.prepare(self)
+
+    # Devices #
+
+    def ids_on(self, device: torch.device) -> Tensor:
+        if self.ids.device != device:
+            with torch.inference_mode(False):
+                self.ids = self.ids.to(device)
+        return self.ids
+
+    def prepare_graphs(self, device: torch.device | None = None) -> None:
+        """Make what graphs receive, for the plan, the weight's state and the device as they are
+        now. device: of the weight; None: not known, as it was."""
+        if "graphs" not in self.__dict__:
+            self.graphs = GraphTensors()
+        self.graphs.prepare(self, device)
+
+
+# A graph reads a module's tensors, never its name or number, so one graph serves equal layers.
+# dynamo guards every string that it formats: names of layers are formatted in errors alone. Each
+# input of a graph costs the host (dynamo guards it, AOTAutograd unwraps it): what no byte depends
+# on (`GemmPlan.needs_steps`) is not given. An input may be written in the forward and in the
+# backward only where no argument is a tensor subclass: so the guard has two tensors. Tracing
+# registers nothing: an object that a traced function puts into a dict of the process is there only
+# when the graph is done.
+class GraphTensors:
+    """Tensors that compiled graphs of a layer read beside its operands, the same in every step.
+
+    Tracing allocates none: `prepare` does, when the plan or the device changes. The step's tensor
+    is `STEP.in_graph`.
+
+    ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
+    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in
+              the group; else None.
+    guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
+    delayed:  `histories_key` of a plan -> encode scales and amax histories of its delayed sides, of
+              all slots.
+    """
+
+    ids: Tensor
+    rank: Tensor | None
+    guards: list[Tensor]
+
+    def __init__(self):
+        self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def prepare(self, layer: LayerRuntime, device: torch.device | None = None) -> None:
+        if device is None or device.type == "meta":
+            device = layer.ids.device
+        plan, state = layer.plan, layer.weight_state
+        step, group = STEP.prepare(device), state.tensor_group
+        self.ids, self.guards, self.rank = layer.ids_on(device), [], None
+        if group is not None and torch_compat.is_named(group) and group.size() > 1:
+            axis = TensorParallel(group, state.tensor_dim == 0)
+            self.ids = axis.slot_ids(layer.name, state.shape, device)
+            with torch.inference_mode(False):
+                self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
+        executed = {of for dtype in FLOATING for of in (plan, plan.on(dtype, device))}
+        # which asks C++, now and not in a trace
+        resolved = [of.resolved(dtype, device) for of in executed for dtype in FLOATING]
+        if any(of.is_watched for of in resolved):
+            self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
+        found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
+        scales, amaxes = [h.enc for h in found], [h.amaxes for h in found]
+        self.delayed[plan.histories_key] = scales, amaxes
+        if layer.steps is not None and layer.steps.is_counting:
+            layer.steps.counts_on(device)
+        kept = [step, self.ids, *self.guards, *scales, *amaxes]
+        torch_compat.keeps_its_address(kept if self.rank is None else [*kept, self.rank])

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a linear layer that ranks share: its input and output among the ranks, and the
+executor (`shared_linear_op` in eager mode, `traced_linear` in graphs)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as Layout
+
+from ..context import STEP, STEP_FIELDS, current_autocast
+from ..counters import counters
+from ..formats import ROWWISE, Direction
+from .base_linear import BaseLinear
+from .exchange import SequenceCut, TensorParallel
+from .has_weight import attach_tensor_group
+from .plan import GemmPlan
+from .shared_linear_op import SharedCall, check_travels, multiply_in_eager_mode
+
+
+def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
+    """The step's tensor of ranks that hold one batch together."""
+    if STEP.token_offset < 0:  # else it says where this rank's rows are
+        step = step.clone()
+        # a launch that graphs capture
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
+    return step
+
+
+def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
+    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for
+    local outputs."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(
+            f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
+        )
+    weight, bias, layouts = layer.weight, layer.bias, layer.parallel
+    if isinstance(layouts, TensorParallel):
+        return multiply_shared(layer, x, x, weight, bias, layouts)
+    state = layer.runtime.weight_state
+    if not isinstance(weight, DTensor) or (bias is not None and not isinstance(bias, DTensor)):
+        raise NotImplementedError(
+            f"{layer.runtime.name}: a style shares it between ranks, and its weight is no DTensor; "
+            "apply parallelize_module to it"
+        )
+    if state.tensor_group is None and weight.device_mesh.ndim == 1:
+        attach_tensor_group(layer)
+    if state.tensor_group is None or weight.device_mesh.ndim != 1:
+        raise NotImplementedError(
+            f"{layer.runtime.name}: the weight is a DTensor {weight.placements} that is gathered by no "
+            "fully_shard and cut by no parallelize_module; use one of them, or leave the module "
+            "out of fq.convert"
+        )
+    mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
+    wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
+    local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
+    placement: Layout = Replicate()
+    if column:
+        axis = TensorParallel(state.tensor_group, True, sequence_dim, reduces)
+        placement = Shard(x.dim() - 1)
+    else:
+        cut = None if layouts is None else _sequence_dim(layouts.output, x.dim())
+        if layouts is not None and cut is not None:
+            placement = layouts.output
+        axis = TensorParallel(state.tensor_group, False, cut)
+    y = multiply_shared(
+        layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis
+    )
+    if (
+        layouts is not None
+        and layouts.use_local_output
+        and _same(layouts.output, placement, x.dim())
+    ):
+        return y
+    return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def _local_input(
+    x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
+) -> tuple[Tensor, int | None, bool]:
+    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is
+    to be summed here)."""
+    if isinstance(x, DTensor):
+        layout = x.placements[0]
+    dims = x.dim()
+    if column and (cut := _sequence_dim(layout, dims)) is not None:
+        return (x.to_local() if isinstance(x, DTensor) else x), cut, False
+    wanted = Replicate() if column else Shard(dims - 1)
+    if not _same(layout, wanted, dims):
+        x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
+        if not layout.is_replicate() and not torch.compiler.is_compiling():
+            counters.add("sequence gather", ("forward", "both", "high precision"), x.nbytes)
+        x = x.redistribute(placements=[wanted])
+    if not isinstance(x, DTensor):
+        return x, None, True
+    return x.to_local(grad_placements=[Partial()] if column else None), None, False
+
+
+def _sequence_dim(layout: Layout, dims: int) -> int | None:
+    """The dim that a layout cuts a tensor of `dims` dims along; None: the last, or none."""
+    dim = layout.dim % dims if isinstance(layout, Shard) else dims - 1
+    return None if dim == dims - 1 else dim
+
+
+def _same(a: Layout, b: Layout, dims: int) -> bool:
+    both = isinstance(a, Shard) and isinstance(b, Shard)
+    return a == b or (both and a.dim % dims == b.dim % dims)
+
+
+def multiply_shared(
+    layer: BaseLinear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: TensorParallel,
+) -> Tensor:
+    """y of a layer that ranks share as `axis` says; owner: as in `_shared_input`."""
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] "
+            f"of at least two dims, for a weight of which it holds {list(weight.shape)}"
+        )
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    override = current_autocast()
+    plan = layer.plan if override is None else layer._overriding_plan(override)
+    if plan.boundary is not None:
+        raise NotImplementedError(
+            f"{layer.runtime.name}: layers that ranks share have no boundary slots; put fq.Quantize "
+            "between modules"
+        )
+    grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():
+        owner = owner if axis.gathered_slot == "input" else x
+        _check(layer, owner, weight, plan, axis, grad)
+        ranks = (
+            axis.group.group_name,
+            axis.column,
+            axis.sequence_dim,
+            axis.reduces,
+            override is None,
+            dtype,
+        )
+        return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
+    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
+
+
+@torch.compiler.disable  # runs where a graph broke; a graph holds `traced_linear`
+def _multiply(
+    layer: BaseLinear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    axis: TensorParallel,
+    grad: bool,
+) -> Tensor:
+    """Run the eager operator."""
+    call, runtime = layer.call(x, weight, plan, weight.requires_grad and grad, grad), layer.runtime
+    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+        call = call._replace(
+            step=_step_of(axis, call.step), ids=axis.slot_ids(runtime.name, weight.shape, x.device)
+        )
+    shared = SharedCall(call, runtime.name, axis, grad, runtime.recipe.require_native)
+    return multiply_in_eager_mode(shared, owner, x, weight, bias)
+
+
+def _check(
+    layer: BaseLinear,
+    owner: Tensor,
+    weight: Tensor,
+    plan: GemmPlan,
+    axis: TensorParallel,
+    grad: bool,
+) -> None:
+    """Raise what the eager layer raises of a cut before its first collective, while a graph is
+    traced.
+
+    owner:  x, or the DTensor over it.
+    """
+    slot, dim = axis.gathered_slot, axis.sequence_dim
+    if slot is None or dim is None:
+        return
+    shape = tuple(owner.shape) if axis.column else (*owner.shape[:-1], weight.shape[0])
+    is_whole, of_weight = (
+        not axis.column or isinstance(owner, DTensor),
+        weight.requires_grad and grad,
+    )
+    make, last = SequenceCut.of_whole if is_whole else SequenceCut.of_local, len(shape) - 1
+    if (
+        not -len(shape) <= dim < len(shape)
+        or dim % len(shape) == last
+        or (is_whole and shape[dim] % axis.group.size())
+    ):
+        make(shape, dim, axis.group, f"{layer.runtime.name} {'input' if axis.column else 'output'}")
+    if layer.recipe.require_native:
+        read = (
+            (tuple(Direction) if of_weight else (ROWWISE,))
+            if axis.column
+            else tuple(Direction)
+            if grad
+            else ()
+        )
+        check_travels(layer.runtime, plan.hybrid(slot), slot, read, make(shape, dim, axis.group))
