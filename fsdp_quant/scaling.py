@@ -3,12 +3,11 @@
 scaling.
 
 [Note: sharded statistics]
-Blocks lie on the grid of the global tensor. A rank computes the amaxes of the blocks its rows
-overlap; only blocks that a cut divides, and amaxes of a whole tensor, differ between ranks. Which
-ones those are follows from the cuts alone, so every rank packs the same slots, one MAX all-reduce
-serves all tensors, and each rank then derives the same scales. Amaxes are reduced as the int32 bits
-of |amax|: non-negative floats order like their bits, and a NaN, larger than infinity as bits,
-survives wherever it sits. Scales are never reduced.
+Blocks are on the grid of the global tensor. A rank computes the amaxes of the blocks its rows
+overlap; only those of blocks that a cut divides, and of a whole tensor, differ between ranks. The
+cuts determine which, so every rank packs the same slots, one MAX all-reduce serves all tensors, and
+each rank derives the same scales. Amaxes are reduced as int32 bits: non-negative floats order like
+their bits, and a NaN, larger than infinity, survives on any rank. Scales are never reduced.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch import Tensor
 from .formats import Encoding, ceil_div, value_class
 from .ops import dispatch, reference, runs
 from .ops.dispatch import Statistics
+from .ops.reference import known
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -39,14 +39,12 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 class _Reduction:
-    """What `reduce_amaxes` gives; `run` writes what the amaxes have become over it. Of one rank,
-    the amaxes themselves."""
+    """`reduce_amaxes` into persistent memory, which `run` writes again. One rank: the amaxes
+    themselves."""
 
     def __init__(self, amaxes: Sequence[Tensor], group: dist.ProcessGroup | None):
-        self.result, self._group = (
-            list(amaxes),
-            group if amaxes and group is not None and group.size() > 1 else None,
-        )
+        self.result = list(amaxes)
+        self._group = group if amaxes and group is not None and group.size() > 1 else None
         if self._group is None:
             return
         self._rows = [a.reshape(-1) for a in amaxes]
@@ -67,12 +65,10 @@ class _Reduction:
 @value_class
 class Cuts:
     """Ownership of one [rows, cols] tensor in row-major order: rank r holds the units [bounds[r],
-    bounds[r + 1]).
+    bounds[r + 1]), possibly none.
 
-    row_units:  units in a row: cols where any element may begin a piece, 1 where only whole rows do
+    row_units:  units per row: cols if any element may begin a fragment, 1 if only whole rows do
                 (`RowCuts`).
-
-    Empty pieces are legal.
     """
 
     bounds: tuple[int, ...]
@@ -84,53 +80,51 @@ class Cuts:
 
     @property
     def is_sharded(self) -> bool:
-        """More than one rank wants the statistics, also when all rows lie with one of them."""
+        """Several ranks need the statistics, even if one of them holds all rows."""
         return len(self.bounds) > 2 and self.rows > 0
 
     @functools.cache
     def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amaxes more than one rank wants: those a cut divides, or the one of the
+        """Block rows whose amaxes several ranks need: those that a cut divides, or the one of the
         whole extent."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if not encoding.fmt.has_scales or not self.is_sharded:
             return ()
-        units = (b0 or 0) * self.row_units
-        return (
-            (0,)
-            if b0 is None
-            else tuple(
-                sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]})
-            )
-        )
+        if b0 is None:
+            return (0,)
+        units = b0 * self.row_units
+        divided = {b // units for b in self.bounds if b % units and b < self.bounds[-1]}
+        return tuple(sorted(divided))
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
-        """Some statistic of this encoding needs more than one rank's elements."""
+        """Some statistic of this encoding depends on elements of several ranks."""
         return bool(self.cut_block_rows(encoding)) or (
             encoding.fmt.tensor_scale and self.is_sharded
         )
 
 
 class RowCuts(Cuts):
-    """Cuts between rows. Ceil-chunking (`RowCuts.chunked`) is how FSDP2 cuts."""
+    """Cuts between rows."""
 
     @staticmethod
     @functools.cache
     def chunked(rows: int, world_size: int) -> RowCuts:
+        """The cuts of FSDP2."""
         chunk = -(-rows // world_size)
         return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
 
 @dataclass(eq=False)
 class Fragment:
-    """What one rank holds of one master weight, and the encodings wanted of it.
+    """One rank's elements of one master weight, and the encodings to derive statistics for.
 
-    values:     [local rows, cols]; [elements] where cuts divide rows.
-    encodings:  one a direction; each is its own tensor to the statistics.
-    dtype:      that is encoded (None: of the values).
-    found:      statistics of these rows that are known, one an encoding or None.
-    part:       (which, of how many): of a tensor that tensor parallelism cuts into parts, each with
-                blocks of its own, this is one; `cuts` are of the part.
+    values:     [local rows, cols]; [elements] if cuts divide rows.
+    encodings:  one per direction, each with statistics of its own.
+    dtype:      to which values are rounded before encoding (None: theirs).
+    found:      known statistics of these rows, one per encoding or None.
+    part:       (rank, size) of tensor parallelism, whose parts have blocks of their own; `cuts` are
+                of the part.
     """
 
     values: Tensor
@@ -151,8 +145,8 @@ class Fragment:
 
     @property
     def rows(self) -> Tensor:
-        """[rows, cols]: every row of which the rank holds a part, zeros where another one does. A
-        view of whole rows."""
+        """[rows, cols]: the rows that the elements cover, with zeros for elements of other ranks. A
+        view if rows are whole."""
         return self.values if self.values.dim() == 2 else self._covering_rows
 
     @functools.cached_property
@@ -170,134 +164,144 @@ class Fragment:
         return slice(first, first + ceil_div(self.row0 % b0 + self.rows.shape[0], b0))
 
     def shares_statistics(self, encoding: Encoding) -> bool:
-        """Some statistic of this encoding needs other rows or parts of the tensor."""
+        """Some statistic of this encoding depends on other rows or parts of the tensor."""
         return self.cuts.shares_statistics(encoding) or (
             self.part[1] > 1 and encoding.fmt.spans_tensor
         )
 
     def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amaxes need them."""
-        whole = self.part[1] > 1 and encoding.fmt.spans_tensor and not encoding.fmt.tensor_scale
-        return (0,) if whole else self.cuts.cut_block_rows(encoding)
+        """Block rows whose amaxes depend on them."""
+        one_block = self.part[1] > 1 and encoding.fmt.spans_tensor and not encoding.fmt.tensor_scale
+        return (0,) if one_block else self.cuts.cut_block_rows(encoding)
 
     def has_own_blocks(self, encoding: Encoding) -> bool:
-        """Blocks of this encoding are of one part of several."""
+        """Tensor-parallel parts have separate blocks of this encoding."""
         return self.part[1] > 1 and encoding.fmt.dims(encoding.direction) != (None, None)
 
 
 def share_statistics(
     fragments: Sequence[Fragment],
     group: dist.ProcessGroup | None,
-    whole: bool = False,
+    all_blocks: bool = False,
     parts: dist.ProcessGroup | None = None,
 ) -> list[list[Statistics | None]]:
-    """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX
-    all-reduce a group.
+    """Statistics of every (fragment, encoding) over the whole tensor; at most one MAX all-reduce per
+    group.
 
-    fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
-    group:      of all ranks that hold rows of a tensor, or copies of them; of all of its parts, if
-                it has some. Or one for the rows of a part, and another one, with what the first
-                gave as `found`, for the parts of them.
-    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps;
-                of tensors of one part.
-    parts:      of the ranks that hold the other parts of tensors, where `group` is of those that
-                hold rows of one.
-    returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows
-                overlap; None where no statistic crosses a cut, so that each rank finds what it
-                needs in its own rows.
+    fragments:   the same tensors, encodings and cuts in the same order on every rank of `group`.
+    group:       of all ranks that hold rows of a tensor or copies of them, in all of its parts; or,
+                 with `parts`, in one part.
+    all_blocks:  return every block's amax on every rank, not only those of the blocks that a rank
+                 overlaps; for tensors of one part.
+    parts:       of the ranks that hold the same rows of the other parts.
+    returns:     for each fragment, for each encoding, the amaxes of the blocks that its rows
+                 overlap; None if no statistic depends on other ranks.
 
-    Every rank of the group must call it, those with empty fragments too. When nothing crosses a
-    cut, there is no collective. Equal encodings are read in one launch.
+    Every rank of the group must call it, also with empty fragments. There is no collective if no
+    statistic crosses a cut. One launch reads all tensors of equal encodings.
     """
-    results = SharedStatistics(fragments, group, whole, own_slots=parts is None).results
+    results = SharedStatistics(fragments, group, all_blocks, own_slots=parts is None).results
     if parts is not None:
-        cut = [(f, one) for f, one in enumerate(fragments) if one.part[1] > 1]
         spanning = [
-            (f, e, encoding)
-            for f, one in cut
+            (f, e, encoding, own)
+            for f, one in enumerate(fragments)
+            if one.part[1] > 1
             for e, encoding in enumerate(one.encodings)
-            if encoding.fmt.spans_tensor
+            if encoding.fmt.spans_tensor and (own := results[f][e]) is not None
         ]
-        shared = share_amaxes([(encoding, results[f][e]) for f, e, encoding in spanning], parts)
-        for (f, e, _), one in zip(spanning, shared):
+        shared = share_amaxes([(encoding, own) for _, _, encoding, own in spanning], parts)
+        for (f, e, *_), one in zip(spanning, shared):
             results[f][e] = one
     return results
 
 
+class _Slot(NamedTuple):
+    """A reduced amax, and the statistic that it becomes.
+
+    local:      block rows of the fragment that the slot holds; None: of other ranks.
+    block_row:  of the tensor's blocks; None: the amax of the tensor.
+    own:        the slot has one row per tensor-parallel part.
+    """
+
+    fragment: int
+    encoding: int
+    local: int | slice | None
+    block_row: int | None
+    own: bool
+
+
 class SharedStatistics:
-    """What `share_statistics` gives; `replay` writes the statistics of other values over it.
+    """`share_statistics` into persistent memory, which `replay` writes again.
 
     results:    for each fragment, for each encoding.
-    own_slots:  tensors that are cut into parts have a slot for each part of them.
+    own_slots:  reduce a slot per tensor-parallel part.
     """
 
     def __init__(
         self,
         fragments: Sequence[Fragment],
         group: dist.ProcessGroup | None,
-        whole: bool = False,
+        all_blocks: bool = False,
         own_slots: bool = True,
     ):
         self._places: list[tuple[int, int]] = []
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
         for f, fragment in enumerate(fragments):
             for e, encoding in enumerate(fragment.encodings):
-                if fragment.shares_statistics(encoding) or (whole and encoding.fmt.has_scales):
+                if fragment.shares_statistics(encoding) or (all_blocks and encoding.fmt.has_scales):
                     self._places.append((f, e))
         self._alike: dict[tuple, list[tuple[int, int]]] = {}
         for f, e in self._places:
             one = fragments[f]
-            self._alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append(
-                (f, e)
-            )
+            alike = one.encodings[e], one.dtype, one.values.dtype
+            self._alike.setdefault(alike, []).append((f, e))
         self._own = self._of_own_rows(fragments)
-        self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, where it comes from)
-        slots, into = [], []  # what is reduced, and what becomes of it
-        for (f, e), (amax, tensor_amax) in zip(self._places, self._own):
+        self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, its source)
+        amaxes: list[Tensor] = []
+        slots: list[_Slot] = []
+        for (f, e), statistics in zip(self._places, self._own):
             fragment, encoding = fragments[f], fragments[f].encodings[e]
-            self.results[f][e] = Statistics(amax, tensor_amax)
+            self.results[f][e] = statistics
+            amax, tensor_amax = known(statistics.amax, "the amax"), statistics.tensor_amax
             if tensor_amax is not None:
-                slots.append(tensor_amax)
-                into.append((f, e, None, None, False))
-            if whole:
+                amaxes.append(tensor_amax)
+                slots.append(_Slot(f, e, None, None, False))
+            held = fragment.block_rows(encoding)
+            if all_blocks:
                 shape = (fragment.cuts.rows, fragment.rows.shape[1])
-                slots.append(amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction)))
-                mine = fragment.block_rows(encoding)
-                slots[-1][mine] = amax[: mine.stop - mine.start]
-                into.append((f, e, slice(None), 0, False))
-                self.results[f][e] = Statistics(slots[-1], tensor_amax)
+                blocks = encoding.fmt.scale_shape(shape, encoding.direction) or (0, 0)
+                amaxes.append(amax.new_zeros(blocks))
+                amaxes[-1][held] = amax[: held.stop - held.start]
+                slots.append(_Slot(f, e, slice(None), 0, False))
+                self.results[f][e] = Statistics(amaxes[-1], tensor_amax)
                 continue
-            first, own = (
-                fragment.block_rows(encoding).start,
-                own_slots and fragment.has_own_blocks(encoding),
-            )
+            own = own_slots and fragment.has_own_blocks(encoding)
             for block_row in fragment.shared_block_rows(encoding):
-                local = block_row - first
-                mine = 0 <= local < amax.shape[0]
-                slot = amax[local] if mine else amax.new_zeros(amax.shape[1])
+                local = block_row - held.start
+                is_held = 0 <= local < amax.shape[0]
+                row = amax[local] if is_held else amax.new_zeros(amax.shape[1])
                 if own:
                     part, count = fragment.part
-                    of_parts = amax.new_zeros(count, len(slot))
-                    self._padded.append((of_parts[part], slot))
-                    slot = of_parts
-                slots.append(slot)
-                into.append((f, e, local if mine else None, block_row, own))
-        for slot, amax in self._padded:
-            slot.copy_(amax)
-        self._reduction = _Reduction(slots, group)
-        # (row of a result, what it is to be), beside rows of its own rank
-        self._rows: list[tuple[Tensor, Tensor]] = []
-        for (f, e, local, block_row, own), reduced in zip(into, self._reduction.result):
-            amax, tensor_amax = self.results[f][e]
+                    of_parts = amax.new_zeros(count, len(row))
+                    self._padded.append((of_parts[part], row))
+                    row = of_parts
+                amaxes.append(row)
+                slots.append(_Slot(f, e, local if is_held else None, block_row, own))
+        for row, source in self._padded:
+            row.copy_(source)
+        self._reduction = _Reduction(amaxes, group)
+        self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, its reduced amaxes)
+        for (f, e, local, block_row, own), reduced in zip(slots, self._reduction.result):
+            amax, tensor_amax = self.results[f][e] or (None, None)
             reduced = reduced[fragments[f].part[0]] if own else reduced
             if block_row is None:
                 self.results[f][e] = Statistics(amax, reduced)
-            elif local is not None and len(amax) == 1:
+            elif local is not None and amax is not None and len(amax) == 1:
                 self.results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
-            elif local is not None:
+            elif local is not None and amax is not None:
                 self._rows.append((amax[local], reduced))
-        for row, amax in self._rows:
-            row.copy_(amax)
+        for row, reduced in self._rows:
+            row.copy_(reduced)
 
     def replay(
         self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]
@@ -306,27 +310,28 @@ class SharedStatistics:
         collective, if a different set of amaxes is already known; then build a new object. Every
         rank must call it.
 
-        copy_all:  writes (target, source) of each.
+        copy_all:  copies a list of (target, source).
         """
-        made = self._of_own_rows(fragments)
-        pairs = [
-            (old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new
-        ]
-        if any([old is None or new is None for old, new in pairs]):
-            return False
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for of in zip(self._own, self._of_own_rows(fragments)):
+            for old, new in zip(*of):
+                if old is None or new is None:
+                    if old is not new:
+                        return False
+                elif old is not new:
+                    pairs.append((old, new))
         copy_all(pairs + self._padded)
         self._reduction.run()
         copy_all(self._rows)
         return True
 
     def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
-        """At each of the places: what is known, else what a launch an encoding finds."""
+        """Statistics of each place: known ones, else computed in one launch per encoding."""
         made: dict[tuple[int, int], Statistics] = {}
         for (encoding, dtype, _), at in self._alike.items():
             for f, e in at:
-                found = fragments[f].found
-                if found and found[e] is not None:
-                    made[f, e] = found[e]
+                if (found := fragments[f].found) and (one := found[e]) is not None:
+                    made[f, e] = one
             missing = [place for place in at if place not in made] if made else at
             if missing:
                 of = [fragments[f] for f, _ in missing]
@@ -340,21 +345,23 @@ class SharedStatistics:
 def share_amaxes(
     found: Sequence[tuple[Encoding, Statistics]],
     group: dist.ProcessGroup | None,
-    reduce: Callable = reduce_amaxes,
+    reduce: Callable[[list[Tensor], dist.ProcessGroup | None], Iterable[Tensor]] = reduce_amaxes,
 ) -> list[Statistics]:
     """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the
     group must call it.
 
-    found:   of what this rank holds of each tensor: the tensor's amax of two-level formats, else
-             all amaxes, are shared.
-    reduce:  `reduce_amaxes`, or what records it in a graph.
+    found:   statistics of this rank's elements of each tensor. Two-level formats share the tensor's
+             amax, others all amaxes.
+    reduce:  `reduce_amaxes`, or a function that records it in a graph.
     """
-    own = [s.tensor_amax if e.fmt.tensor_scale else s.amax for e, s in found]
+    own = [
+        known(s.tensor_amax if e.fmt.tensor_scale else s.amax, "the shared amax") for e, s in found
+    ]
     return [with_amax(e, s, one) for (e, s), one in zip(found, reduce(own, group))]
 
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
-    """Statistics whose part that spans a tensor is `amax`."""
+    """The statistics with `amax` in place of the one that spans the tensor."""
     return (
         Statistics(statistics.amax, amax)
         if encoding.fmt.tensor_scale
@@ -369,8 +376,8 @@ def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Stati
 class DelayedScaling:
     """Per-tensor scales from a history of amaxes.
 
-    length:    steps the history holds.
-    margin:    the scale leaves 2^margin of headroom.
+    length:    number of steps in the history.
+    margin:    headroom of the scale: 2^margin.
     use:       "max" of the history, or its "newest" amax.
 
     >>> fq.recipes.fp8_delayed().hybrid(fq.Role("linear", "input")).rowwise.scaling
@@ -392,33 +399,33 @@ class DelayedScaling:
 
 
 class AmaxHistory:
-    """Amaxes of one (tensor role, direction), and the encode factor they give; all on the tensor's
-    device.
+    """Amaxes of one (tensor role, direction) and the encode scale that follows from them, on the
+    tensor's device.
 
     amaxes:  fp32 [length]; slot 0 collects the current step.
-    enc:     fp32 [1]; 0 until a finite positive amax has been rolled in: the first use is current
-             scaling.
-    stays:   of a weight, which is the same in the step that follows a skipped one.
+    enc:     encode scale, fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
+             current scaling.
+    stays:  a skipped step keeps its amax: for weights, whose values the step does not
+             change.
 
-    The scale of a step depends on earlier steps only, so micro-batches and recomputation see one
-    scale. A step in which nothing was recorded is none: a history that is rolled twice, or not
-    used, stays as it is.
+    The scale of a step depends on earlier steps only, so micro-batches and recomputation use one
+    scale. `roll` does nothing if the current step recorded no amax.
     """
 
-    # every history of the process; ends with its owner
+    # all histories of the process, as long as their owners live
     live: ClassVar[weakref.WeakSet[AmaxHistory]] = weakref.WeakSet()
 
     def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
         self.live.add(self)
-        self.scaling, self.element_max, self.stays = scaling, element_max, stays
-        # written in place later, also by steps outside inference mode
+        self.scaling, self.element_max = scaling, element_max
+        self.stays = stays
+        # steps outside inference mode write them in place
         with torch.inference_mode(False):
             self.amaxes = torch.zeros(scaling.length, device="cpu")
             self.enc = torch.zeros(1, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
-        """Move it to the device of its tensor; a tensor on the meta device has none yet, and the
-        history keeps its values."""
+        """Move the history to a device; nothing for the meta device, so that its values survive."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
                 self.amaxes, self.enc = self.amaxes.to(device), self.enc.to(device)
@@ -427,8 +434,7 @@ class AmaxHistory:
     @staticmethod
     @torch.no_grad()
     def record_in(amaxes: Tensor, amax: Tensor) -> None:
-        """Collect an amax of the current step in a history's tensor; a non-finite one is
-        dropped."""
+        """Record an amax of the current step in `amaxes`; ignore a non-finite one."""
         dispatch.record_amax(amaxes, amax)
 
     def record(self, amax: Tensor) -> None:
@@ -439,16 +445,17 @@ class AmaxHistory:
         self.live.add(self)
 
     def roll(self) -> None:
-        """End a step that was applied: derive the next factor, open a slot."""
+        """End a step that was applied: derive the next encode scale, open a slot."""
         for target, values in self.rolled([self]):
             target.copy_(values)
 
     @staticmethod
     def alike(histories: Iterable[AmaxHistory]) -> list[list[AmaxHistory]]:
-        """Those that the same launches roll, each list on one device."""
+        """Lists of histories that the same launches roll, each on one device."""
         found: dict[tuple, list[AmaxHistory]] = {}
         for h in histories:
-            found.setdefault((h.scaling, h.element_max, h.stays, h.amaxes.device), []).append(h)
+            key = h.scaling, h.element_max, h.stays, h.amaxes.device
+            found.setdefault(key, []).append(h)
         return list(found.values())
 
     @staticmethod
@@ -456,10 +463,9 @@ class AmaxHistory:
     def rolled(
         histories: Iterable[AmaxHistory], skipped: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """What `roll` of each writes, (tensor, values), from a few launches for all that scale
-        alike.
+        """(tensor, its values after `roll`) of each, in a few launches for all that scale alike.
 
-        skipped:  bool [], on a device: where true, what `drop` of each writes.
+        skipped:  bool [], on a device; true: values after `drop`.
         """
         writes: list[tuple[Tensor, Tensor]] = []
         for of in AmaxHistory.alike(histories):
@@ -472,29 +478,30 @@ class AmaxHistory:
     ) -> list[tuple[Tensor, Tensor]]:
         """`rolled` of histories that scale alike; torch.compile traces it.
 
-        kept:  bool [], on their device: where true, nothing changes.
+        kept:  bool [], on their device; true: nothing changes.
         """
-        scaling, element_max, stays = of[0].scaling, of[0].element_max, of[0].stays
+        scaling, element_max = of[0].scaling, of[0].element_max
         amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
         current = amaxes[:, :1]
         amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
         fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(
             max=torch.finfo(torch.float32).max
         )
-        stay = current == 0 if kept is None else (current == 0) | kept
+        is_same = current == 0 if kept is None else (current == 0) | kept
         opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
-        rolled, factors = torch.where(stay, amaxes, opened), torch.where(stay, enc, fresh)
+        new_amaxes, new_enc = torch.where(is_same, amaxes, opened), torch.where(is_same, enc, fresh)
         if skipped is not None:
             skip = skipped.to(amaxes.device, non_blocking=True)
-            dropped = torch.cat([current * stays, amaxes[:, 1:]], dim=1)
-            rolled, factors = torch.where(skip, dropped, rolled), torch.where(skip, enc, factors)
+            discarded = torch.cat([current * of[0].stays, amaxes[:, 1:]], dim=1)
+            new_amaxes = torch.where(skip, discarded, new_amaxes)
+            new_enc = torch.where(skip, enc, new_enc)
         return [
-            *zip([h.amaxes for h in of], rolled.unbind()),
-            *zip([h.enc for h in of], factors.unbind()),
+            *zip([h.amaxes for h in of], new_amaxes.unbind()),
+            *zip([h.enc for h in of], new_enc.unbind()),
         ]
 
     def drop(self) -> None:
-        """Forget the current step's amaxes (a skipped step), but for a weight's."""
+        """Discard the current step's amax (a skipped step), unless `stays`."""
         self.amaxes[0] *= self.stays
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -526,8 +533,7 @@ class AmaxHistory:
                 )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Raises ValueError, and changes nothing, for what no such history wrote
-        (`check_state`)."""
+        """Raises ValueError as `check_state` does, and then changes nothing."""
         self.check_state("this slot", state)
         self.amaxes.copy_(state["amaxes"])
         self.enc.copy_(state["enc"])

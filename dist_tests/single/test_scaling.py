@@ -285,7 +285,7 @@ def test_whole_statistics_are_every_block_on_every_rank(name: str):
     def on_rank(rank: int) -> list:
         rows = slice(cuts.bounds[rank], cuts.bounds[rank + 1])
         return share_statistics(
-            [Fragment(x[rows], encodings, cuts, rank) for x in tensors], group, whole=True
+            [Fragment(x[rows], encodings, cuts, rank) for x in tensors], group, all_blocks=True
         )
 
     for made in group.run(on_rank):
