@@ -32,7 +32,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 
@@ -370,6 +370,16 @@ def schedule(
 def _check_recipe(what: str, value: object, *others: type) -> None:
     if not isinstance(value, (Recipe, *others)):
         raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
+
+
+@overload
+def as_recipe(value: object, what: str, kind: type[Recipe], /) -> Recipe: ...
+
+
+@overload
+def as_recipe(
+    value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
+) -> Recipe | PerLayer | Schedule: ...
 
 
 def as_recipe(

@@ -17,19 +17,3 @@ from .code_hash import fingerprint, fingerprints
 from .files import export_safetensors, load_safetensors, publish, replacing
 from .verification import SAVED_BY, Verified, verify
 from .weights import LocalWeight, code_tensors, prepared, storage_tensors
-
-__all__ = [
-    "SAVED_BY",
-    "LocalWeight",
-    "Verified",
-    "code_tensors",
-    "export_safetensors",
-    "fingerprint",
-    "fingerprints",
-    "load_safetensors",
-    "prepared",
-    "publish",
-    "replacing",
-    "storage_tensors",
-    "verify",
-]

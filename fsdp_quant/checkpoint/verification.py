@@ -198,15 +198,15 @@ def _reproduces(
     master = values[place]()[int(expert)] if expert else values[place]()
     for recipe in candidates:
         hybrid = recipe.hybrid(recipes.Role("linear", "weight", stem.removesuffix(".weight")))
+        if hybrid is None:
+            continue
         state = WeightState(weight, hybrid, tuple(master.shape), recipe.compute_dtype)
         for d in hybrid.delayed_directions:
-            if (
-                kept := histories.get(f"{stem.removesuffix('weight')}weight.{d.value}")
-            ) is not None:
-                state.history(weight, "weight", d, hybrid.side(d)).load_state_dict(kept)
-        storages = LocalWeight(
-            weight, Piece(state, master, RowCuts((0, len(master))), 0), None, {}
-        ).storages()
+            history = histories.get(f"{stem.removesuffix('weight')}weight.{d.value}")
+            if history is not None:
+                state.history(weight, "weight", d, hybrid.side(d)).load_state_dict(history)
+        piece = Piece(state, master, RowCuts((0, len(master))), 0)
+        storages = LocalWeight(weight, piece, None, {}).storages()
         if sum(int(fingerprint(s)) for s in storages) % 2**64 == saved % 2**64:
             return True
     return False

@@ -158,7 +158,7 @@ def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[s
         return storage.buffers()
     group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
     chunk = RowCuts.chunked(rows, group.size()).bounds[1] if group.size() > 1 else None
-    block_rows = storage.fmt.dims(storage.direction)[0]
+    block_rows = storage.fmt.dims(storage.direction)[0] or rows
     tensors: dict[str, Tensor] = {}
     for name, placement in storage.placements(chunk).items():
         buffer, placements = storage.buffers()[name], like.placements

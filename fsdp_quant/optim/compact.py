@@ -2,28 +2,29 @@
 """States of Adam in fewer bytes: moments in 8 bits, and masters as remainders of bf16 parameters.
 
 [Note: 8-bit moments]
-A block is 256 consecutive elements of a row (what one index of dim 0 selects), or what is left of
-the row. Shards of dim 0 cut no block, so states do not depend on them. For a block x, in fp32:
+A block is 256 consecutive elements of a row (one index of dim 0), or the tail of the row. Shards of
+dim 0 cut no block, so states do not depend on them. For a block x, in fp32:
     scale = max |x| / 256                 the decode scale; 0 where it would be subnormal
     code  = e4m3(x * (1 / scale))         nearest, ties to even
     x'    = code * scale                  max |x| exactly; encoding x' again gives the same codes
-exp_avg is stored so. Of exp_avg_sq the root is, and a root that is not 0 has a code that is not 0.
+This stores exp_avg, and the root of exp_avg_sq; a nonzero root has a nonzero code.
 
-Block-wise 8-bit states are of Dettmers et al., 8-bit Optimizers via Block-wise Quantization
-(ICLR 2022), which maps values through tables; blocks of 256 are those of bitsandbytes and torchao.
-In place of a table stands e4m3, as in FP8-LM (Peng et al., 2023): one instruction encodes two
-elements on a GPU, where a table costs eight reads per element. e4m3 has 17 binades below the
-largest of a block, and of the root they are 34 of exp_avg_sq: a gradient of 2^-17 of the block's
-largest is told from 0, and no update divides by 0. The scale is fp32 and not a power of two: an
-exp_avg_sq without gradients shrinks by beta2 per step, which codes alone would round away.
+Block-wise 8-bit states are from Dettmers et al., 8-bit Optimizers via Block-wise Quantization
+(ICLR 2022), which maps values through tables; bitsandbytes and torchao have blocks of 256 too. e4m3
+replaces the table, as in FP8-LM (Peng et al., 2023): one GPU instruction encodes two elements, a
+table costs eight reads per element. e4m3 has 17 binades below the largest of a block, which as roots
+are 34 of exp_avg_sq: a gradient of 2^-17 of the block's largest is not 0, and no update divides
+by 0. The scale is fp32 and not a power of two: an exp_avg_sq without gradients shrinks by beta2 per
+step, which codes alone would round away.
 
 [Note: remainders]
 The bits of a fp32 master are those of its bf16 parameter, then 16 more:
     low  = the lower 16 bits, as a signed integer
     high = bits of (master - low)         bf16: the nearest one, ties away from 0
     master = high * 2^16 + low            exactly, of any bits but a NaN's, which becomes 0x7fc00000
-So the parameter differs from a master rounded to nearest even in ties alone, and no update is lost.
-A parameter that something else wrote has a master within half an ulp of it, which rounds to it.
+So the parameter differs from the master rounded to nearest even in ties alone, and no update is
+lost. If something else wrote the parameter, the master is within half an ulp of it and rounds to
+it.
 Source: the layout is that of apex's distributed fused Adam (store_param_remainders).
 """
 
@@ -46,9 +47,9 @@ def scale_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def takes_codes(p: Tensor) -> bool:
-    """Its moments can be codes: two dims and 4096 elements or more, and no shard cuts a block.
+    """The moments of p can be codes: two dims and 4096 elements or more, and no shard cuts a block.
 
-    Follows from global facts: of a DTensor, its whole shape and its placements.
+    Equal on all ranks: depends on a DTensor's whole shape and placements.
     """
     if p.dim() < 2 or p.numel() < LEAST:
         return False
@@ -63,7 +64,7 @@ def takes_codes(p: Tensor) -> bool:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[rows, blocks, 256], zeros behind the end of a row."""
+    """[rows, blocks, 256], zero-padded at the end of a row."""
     rows, blocks = scale_shape(x.shape)
     flat = x.reshape(rows, x.shape[1:].numel())
     return torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.shape[1])).view(
@@ -79,7 +80,7 @@ def encode(x: Tensor, is_root: bool = False) -> tuple[Tensor, Tensor]:
     """(codes, scale) of a moment.
 
     x:        [N, ..] fp32.
-    is_root:  x is not negative, and what is not 0 has codes that are not 0.
+    is_root:  x is not negative; nonzero values get nonzero codes.
     returns:  uint8 [N, ..]; fp32 [N, blocks per row].
 
     A NaN or an infinity makes its whole block NaN.
@@ -113,6 +114,6 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master that `split` took apart."""
+    """The fp32 master: the inverse of `split`."""
     high = parameter.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + remainder.view(torch.int16).squeeze(-1).to(torch.int32)).view(torch.float32)

@@ -490,10 +490,10 @@ def _update_and_encode(
         statistics = native.adam_statistics(step, encodings, row0, blocks)
         for (weight, outputs), results in zip(fused, statistics):
             found = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
-            weight.state.found = weight.version, found
+            weight.state.computed = weight.version, found
         return
-    rooms = [[weight.room(d) for d, _ in outputs.shards] for weight, outputs in fused]
-    codes = native.adam_codes(step, encodings, row0, rooms)
+    buffers = [[weight.output_buffers(d) for d, _ in outputs.shards] for weight, outputs in fused]
+    codes = native.adam_codes(step, encodings, row0, buffers)
     for (weight, outputs), results in zip(fused, codes):
         for (direction, start), (data, scale) in zip(outputs.shards, results):
             counters.add("weight encode", (weight.state.name, direction.value))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,18 +18,19 @@ class AtenTable:
         self.owner = owner
         self._handlers: dict[object, Callable] = {}
 
-    def implements(self, ops: Iterable) -> Callable[[Callable], Callable]:
+    def implements(self, ops: Iterable, unpack: bool = False) -> Callable[[Callable], Callable]:
         """Decorator: this function handles these operators. Raises ValueError for one that has a
-        handler."""
+        handler. unpack: it takes the operator's own arguments."""
 
         def register(handler: Callable) -> Callable:
+            unpacked = functools.wraps(handler)(lambda func, args, kwargs: handler(*args, **kwargs))
             for op in ops:
                 if op in self._handlers:
                     raise ValueError(
                         f"{self.owner} has a handler for {op} already: "
                         f"{self._handlers[op].__name__}"
                     )
-                self._handlers[op] = handler
+                self._handlers[op] = unpacked if unpack else handler
             return handler
 
         return register

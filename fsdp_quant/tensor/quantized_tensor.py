@@ -66,14 +66,7 @@ class QuantizedTensor(Tensor):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self,
-            rowwise: EncodedMatrix | None = None,
-            columnwise: EncodedMatrix | None = None,
-            *,
-            shape: Sequence[int] | None = None,
-            slots: StoragePair | None = None,
-        ): ...
+        def __init__(self, *args, **kwargs): ...
 
     @staticmethod
     def __new__(
@@ -422,12 +415,8 @@ def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> Quantiz
     )
 
 
-@_TABLE.implements([aten.slice.Tensor])
-def _slice(func, args, kwargs):
-    return _sliced(*args)
-
-
-def _sliced(
+@_TABLE.implements([aten.slice.Tensor], unpack=True)
+def _slice(
     tensor: QuantizedTensor,
     dim: int = 0,
     start: int | None = None,
@@ -444,14 +433,8 @@ def _sliced(
     return _rows(tensor, dim, first, max(stop - first, 0))
 
 
-@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
-def _split(func, args, kwargs):
-    return _split_rows(*args, **kwargs)
-
-
-def _split_rows(
-    tensor: QuantizedTensor, sizes: int | list[int], dim: int = 0
-) -> list[QuantizedTensor]:
+@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default], unpack=True)
+def _split(tensor: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
     if isinstance(sizes, int):
         total = tensor.shape[dim]
         sizes = [min(sizes, total - s) for s in range(0, total, sizes)]
@@ -459,12 +442,8 @@ def _split_rows(
     return [_rows(tensor, dim, start, size) for start, size in zip(starts, sizes)]
 
 
-@_TABLE.implements([aten.unbind.int])
-def _unbind(func, args, kwargs):
-    return _matrices(*args)
-
-
-def _matrices(tensor: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+@_TABLE.implements([aten.unbind.int], unpack=True)
+def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     if dim != 0 or not tensor._slots.parts or tensor.dim() != 3:
         raise NotImplementedError(
             f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,16 +53,6 @@ class QuantizedWeight(WeightCodes):
     _decoded_by = (
         "dequantize(), or of a sharded parameter full_tensor() or to_local().dequantize(),"
     )
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            content: WeightContent,
-            shape: Sequence[int],
-            dtype: torch.dtype,
-            device: torch.device,
-        ): ...
 
     @staticmethod
     def __new__(
@@ -272,12 +261,8 @@ def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight
     return _wrapped(weight.state, weight.inner.narrow(0, start, length))
 
 
-@_TABLE.implements([aten.slice.Tensor])
-def _slice(func, args, kwargs):
-    return _sliced(*args)
-
-
-def _sliced(
+@_TABLE.implements([aten.slice.Tensor], unpack=True)
+def _slice(
     weight: QuantizedWeight,
     dim: int = 0,
     start: int | None = None,
@@ -296,15 +281,11 @@ def _sliced(
 def _narrow_rows(func, args, kwargs):
     """inference_mode does not decompose this into a slice."""
     weight, dim, start, length = args
-    return _sliced(weight, dim, start, start + length)
+    return _slice(weight, dim, start, start + length)
 
 
-@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
-def _split(func, args, kwargs):
-    return _split_rows(*args, **kwargs)
-
-
-def _split_rows(
+@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default], unpack=True)
+def _split(
     weight: QuantizedWeight, sizes: int | list[int], dim: int = 0
 ) -> list[QuantizedWeight | QuantizedTensor]:
     if weight.state.weight_sync is not None:

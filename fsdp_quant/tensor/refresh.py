@@ -32,10 +32,7 @@ def refresh_codes(weights: Sequence[WeightCodes]) -> None:
     crossing = [(w, m) for w, m in managed if m is not None or w.state.spans_parts]
     if crossing:
         take(
-            [
-                Sharded(w, w.state, m, w.state.found[1] if w.state.found[0] == w.version else None)
-                for w, m in crossing
-            ],
+            [Sharded(w, w.state, m, w.state.statistics_at(w.version)) for w, m in crossing],
             crossing[0][0].state.collectives,
         )
         for w, _ in crossing:
@@ -72,9 +69,11 @@ def _shards(weight: WeightCodes, managed: ManagedParam | None) -> list[Shard]:
                 )
             known = state.statistics.get((state.name, direction))
         else:
-            known = state.found[1].get(direction) if state.found[0] == version else None
+            known = (state.statistics_at(version) or {}).get(direction)
         piece = Piece(state, weight.inner, cuts, rank)
-        shards.append(Shard(piece, direction, weight.dtype, known, weight.room(direction)))
+        shards.append(
+            Shard(piece, direction, weight.dtype, known, weight.output_buffers(direction))
+        )
     return shards
 
 

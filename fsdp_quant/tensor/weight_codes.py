@@ -37,7 +37,7 @@ class CodesState(WeightState):
     pending:     an event that all ranks share (creation, an optimizer's step, a load) wrote the
                  values, which are not encoded yet. Ranks that hold rows of one tensor agree on it.
     stale_codes: how often all codes became stale other than by a write of the values.
-    found:       (version of the values, statistics of this rank's rows that a kernel computed).
+    computed:    (version of the values, statistics of this rank's rows that a kernel computed).
     collectives: of the weights that are refreshed with this one first (`root_statistics.take`).
     """
 
@@ -53,13 +53,17 @@ class CodesState(WeightState):
     def _reset(self) -> None:
         super()._reset()
         self.statistics_version: object = None  # of the values that `statistics` describe
-        self.found: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self.computed: tuple[object, dict[Direction, Statistics]] = (None, {})
         self.collectives: dict = {}
 
     def set_quantizer(self, quantizer) -> None:
         super().set_quantizer(quantizer)
         self.pending = True
         self.drop_codes()
+
+    def statistics_at(self, version: object) -> dict[Direction, Statistics] | None:
+        """The statistics that a kernel computed of these values, or None."""
+        return self.computed[1] if self.computed[0] == version else None
 
     def drop_codes(self) -> None:
         """Encode again at the next use."""
@@ -68,7 +72,7 @@ class CodesState(WeightState):
     def mark_written(self) -> None:
         """Note that an event that all ranks share wrote the values, maybe past their version
         counter."""
-        self.pending, self.found = True, (None, {})
+        self.pending, self.computed = True, (None, {})
         self.drop_codes()
 
     def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
@@ -308,7 +312,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
     def _quantizer(self) -> tuple:
         return self.state.quantizer, self.state.compute_dtype, self.state.stale_codes
 
-    def room(self, direction: Direction) -> tuple[Tensor, Tensor] | None:
+    def output_buffers(self, direction: Direction) -> tuple[Tensor, Tensor] | None:
         """(data, scale) of codes of the same format, for new ones to be written over; or None."""
         content = self._content
         same = content.quantizer is not None and content.quantizer[:2] == self._quantizer[:2]

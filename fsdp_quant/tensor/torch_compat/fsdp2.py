@@ -16,17 +16,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import (
     FSDPParam,
     ShardedState,
-    alloc_storage,
-    free_storage,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    alloc_storage as alloc_storage,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    free_storage as free_storage,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from .autograd import never_compiled
-
-__all__ = ["FSDPParam", "alloc_storage", "free_storage"]
-
 
 _GONE = "the model of this parameter is freed"
 

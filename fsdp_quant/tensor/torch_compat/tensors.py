@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-
-__all__ = ["tree_flatten", "tree_map_only", "tree_unflatten"]
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
