@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: what
-this machine can do, whether it does so, what a recipe runs on it, what a run did, which formats its
-layers bear."""
+"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: inspect
+this machine, check its kernels, print a recipe's GEMMs, render a run's log, choose formats."""
 
 from __future__ import annotations
 
@@ -9,10 +8,13 @@ import argparse
 import runpy
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.cuda import nccl
 
 from . import recipe as recipes
 from .formats import FORMATS
@@ -28,14 +30,10 @@ def _device() -> torch.device:
 
 
 def doctor() -> None:
-    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each;
-    then what to do."""
+    """Print versions, GPUs, collectives, which operations run compiled per format, and remedies."""
     device, status = _device(), extension.STATUS
-    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    gpus, built = (
-        Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda),
-        status.build,
-    )
+    built, cuda = status.build, [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    gpus = Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda)
     facts = {
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
@@ -45,9 +43,7 @@ def doctor() -> None:
         "built for": ", ".join(built.architectures) if built else "none",
         "operators": status.library or f"PyTorch reference only: {status.reason}",
         "GPUs": ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version()))
-        if dist.is_backend_available("nccl")
-        else "none",
+        "NCCL": ".".join(map(str, nccl.version())) if dist.is_backend_available("nccl") else "none",
         "gloo": "available" if dist.is_backend_available("gloo") else "none",
     }
     for name, fact in facts.items():
@@ -62,26 +58,24 @@ def doctor() -> None:
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
     """A line per format, a column per operation: native, or the number of the reason below."""
     operations = list(dict.fromkeys(name for row in reasons.values() for name in row))
-    notes = list(
-        dict.fromkeys(
-            reason for row in reasons.values() for reason in row.values() if reason is not None
-        )
-    )
+    numbers: dict[str, int] = {}
     width = max([len("native"), *map(len, operations)]) + 2
     table = {f"on {arch_of(device)}": operations}
     for fmt, row in reasons.items():
+        cells = (row[op] for op in operations)
         table[fmt] = [
-            "native" if row[op] is None else f"[{notes.index(row[op]) + 1}]" for op in operations
+            "native" if why is None else f"[{numbers.setdefault(why, len(numbers) + 1)}]"
+            for why in cells
         ]
     print()
     for name, cells in table.items():
         print(f"{name:14}" + "".join(f"{cell:{width}}" for cell in cells).rstrip())
-    for number, reason in enumerate(notes, 1):
+    for reason, number in numbers.items():
         print(f"[{number}] PyTorch reference: {reason}")
 
 
-def plan(name: str, forward: str | None, backward: str | None) -> None:
-    """The three products of a linear layer under a recipe, with their domains on this machine."""
+def plan(name: str, forward: str, backward: str) -> None:
+    """Print the three GEMMs of a linear layer under a recipe, and how this machine runs them."""
     recipe = recipes.hybrid(forward, backward) if name == "hybrid" else recipes.by_name(name)
     device = _device()
     built, arch = build_plan(recipe, "linear").on(torch.bfloat16, device), arch_of(device)
@@ -96,9 +90,8 @@ def plan(name: str, forward: str | None, backward: str | None) -> None:
         )
 
 
-def _set_up(place: str) -> tuple:
-    """What FILE.py:FUNCTION returns. Raises ValueError for a function that is not there, or returns
-    something else."""
+def _set_up(place: str) -> tuple[nn.Module, Iterable, advise.Loss | None]:
+    """(model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything else."""
     path, _, name = place.partition(":")
     name = name or "setup"
     made = runpy.run_path(path).get(name)
@@ -113,7 +106,8 @@ def _set_up(place: str) -> tuple:
             f"{place} returned {type(made).__name__}; wanted (model, batches) or (model, batches, "
             "loss)"
         )
-    return made
+    model, batches, *loss = made
+    return model, batches, loss[0] if loss else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,16 +154,10 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "doctor":
             doctor()
         elif args.command == "advise":
-            model, batches, *loss = _set_up(args.setup)
+            model, batches, loss = _set_up(args.setup)
             candidates = args.candidates.split(",")
             advise.advise(
-                model,
-                batches,
-                args.budget,
-                candidates,
-                *(loss or [None]),
-                args.gradient_error,
-                args.skip,
+                model, batches, args.budget, candidates, loss, args.gradient_error, args.skip
             )
         else:
             plan(args.recipe, args.forward, args.backward)

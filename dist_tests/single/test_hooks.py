@@ -469,9 +469,7 @@ def test_the_proof_finds_bytes_that_no_owner_publishes():
 
     cuts = ShardMap((0, 1300, 2600, 3900))
     Segments((WireTensor("w", 4, cuts),), 3).validate()
-    with pytest.raises(
-        ValueError, match=r"w: rank 0 owns elements \[0, 1300\), and publishes others"
-    ):
+    with pytest.raises(ValueError, match=r"w: rank 0 owns elements \[0, 1300\), but sends others"):
         Segments((BytesOfTheirOwn("w", 4, cuts),), 3).validate()
 
 

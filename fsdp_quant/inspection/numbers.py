@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -198,7 +198,7 @@ def on_host(measured: Sequence[Measured]) -> list[tuple[list[float], dict[Direct
 
 
 def quantities(
-    slot: str, whole: Sequence[float], directions: dict[Direction, Sequence[float]]
+    slot: str, whole: Sequence[float], directions: Mapping[Direction, Sequence[float]]
 ) -> dict[str, float]:
     """ "slot/quantity" and "slot.direction/quantity" -> number; undefined ones are left out."""
     found = {f"{slot}/{field}": value for field, value in zip(_WHOLE, whole)}

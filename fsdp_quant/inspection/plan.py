@@ -5,10 +5,11 @@ gathers."""
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,17 +151,13 @@ class ModelPlan:
                 GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]
             ]
             weights = {name: tuple(pair) for name, pair in facts["weight_bytes"].items()}
-            other, elements, notes = (
-                tuple(facts["other_bytes"]),
-                facts["weight_elements"],
-                list(facts["notes"]),
-            )
-            traffic = facts.get("traffic") and Traffic(
-                **{
-                    name: tuple(of) if isinstance(of, list) else of
-                    for name, of in facts["traffic"].items()
-                }
-            )
+            other, elements = tuple(facts["other_bytes"]), facts["weight_elements"]
+            notes = list(facts["notes"])
+            fields: dict[str, Any] = {
+                name: tuple(of) if isinstance(of, list) else of
+                for name, of in (facts.get("traffic") or {}).items()
+            }
+            traffic = Traffic(**fields) if fields else None
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"this is no plan that fq.plan(model).save wrote: {error!r}"
@@ -232,8 +229,8 @@ def plan(
     dgrad            nvfp4+SR x nvfp4              reference (the result is float32)  [0]
     wgrad       nvfp4(RHT)+SR x nvfp4(RHT)         reference (the result is float32)  [0]
     """
-    links = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
-    if bandwidth is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
+    links = (bandwidth, bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+    if links is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
         raise ValueError(
             f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair "
             "of them (inside a copy, between copies), and seconds"
@@ -253,8 +250,10 @@ def plan(
         planned = module.plan_on(activations, module.weight.device)
         for product in PRODUCTS:
             domain, reason = planned.domain(product, activations, arch)
-            operands = tuple(
-                repr(planned.hybrid(slot).side(d)) for slot, d in (product.a, product.b)
+            (slot_a, side_a), (slot_b, side_b) = product.a, product.b
+            operands = (
+                repr(planned.hybrid(slot_a).side(side_a)),
+                repr(planned.hybrid(slot_b).side(side_b)),
             )
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
     layers = modules.values()
@@ -268,7 +267,7 @@ def plan(
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
-    if bandwidth is not None:
+    if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
         pair = gathered_bytes(m, _gathers_once(m, roots))
@@ -277,7 +276,8 @@ def plan(
             result.weight_bytes[f"{names[owner]}.{attribute}".lstrip(".")] = pair
             result.weight_elements += m.global_shape.numel()
         else:
-            result.other_bytes = tuple(map(sum, zip(result.other_bytes, pair)))
+            forward, backward = result.other_bytes
+            result.other_bytes = forward + pair[0], backward + pair[1]
     return result
 
 
@@ -288,7 +288,26 @@ def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
 def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
     """(forward, backward) bytes of the gathered output of one parameter; `once`: it stays unsharded
     in between."""
-    return weight_bytes(m, once) if isinstance(m.local, FSDPHooks) else _plain_bytes(m, once)
+    local = m.local
+    if not isinstance(local, FSDPHooks):
+        return _plain_bytes(m, once)
+    state, quantizer = local.state, local.state.matrices[0].quantizer
+    cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
+
+    def size(needs: frozenset[Direction]) -> int:
+        return sum(
+            gathered_size(
+                wire_buffers(quantizer.encodings[d], cuts, m.global_shape, m.param_dtype),
+                m.world_size,
+            )
+            for d in gathered_directions(quantizer, needs)
+        )
+
+    both = frozenset(Direction)
+    if once:
+        return size(both), 0
+    backward = both if state.is_recomputed else frozenset({COLUMNWISE})
+    return size(frozenset({ROWWISE})), size(backward)
 
 
 def _plain_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
@@ -324,7 +343,7 @@ def _traffic(
             seconds[0] += latency
             seconds[1] += latency * (not once)
         reduce += latency * (1 + (copies > 1))
-    return Traffic(links, latency, tuple(gather), tuple(in_16_bit), reduce)
+    return Traffic(links, latency, (gather[0], gather[1]), (in_16_bit[0], in_16_bit[1]), reduce)
 
 
 def _override_notes(modules: Iterable[Linear]) -> list[str]:
@@ -374,11 +393,10 @@ def _module_notes(
 
 
 def _other_notes(model: nn.Module) -> list[str]:
-    """What is multiplied in high precision: alike modules, and their share of a token's
+    """Modules that multiply in high precision, by kind, and their share of a token's
     multiply-adds."""
-    routed = next(
-        (m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None
-    )
+    routers = (getattr(m, "top_k", None) for m in model.modules())
+    routed = next((top_k for top_k in routers if isinstance(top_k, int)), None)
     embeddings = ids_of_embeddings(model)
     ours = {
         id(m._parameters.get("weight"))
@@ -388,7 +406,8 @@ def _other_notes(model: nn.Module) -> list[str]:
     ours |= {
         id(m._parameters[m.source]) for m in model.modules() if isinstance(m, TransposedLinear)
     }
-    others, total, seen = Counter(), 0.0, set()
+    others: dict[tuple[str, str, str], float] = defaultdict(float)
+    total, seen = 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():
             if p is None or p.dim() not in (2, 3) or id(p) in seen:
@@ -414,30 +433,5 @@ def _other_notes(model: nn.Module) -> list[str]:
     return [
         f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a "
         "token's multiply-adds"
-        for (kind, name, which), work in others.most_common()
+        for (kind, name, which), work in sorted(others.items(), key=lambda of: -of[1])
     ]
-
-
-def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of the gathered output of one weight; `once`: it stays unsharded in
-    between."""
-    state, quantizer = managed.local.state, managed.local.state.matrices[0].quantizer
-    cuts = RowCuts.chunked(managed.global_shape[0], managed.world_size)
-
-    def size(needs: frozenset[Direction]) -> int:
-        return sum(
-            gathered_size(
-                wire_buffers(
-                    quantizer.encodings[d], cuts, managed.global_shape, managed.param_dtype
-                ),
-                managed.world_size,
-            )
-            for d in gathered_directions(quantizer, needs)
-        )
-
-    both = frozenset(Direction)
-    if once:
-        return size(both), 0
-    return size(frozenset({ROWWISE})), size(
-        both if state.is_recomputed else frozenset({COLUMNWISE})
-    )

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`inspect(model)`: what the formats do to the values of a run, by layer and slot.
+"""`inspect(model)`: quantization statistics of a run, by layer and slot.
 
 [Note: what is measured, and when]
-A sampled step runs as it would, with hooks on its layers. A hook quantizes the tensor that it sees
-once more, with the layer's own quantizers, factors of delayed scaling and random key: the codes are
-those that the step multiplies. Nothing of it is kept or written, no generator is advanced and no
-history is recorded, so the training bits are those of a run that nobody inspects.
+Hooks on the layers quantize each tensor of a sampled step a second time, with the layer's own
+quantizers, delayed scales and random key, so the codes are those that the step multiplies. They
+store nothing, advance no generator and record no history: training bits do not change.
 
     input        after the layer's forward (not when a backward recomputes it)
     grad_output  a hook on the layer's output
-    weight       after the model's forward: of each rank's shard under `fully_shard`, with the
-                 statistics that ranks share
-    grad_norm    as the gradient of the weight is accumulated: of the shard, before it is clipped
+    weight       after the model's forward; under `fully_shard` each rank's shard, with the shared
+                 statistics
+    grad_norm    as the weight's gradient is accumulated: of the shard, before clipping
 
-Sums stay on the device until the next training forward begins; unsampled steps do nothing but
-count. Each rank measures what it multiplies: of a layer that tensor parallelism cuts, its part by
-itself.
+Statistics stay on the device until the next training forward begins; unsampled steps only count.
+Each rank measures its own operands, with tensor parallelism its part of a layer.
 
-torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so no graph
-is traced again. Its bits are those of eager mode, which differ from a graph's by what inductor
-fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
+torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so nothing
+is traced again. Its bits are those of eager mode, which differ from a graph's where inductor fuses.
+A replayed CUDA graph (`fq.graphed`) runs no hooks.
 """
 
 from __future__ import annotations
@@ -59,10 +57,10 @@ Numbers = dict[str, float]
 
 
 class Inspection:
-    """Numbers of a model's layers, every `every` steps. Made by `inspect`.
+    """Statistics of a model's layers, every `every` steps; see `inspect`.
 
-    latest:   (step, numbers) of the last sampled step whose backward is done; None before one.
-    records:  all of them, where they are written to no file.
+    latest:   (step, numbers) of the last sampled step whose backward is done, or None.
+    records:  all of them, unless they are written to a file.
     """
 
     def __init__(
@@ -83,17 +81,18 @@ class Inspection:
         self.latest: tuple[int, Numbers] | None = None
         self.records: list[tuple[int, Numbers]] = []
         self._path = None if path is None else _of_rank(Path(path))
-        self._next, self._step, self._sampled = first_step, first_step, None
-        self._seen = 0  # training forwards
+        self._next = self._step = first_step
+        self._sampled = -1
+        self._num_forwards = 0  # in training
         self.in_forward = False  # of a sampled step
-        self._undo: list[Callable[[], object]] = []  # of start
-        self._hooks: list[Callable[[], object]] = []  # of the sampled step
+        self._undo: list[Callable[[], object]] = []  # removes the hooks of `start`
+        self._hooks: list[Callable[[], object]] = []  # removes those of the sampled step
         self._stance = None
         self._measured: dict[tuple[str, str], list[Measured]] = {}
         self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, of its weights' gradients
 
     def start(self) -> Inspection:
-        """Begin to count training forwards. The file, if there is one, is begun anew."""
+        """Count training forwards from now on. An existing file is truncated."""
         if self._undo:
             raise ValueError("inspect was started before, and not stopped; call stop() first")
         if self._path is not None:
@@ -103,7 +102,7 @@ class Inspection:
         return self
 
     def stop(self) -> None:
-        """End it: what was measured since is written, and what ran (`fq.receipt`)."""
+        """Write the pending sample and `fq.receipt`, and remove all hooks."""
         if not self._undo:
             return
         self._undo.pop()()
@@ -111,7 +110,7 @@ class Inspection:
         self._finish()
         if self._path is not None:
             self._write("receipt", _in_json(asdict(receipt())))
-        if not self._seen:
+        if not self._num_forwards:
             warnings.warn(
                 f"inspect saw no training forward of {type(self.model).__name__}: call the model "
                 f"that was inspected, in training "
@@ -126,8 +125,7 @@ class Inspection:
         self.stop()
 
     def scalars(self, step: int | None = None, **values: float) -> None:
-        """Write numbers of your own beside: `log.scalars(loss=loss.item())`. step: default, the
-        one that runs."""
+        """Write your own numbers: `log.scalars(loss=loss.item())`. step: default, the current."""
         self._write("scalars", {"values": _in_json(values)}, self._step if step is None else step)
 
     # Steps #
@@ -138,7 +136,7 @@ class Inspection:
         if torch_compat.backward_is_running() or torch_compat.is_fake() or STEP.is_captured:
             return
         self._finish()
-        self._seen += 1
+        self._num_forwards += 1
         self._step = STEP.step if STEP.counted_by_hand else self._next
         self._next += 1
         if self._step % self.every == 0 and self._sampled != self._step:
@@ -160,7 +158,7 @@ class Inspection:
             self._stance = None
 
     def _finish(self) -> None:
-        """Bring the sums of the sampled step to the host, and hand out its numbers."""
+        """Copy the statistics of the sampled step to the host, and report them."""
         for undo in self._hooks:
             undo()
         self._hooks = []
@@ -181,10 +179,10 @@ class Inspection:
         self._measured, self._gradient_norms = {}, {}
         self.latest = self._sampled, numbers
         if self._path is None:
-            self.records.append(self.latest)
+            self.records.append((self._sampled, numbers))
         self._write("numbers", {"values": _in_json(numbers)}, self._sampled)
         if self.on_record is not None:
-            self.on_record(*self.latest)
+            self.on_record(self._sampled, numbers)
 
     # Hooks #
 
@@ -208,10 +206,10 @@ class Inspection:
     def add(
         self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None
     ) -> None:
-        """Measure an activation or gradient [.., cols] of a module; sizes: rows of each expert,
-        None: of its one layer."""
+        """Measure an activation or gradient [.., cols] of a module. sizes: rows per expert, None
+        without experts."""
         if isinstance(x, QuantizedTensor):
-            return  # dispatched tokens came as codes
+            return  # tokens that were dispatched as codes
         with torch.no_grad(), counters.kept():
             rows = local_of(x).detach().reshape(-1, x.shape[-1])
             for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
@@ -219,29 +217,31 @@ class Inspection:
                     self._measured.setdefault((name, slot), []).append(_of_slot(layer, slot, part))
 
     def _measure_weights(self) -> None:
-        sharded = [
-            m for m in torch_compat.managed_params_of(self.model) if isinstance(m.local, FSDPHooks)
-        ]
-        pieces: dict[int, list[Piece]] = {
-            id(s): [] for m in sharded for s in m.local.state.matrices
-        }
-        codes = {id(m.local.state): m.local for m in sharded if m.local.state.holds_codes}
-        for m in sharded:
-            if id(m.local.state) not in codes:
-                cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
-                for piece in m.local.state.pieces(values_of(m.local).detach(), cuts, m.rank):
-                    pieces[id(piece.state)].append(piece)
+        pieces: dict[int, list[Piece]] = {}
+        codes: dict[int, FSDPHooks] = {}
+        for m in torch_compat.managed_params_of(self.model):
+            local = m.local
+            if not isinstance(local, FSDPHooks):
+                continue
+            pieces.update((id(s), []) for s in local.state.matrices)
+            if local.state.holds_codes:
+                codes[id(local.state)] = local
+                continue
+            cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
+            for piece in local.state.pieces(values_of(local).detach(), cuts, m.rank):
+                pieces[id(piece.state)].append(piece)
         for name, _, layers in _units(self.model):
-            for state, layer in [(layer._weight_state, layer) for layer in layers]:
+            for layer in layers:
+                state, weight = layer._weight_state, layer.weight
                 if state.holds_codes:
-                    made = _of_codes(codes.get(id(state), layer.weight))
+                    measured = _of_codes(codes.get(id(state), weight))
                 elif id(state) in pieces:
-                    made = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
-                    values = values_of(local_of(layer.weight)).detach()
-                    made = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
-                if made:
-                    self._measured.setdefault((name, "weight"), []).extend(made)
+                    values = values_of(local_of(weight)).detach()
+                    measured = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
+                if measured:
+                    self._measured.setdefault((name, "weight"), []).extend(measured)
 
     def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
         if self._path is not None:
@@ -257,27 +257,22 @@ def inspect(
     on_record: Callable[[int, Numbers], None] | None = None,
     first_step: int = 0,
 ) -> Inspection:
-    """Measure what the formats do to the model's tensors: `with fq.inspect(model, every=100) as
-    log:`, or start() and stop().
+    """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
+    start() and stop().
 
-    every:       steps from one sample to the next; the step is `fq.begin_step`'s, else the number
-                 of training forwards.
+    every:       steps between samples; a step is `fq.begin_step`'s, else a training forward.
     path:        JSON lines for `python -m fsdp_quant report`; rank r > 0 writes NAME.rank{r}.jsonl.
-    on_record:   called with (step, numbers) of each sample, such as `lambda step, numbers:
+    on_record:   called with (step, numbers) per sample, such as `lambda step, numbers:
                  wandb.log(numbers, step=step)`.
-    first_step:  of the first training forward, where nobody calls `fq.begin_step` (a resumed run).
+    first_step:  step of the first training forward, without `fq.begin_step` (a resumed run).
 
-    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and of each direction that is
-              quantized
+    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and per quantized direction
               "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and
-              "/scale_max" (`inspection.numbers`).
-              Experts of one module are one layer.
+              "/scale_max" (`inspection.numbers`). Experts of one module are one layer.
 
-    Training bits are those of a run without it; `inspection.recorder` says when what is measured,
-    and what it does to compiled
-    models.
-    Raises ValueError for a model without converted layers, and for an `every` that is no positive
-    int.
+    Training bits do not change; `inspection.recorder` describes what is measured when, and how
+    compiled models run.
+    Raises ValueError for a model without converted layers, and unless `every` is a positive int.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> with fq.inspect(model, every=1) as log:
@@ -296,8 +291,8 @@ class _Hook:
     def __init__(self, log: Inspection, name: str, layers: list[Linear]):
         self._log, self._name, self._layers = log, name, layers
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output) -> None:
-        x, *rest = args or (kwargs.get("x", kwargs.get("input")),)
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        x, *rest = args or (kwargs["x"] if "x" in kwargs else kwargs["input"],)
         sizes = (
             _sizes(module, rest[0] if rest else kwargs.get("splits"))
             if isinstance(module, GroupedLinear)
@@ -324,8 +319,7 @@ class _Hook:
 
 
 def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
-    """(name, module that is called, its layers) of what converted layers are in; experts of one
-    module are one."""
+    """(name, module to hook, its layers) of converted layers; experts of one module are one unit."""
     inside = set()
     for name, module in model.named_modules():
         name = name.replace("_orig_mod.", "")
@@ -339,7 +333,7 @@ def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
 
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
-    """Rows of each expert; of splits on a device waits for it."""
+    """Rows per expert; waits for the device if the splits are there."""
     if not isinstance(splits, Tensor):
         return list(splits)
     ends = splits.tolist()
@@ -347,8 +341,8 @@ def _sizes(module: GroupedLinear, splits) -> list[int]:
 
 
 def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
-    """x [rows, cols] in the formats of a slot, with the factors and random bits that the layer's
-    products have."""
+    """Measure x [rows, cols] in the formats of a slot, with the layer's delayed scales and random
+    bits."""
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
     factors = [h.enc for h in layer.histories(layer_plan, slot, x.device)]
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.ids_on(x.device), len(x))
@@ -356,8 +350,8 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     return measure(x, made, hybrid)
 
 
-def _of_codes(weight: QuantizedTensor) -> list[Measured]:
-    storages = {d: s for d in Direction if (s := getattr(weight, d.value)) is not None}
+def _of_codes(weight: Tensor) -> list[Measured]:
+    storages = {d: s for d in Direction if (s := getattr(weight, d.value, None)) is not None}
     return [measure_codes(storages)] if storages else []
 
 
@@ -380,8 +374,9 @@ def _of_piece(piece: Piece) -> Measured:
 
 def _of_gradient(norms: list[Tensor]) -> Callable[[Tensor], None]:
     def hook(weight: Tensor) -> None:
-        gradient = local_of(weight.grad).detach()
-        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if weight.grad is not None:
+            gradient = local_of(weight.grad).detach()
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
     return hook
 
@@ -392,7 +387,7 @@ def _of_rank(path: Path) -> Path:
 
 
 def _in_json(value):
-    """Keys as texts, and None for numbers that JSON does not have."""
+    """Strings for keys, and None for numbers that JSON lacks."""
     if isinstance(value, dict):
         return {
             " | ".join(map(str, k)) if isinstance(k, tuple) else str(k): _in_json(v)

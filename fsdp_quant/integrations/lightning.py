@@ -23,16 +23,16 @@ from .rank_states import gather_state, load_gathered_state
 class FabricPrecision(fabric.Precision):
     """Train with `recipe`: `Fabric(plugins=[FabricPrecision(recipe)])`.
 
-    recipe:     of `fq.convert`, which `fabric.setup` calls before it shards. None: the model was
-                converted before.
+    recipe:     for `fq.convert`, which `fabric.setup` calls before it shards. None: the model is
+                already converted.
     precision:  of everything else: "32-true", "bf16-true" or "bf16-mixed". Under `fully_shard`:
                 "32-true", and its `MixedPrecisionPolicy`.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
-    `state_dict()` is `fq.state_dict` of all ranks: put it into what `fabric.save` is given, and
-    give it to `load_state_dict` after `fabric.load`, on every rank.
+    `state_dict()` is `fq.state_dict` of all ranks: save it with `fabric.save`, and pass it to
+    `load_state_dict` after `fabric.load`, on every rank.
 
-    Raises ValueError for another `precision`, and where the recipe is given twice or never.
+    Raises ValueError for another `precision`, and for a recipe that is given twice or never.
     """
 
     def __init__(
@@ -49,11 +49,19 @@ class FabricPrecision(fabric.Precision):
         self._rest = (
             fabric.HalfPrecision("bf16-true") if precision == "bf16-true" else fabric.Precision()
         )
-        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
+        self._reference: Callable[[], nn.Module | None] = lambda: None
+
+    @property
+    def _model(self) -> nn.Module:
+        """The model, which is held weakly. Raises RuntimeError before `convert_module`."""
+        model = self._reference()
+        if model is None:
+            raise RuntimeError("the precision plugin has no model yet; call fabric.setup first")
+        return model
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        module, before = self._rest.convert_module(module), self._model()
-        self._model = weakref.ref(module)
+        module, before = self._rest.convert_module(module), self._reference()
+        self._reference = weakref.ref(module)
         if module is before:  # the Trainer asks at each of fit, validate and test
             return module
         if (self.recipe is None) == (not converted_modules(module)):
@@ -65,9 +73,9 @@ class FabricPrecision(fabric.Precision):
             module if self.recipe is None else convert(module, self.recipe, **self.convert_options)
         )
 
-    def forward_context(self) -> contextlib.AbstractContextManager[None]:
+    def forward_context(self) -> contextlib.AbstractContextManager:
         if self.precision == "bf16-mixed":
-            return autocast(next(self._model().parameters()).device.type, bfloat16)
+            return autocast(next(self._model.parameters()).device.type, bfloat16)
         return self._rest.forward_context()
 
     def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
@@ -83,17 +91,17 @@ class FabricPrecision(fabric.Precision):
         return self._rest.convert_output(data)
 
     def state_dict(self) -> dict[str, Any]:
-        return gather_state(self._model())
+        return gather_state(self._model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_gathered_state(self._model(), state_dict)
+        load_gathered_state(self._model, state_dict)
 
 
 class Precision(trainer.Precision, FabricPrecision):
     """`FabricPrecision` for the Trainer: `Trainer(plugins=[Precision(recipe)])`.
 
-    hold:  codes of weights are made once per optimizer step (`fq.hold`). None: where several
-           micro-batches make up a step.
+    hold:  quantize weights once per optimizer step (`fq.hold`). None: if a step has several
+           micro-batches.
 
     The model is converted after `configure_model`, which may have sharded it. Steps are the
     Trainer's optimizer steps, and its checkpoints hold the state.
@@ -105,13 +113,14 @@ class Precision(trainer.Precision, FabricPrecision):
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
-        model = self._model()
-        step, accumulates = model.trainer.global_step, model.trainer.accumulate_grad_batches > 1
+        model = self._model
+        fit: Any = model.trainer
+        step, accumulates = fit.global_step, fit.accumulate_grad_batches > 1
         self._micro_batch = self._micro_batch + 1 if step == self._step else 0
         self._step = step
         begin_step(step, micro_batch=self._micro_batch)
         if not self._micro_batch:
-            self._held.close()  # of a training that raised
+            self._held.close()  # left by a training that raised
             if accumulates if self.hold is None else self.hold:
                 self._held.enter_context(hold(model))
         with self.forward_context():

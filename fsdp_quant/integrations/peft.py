@@ -18,8 +18,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 
 
 class _Decoded:
-    """A LoRA layer whose base shows the values that its codes have, decoded when they are asked
-    for."""
+    """A LoRA layer whose base returns dequantized weights."""
 
     def __init__(self, layer: LoraLayer):
         self._layer = layer

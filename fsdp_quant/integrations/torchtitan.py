@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torchtitan import trainer as titan
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module as TitanModule
-from torchtitan.protocols.sharding import resolve_placements
+from torchtitan import trainer as titan  # pyright: ignore[reportMissingImports]
+from torchtitan.distributed import ParallelDims  # pyright: ignore[reportMissingImports]
+from torchtitan.distributed.cudagraph import CUDAGraphInputSpec  # pyright: ignore[reportMissingImports]
+from torchtitan.protocols.model_spec import ModelSpec  # pyright: ignore[reportMissingImports]
+from torchtitan.protocols.module import Module as TitanModule  # pyright: ignore[reportMissingImports]
+from torchtitan.protocols.sharding import resolve_placements  # pyright: ignore[reportMissingImports]
 
 from ..modules.convert import convert
 from ..modules.exchange import Layouts
@@ -81,7 +81,7 @@ def quantized(
 
 
 def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
-    """Tell layers that ranks of tensor parallelism will share how torchtitan wants their output.
+    """Set the output layouts that torchtitan wants of layers that tensor parallelism will cut.
 
     A row-parallel `fq.Linear` sums over the ranks itself, where torchtitan expects partial sums.
     """
@@ -175,16 +175,18 @@ class Trainer(titan.Trainer):
 
 def _graphed(body: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
     """`Trainer._forward_backward_body` in a graph of `fq.graphed`, whose arguments are tensors."""
-    spec: CUDAGraphInputSpec | None = None
+    specs: list[CUDAGraphInputSpec] = []  # of the first batch
     step = graphed(
-        lambda inputs, labels, tokens, *flat: body(inputs, labels, tokens, spec.unflatten(flat)),
+        lambda inputs, labels, tokens, *flat: body(
+            inputs, labels, tokens, specs[0].unflatten(flat)
+        ),
         model,
     )
 
     def run(inputs: Tensor, labels: Tensor, tokens: Tensor, extra: dict[str, Any]) -> Tensor:
-        nonlocal spec
-        spec = spec or CUDAGraphInputSpec(extra)
-        return step(inputs, labels, tokens, *spec.flatten(extra))
+        if not specs:
+            specs.append(CUDAGraphInputSpec(extra))
+        return step(inputs, labels, tokens, *specs[0].flatten(extra))
 
     return run
 

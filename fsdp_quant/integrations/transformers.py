@@ -100,20 +100,19 @@ class Callback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model=None,
+        model: nn.Module,
         **kwargs,
     ):
-        self._held.close()  # of a training that raised
-        self._convert(model)  # `model_init` makes another for each training
+        self._held.close()  # left by a training that raised
+        self._convert(model)  # `model_init` returns a new model per training
         if state.global_step:
             load_gathered_state(
                 model, torch.load(self._file(args, state), map_location="cpu", weights_only=True)
             )
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str:
-        """Path of the state in the checkpoint that this training resumes from, of which the Trainer
-        tells the step alone."""
-        own = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        """Path of the state in the checkpoint to resume from; the Trainer only knows its step."""
+        own = _folder(args, state)
         folders = [self.resume_from] if self.resume_from else [args.resume_from_checkpoint, own]
         paths = [os.path.join(folder, FILE) for folder in folders if isinstance(folder, str)]
         for path in paths:
@@ -129,7 +128,7 @@ class Callback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model=None,
+        model: nn.Module,
         **kwargs,
     ):
         self._micro_batch = 0
@@ -176,17 +175,18 @@ class Callback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model=None,
+        model: nn.Module,
         **kwargs,
     ):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
             return
         gathered = gather_state(model)
         if args.should_save:
-            torch.save(
-                gathered,
-                os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", FILE),
-            )
+            torch.save(gathered, os.path.join(_folder(args, state), FILE))
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> str:
+    return os.path.join(args.output_dir or "", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def _loss_scale(optimizer: object) -> float:

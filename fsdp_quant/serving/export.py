@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..formats import ROWWISE
 from ..storage import Storage
 from ..tensor.agreement import agree
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 from . import configs, layouts
 from .configs import Scheme
@@ -49,8 +50,11 @@ _MERGED = (
 )
 
 
+T = TypeVar("T")
+
+
 class Part(NamedTuple):
-    """A slice of a weight in the checkpoint. kind: None where it is written in high precision."""
+    """A slice of a weight in the checkpoint. kind: None if written in high precision."""
 
     slice: Slice
     shape: tuple[int, ...]
@@ -128,11 +132,11 @@ def export(
 
 @dataclass
 class Exported:
-    """The tensors that a model becomes, before any is gathered.
+    """The planned tensors of a checkpoint, before any weight is gathered.
 
-    parts:    of each weight.
-    planned:  of each part its tensors, in that order.
-    shared:   tensor amaxes of matrices that are quantized with others' (`_shared_amaxes`).
+    parts:    per weight.
+    planned:  tensors per part, in that order.
+    shared:   tensor amaxes of matrices that share a second-level scale (`_shared_amaxes`).
     config:   JSON files by name.
     """
 
@@ -143,7 +147,7 @@ class Exported:
     config: dict[str, dict]
 
     def gathered(self, source: Source) -> Tensor | Storage:
-        """The whole weight: its codes where they are at rest. Every rank must call it."""
+        """The whole weight, as codes if it stores codes. Every rank must call it."""
         codes = codes_of(source) if source.layers and (source, None) not in self.shared else None
         return master_of(source) if codes is None else codes
 
@@ -152,7 +156,7 @@ class Exported:
         made: dict[int | None, Storage] = {}
         for part in self.parts[source]:
             matrix, rows = part.slice.matrix, part.slice.rows
-            if not source.layers:
+            if not source.layers and isinstance(whole, Tensor):
                 yield part.slice.name, source.slice_of(whole, part.slice).to(part.dtype)
                 continue
             if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
@@ -178,7 +182,7 @@ def exported(
     input_amax: Mapping[str, float] | None,
     share_scales: bool | None,
     names: Callable[[str], str] | None,
-    tensor_amax: Callable[[Source, int | None], Tensor] | None = None,
+    tensor_amax: Callable[[Source, int | None], Tensor | None] | None = None,
 ) -> Exported:
     """Plan what `export` writes; arguments and errors are those of `export`. Every rank must call
     it.
@@ -197,7 +201,11 @@ def exported(
     sources = sources_of(model, names)
     parts = {source: _parts(source, format, dtype, given) for source in sources}
     every = [(source, part) for source, of in parts.items() for part in of]
-    schemes = {part.layer: _scheme(source, part) for source, part in every if part.kind is not None}
+    schemes = {
+        part.layer: _scheme(source, part, part.kind)
+        for source, part in every
+        if part.kind is not None
+    }
     if not any(source.layers for source in sources):
         raise ValueError(
             "found no quantized layer to export; call fq.convert(model, recipe) first, or "
@@ -216,19 +224,21 @@ def exported(
 
 
 def _check_ranks(planned: list[list[Planned]]) -> None:
-    """Raise ValueError, on every rank, where ranks hold other tensors, whose gathers would hang."""
-    if not dist.is_available() or not dist.is_initialized():
+    """Raise ValueError on every rank if ranks hold different tensors, whose gathers would hang."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
         return
     facts = {of.name: f"{list(of.shape)} {of.dtype}" for some in planned for of in some}
     remedy = (
         "give every rank one model and the same options (stages of a pipeline are exported from a "
         "model of all)"
     )
-    agree(facts, [dist.group.WORLD], None, remedy, "ranks would write other tensors")
+    agree(facts, [world], None, remedy, "ranks would write other tensors")
 
 
-def _on_first_rank(run: Callable[[], object]) -> object:
-    """What `run` returns on rank 0, None on others. What it raises is raised on every rank."""
+def _on_first_rank(run: Callable[[], T]) -> T | None:
+    """Call `run` on rank 0 and return its result, None on others. Errors are raised on every
+    rank."""
     distributed = dist.is_available() and dist.is_initialized()
     result, raised = None, [None]
     if not distributed or dist.get_rank() == 0:
@@ -243,10 +253,11 @@ def _on_first_rank(run: Callable[[], object]) -> object:
     return result
 
 
-def _finish(writer: Writer, failure: Exception | None) -> None:
+def _finish(writer: Writer | None, failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-    writer.finish()
+    if writer is not None:
+        writer.finish()
 
 
 # What is written #
@@ -283,9 +294,10 @@ def _parts(
                 f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
                 "export format='dequantized'"
             )
-        part = Part(s, shape, own, layouts.kind_of(fmt, format, s.name, shape))
+        kind = layouts.kind_of(fmt, format, s.name, (shape[0], shape[1]))
+        part = Part(s, shape, own, kind)
         amax = input_amax.get(part.layer)
-        takes = layouts.takes_input_amax(part.kind)
+        takes = layouts.takes_input_amax(kind)
         if amax is not None and not (takes and 0 < amax < float("inf")):
             raise ValueError(
                 f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
@@ -295,16 +307,17 @@ def _parts(
     return made
 
 
-def _scheme(source: Source, part: Part) -> Scheme:
+def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
     inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").rowwise
-    return configs.scheme_of(part.kind, inputs.fmt.is_quantized, part.input_amax)
+    return configs.scheme_of(kind, inputs.fmt.is_quantized, part.input_amax)
 
 
 def _planned(source: Source, part: Part, format: str) -> list[Planned]:
     if part.kind is None:
         return [Planned(part.slice.name, part.dtype, part.shape)]
     fmt = source.layers[part.slice.matrix or 0].plan.weight.rowwise.fmt
-    like = Storage.zeros(fmt, ROWWISE, part.shape, torch.float32, "meta")
+    rows, cols = part.shape
+    like = Storage.zeros(fmt, ROWWISE, (rows, cols), torch.float32, "meta")
     tensors = layouts.tensors_of(like, part.kind, format, part.input_amax)
     return [Planned(f"{part.layer}.{name}", t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 
@@ -338,9 +351,9 @@ def _ignored(
 def _shared_amaxes(
     every: list[tuple[Source, Part]],
     share: bool | None,
-    tensor_amax: Callable[[Source, int | None], Tensor],
+    tensor_amax: Callable[[Source, int | None], Tensor | None],
 ) -> dict[tuple[Source, int | None], Tensor]:
-    """The tensor amax of each matrix that is to be quantized with one of others."""
+    """The common tensor amax of matrices that servers merge and whose amaxes differ."""
     by_layer = {
         part.layer: (source, part.slice.matrix)
         for source, part in every
@@ -354,7 +367,8 @@ def _shared_amaxes(
                 name for part in merged if (name := f"{parent}.{part}".lstrip(".")) in by_layer
             ]
             keys = list(dict.fromkeys(by_layer[name] for name in layers))
-            amaxes = torch.cat([tensor_amax(*key).reshape(1).cpu() for key in keys])
+            found = map(tensor_amax, *zip(*keys))
+            amaxes = torch.cat([amax.reshape(1).cpu() for amax in found if amax is not None])
             if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
                 continue
             if share is None:
@@ -376,11 +390,11 @@ def _shared_amaxes(
 def _has_codes_alone(source: Source) -> bool:
     weight = local_of(source.tensor)
     return type(weight) is QuantizedTensor or (
-        isinstance(weight, QuantizedTensor) and weight.state.weight_sync is not None
+        isinstance(weight, QuantizedWeight) and weight.state.weight_sync is not None
     )
 
 
-def _tensor_amax(source: Source, matrix: int | None) -> Tensor:
+def _tensor_amax(source: Source, matrix: int | None) -> Tensor | None:
     """Every rank must call it: it gathers the weight."""
     storage = codes_of(source)
     if storage is not None:
@@ -400,7 +414,7 @@ def _codes(source: Source, whole: Tensor | Storage, matrix: int | None, shared: 
 
 
 def _decoded_in_one(source: Source, whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Packed matrices that the checkpoint has under one name, as values of their codes."""
+    """Packed matrices that the checkpoint stores as one tensor, dequantized."""
     made = (encoded(matrix_of(source, whole, e), layer) for e, layer in enumerate(source.layers))
     values = [storage.dequantize(dtype) for storage in made]
     return torch.stack([v.t() if source.transposed else v for v in values])
@@ -415,7 +429,8 @@ def _config(
 ) -> dict[str, dict]:
     """JSON files by name: the model's own configuration, if it has one, and how it is quantized."""
     own = getattr(model, "config", None)
-    config = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
+    to_json = getattr(own, "to_json_string", None)
+    config = {} if to_json is None else json.loads(to_json())
     config.pop("quantization_config", None)
     if config and not config.get("architectures"):
         made_here = (c for c in type(model).__mro__ if issubclass(c, FSDPModule))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How servers lay out the rowwise codes of a weight [N, K]: names, shapes and conventions, as data.
+"""Server layouts of the rowwise codes of a weight [N, K]: names, shapes and scale conventions.
 
 [Note: scale conventions]
 `Storage.scale` is a decode scale: value = element * scale (* D for a second level, D = 1 / S).
@@ -34,11 +34,11 @@ TARGETS = ("compressed-tensors", "modelopt", "fp8", "dequantized")
 
 
 class Kind(NamedTuple):
-    """What servers call a format.
+    """A format as servers name it.
 
     name:      key of the tables below.
-    rows:      that share a scale in the format, where servers want a scale per row.
-    multiples: of N and K that servers read.
+    rows:      rows that share a scale in the format, if servers want a scale per row.
+    multiples: of N and K that servers accept.
     """
 
     name: str
@@ -77,9 +77,9 @@ _READ = {
 
 
 def kind_of(fmt: Format, target: str, name: str, shape: tuple[int, int]) -> Kind:
-    """How `target` holds a weight of this format.
+    """The kind of a weight of this format in `target`.
 
-    Raises ValueError, naming the weight, where it does not.
+    Raises ValueError, naming the weight, if the target has none.
     """
     kind = _KINDS.get(fmt.decoding)
     if kind is None or kind.name not in _HELD[target]:
@@ -102,12 +102,12 @@ def kind_of(fmt: Format, target: str, name: str, shape: tuple[int, int]) -> Kind
 
 
 def has_merged_scale(kind: Kind) -> bool:
-    """Servers multiply merged layers (q, k and v) with the second-level scale of one of them."""
+    """Servers multiply merged layers (q, k and v) with one second-level scale."""
     return kind.name == "nvfp4"
 
 
 def takes_input_amax(kind: Kind) -> bool:
-    """A server may quantize inputs by an amax of the checkpoint; other kinds scale blocks."""
+    """A server may quantize inputs with an amax of the checkpoint."""
     return kind.name in ("tensor", "nvfp4")
 
 
@@ -122,10 +122,11 @@ def tensors_of(
     """The tensors that a server reads for a weight, by the last part of their names.
 
     storage:     compact rowwise codes [N, K]; on the meta device, tensors without values.
-    input_amax:  largest magnitude of the layer's input, for a static scale of it; None: inputs are
-                 scaled dynamically.
+    input_amax:  largest magnitude of the layer's input, for a static scale; None: dynamic scales.
     """
-    data, scale = storage.data, storage.scale
+    data, scale, tensor_amax = storage.data, storage.scale, storage.tensor_amax
+    if scale is None:
+        raise ValueError(f"{storage.describe()} has no scales, which servers want")
     if kind.rows > 1:
         first = storage.row0 % kind.rows
         scale = scale.repeat_interleave(kind.rows, 0)[first : first + storage.shape[0]]
@@ -144,11 +145,10 @@ def tensors_of(
             scale = scale[:, 0]
         found["weight_scale"] = scale[:, None, :, None] if name == "block" else scale
     encodes = (name, target) == ("nvfp4", "compressed-tensors")
-    if encodes:
-        S = reference.tensor_encode_factor(storage.tensor_amax, storage.fmt)
-        found["weight_global_scale"] = S
-    elif name == "nvfp4":
-        D = reference.tensor_decode_scale(storage.tensor_amax, storage.fmt)
+    if tensor_amax is not None and encodes:
+        found["weight_global_scale"] = reference.tensor_encode_factor(tensor_amax, storage.fmt)
+    elif tensor_amax is not None:
+        D = reference.tensor_decode_scale(tensor_amax, storage.fmt)
         found["weight_scale_2"] = D.reshape(())
     if input_amax:
         largest = E2M1.max * E4M3.max if name == "nvfp4" else E4M3.max
@@ -161,7 +161,7 @@ def tensors_of(
 
 # Reading #
 
-# Names of a weight's tensors, by the last part: of which one holds codes, and the others scales.
+# Last parts of the names of a weight's tensors.
 CODES = ("weight_packed", "weight")
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
 
@@ -173,21 +173,25 @@ def read_storage(
     device: torch.device | str,
     fmt: Format | None = None,
 ) -> Storage:
-    """The rowwise codes of a weight [N, K] from the tensors that `tensors_of` makes for a server.
+    """The rowwise codes of a weight [N, K] from the tensors of `tensors_of`.
 
     tensors:  by the last part of their names, at least codes and a scale.
     dtype:    that the storage decodes to.
-    fmt:      of a recipe, whose options (powers of two, square blocks) the codes must keep; None:
-              as the file has them.
+    fmt:      of a recipe, whose options (powers of two, square blocks) the scales must satisfy;
+              None: read what the file has.
 
-    A second level that no tensor amax encodes to exactly is off by an ulp of fp32.
+    A second-level scale that no tensor amax encodes to exactly is off by one fp32 ulp.
     Raises ValueError, naming the weight, for tensors of another format.
     """
     codes = tensors.get("weight_packed", tensors.get("weight"))
     scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     packed = codes is not None and codes.dtype in (torch.uint8, torch.int8)
-    known = codes is not None and (packed or codes.dtype is torch.float8_e4m3fn)
-    if not known or scale is None or codes.dim() != 2:
+    if (
+        codes is None
+        or scale is None
+        or codes.dim() != 2
+        or not (packed or codes.dtype is torch.float8_e4m3fn)
+    ):
         got = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors.items())
         raise ValueError(
             f"{name}: no format that this reads has {got}; it reads fp8 (e4m3), mxfp8, mxfp4 and "
@@ -219,20 +223,23 @@ def read_storage(
     amax = None
     if kind == "nvfp4":
         second, inverse = (tensors.get(n) for n in ("weight_scale_2", "weight_global_scale"))
-        if (second is None) == (inverse is None):
+        if second is not None and inverse is None:
+            decode = second.float()
+        elif inverse is not None and second is None:
+            decode = reference.divide(1.0, inverse.float())
+        else:
             raise ValueError(
                 f"{name}: nvfp4 has one of weight_scale_2 and weight_global_scale, got "
                 f"{', '.join(tensors)}"
             )
-        decode = reference.divide(1.0, inverse.float()) if second is None else second.float()
         amax = _amax_of(decode.reshape(1), read)
-    data = codes.view(torch.uint8)
-    buffers = (None if t is None else t.to(device).contiguous() for t in (data, scale, amax))
-    return Storage(read, ROWWISE, shape, *buffers, dtype)
+    data = codes.view(torch.uint8).to(device).contiguous()
+    amax = None if amax is None else amax.to(device)
+    return Storage(read, ROWWISE, shape, data, scale.to(device).contiguous(), amax, dtype)
 
 
 def _amax_of(decode: Tensor, fmt: Format) -> Tensor:
-    """fp32 [1]: a tensor amax whose decode scale this is, or is nearest to."""
+    """fp32 [1]: the tensor amax whose decode scale is nearest to `decode`."""
     ulps = torch.arange(-4, 5, dtype=torch.int32, device=decode.device)
     bits = (decode * fmt.largest_scaled).view(torch.int32) + ulps
     near = bits.clamp(min=0).view(torch.float32)
@@ -241,9 +248,9 @@ def _amax_of(decode: Tensor, fmt: Format) -> Tensor:
 
 
 def _scale_as(fmt: Format, scale: Tensor, kind: str, rows: int, name: str) -> Tensor:
-    """Scales of a file as those of a recipe's format.
+    """Scales of a file in the shape of a recipe's format.
 
-    Raises ValueError, naming the weight, where the format has no such scales.
+    Raises ValueError, naming the weight, for scales that the format excludes.
     """
     own = _KINDS.get(fmt.decoding) or Kind("another")
     repeats = torch.equal(scale, scale[:1].expand_as(scale))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..checkpoint.files import installed
-from ..formats import FORMATS, ROWWISE, Direction
+from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from ..modules.linear import Linear
 from ..modules.linear_op import weight_storages
 from ..storage import Storage
@@ -174,7 +174,7 @@ def _check_weight(source: Source, found: list[tuple[Slice, dict[str, str]]], kee
 
 
 def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Files) -> Tensor:
-    """The whole tensor, of all its slices."""
+    """The whole tensor from all its slices."""
     like, whole = source.tensor, None
     for piece, tensors in found:
         if "blocks" in tensors:
@@ -197,6 +197,8 @@ def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Fi
             return values.to(like.dtype)
         whole = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole
         source.slice_of(whole, piece).copy_(values)
+    if whole is None:
+        raise ValueError(f"the file has no tensor of {source.name}")
     return whole
 
 
@@ -210,7 +212,7 @@ def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _put(source: Source, values: Tensor) -> None:
-    """Write a parameter or buffer as load_state_dict does, of a sharded one this rank's part."""
+    """Load a parameter or buffer, or this rank's shard of it."""
     like = source.tensor
     if isinstance(like, DTensor):
         if any(type(p) not in (Shard, Replicate) for p in like.placements):
@@ -238,5 +240,5 @@ def _freeze(source: Source, piece: Slice, found: dict[str, str], files: Files) -
     columnwise = quantizer.columnwise_of(rowwise)
     codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
     laid = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
-    laid = QuantizedTensor(*(laid[d] for d in Direction), shape=rowwise.shape)
-    layer.weight = nn.Parameter(laid, requires_grad=False)
+    codes = QuantizedTensor(laid[ROWWISE], laid[COLUMNWISE], shape=rowwise.shape)
+    layer.weight = nn.Parameter(codes, requires_grad=False)

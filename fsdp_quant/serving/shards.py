@@ -66,12 +66,12 @@ class LocalTensors:
                     "that are cut along one: use sharded=False"
                 )
 
-    def tensor_amax(self, source: Source, matrix: int | None) -> Tensor:
+    def tensor_amax(self, source: Source, matrix: int | None) -> Tensor | None:
         """fp32 [1]. Every rank must call it."""
         weight = self._weight(source, matrix)
         amax, managed = weight.storage(ROWWISE).tensor_amax, weight.managed
-        if managed is not None and managed.local.state.parts:  # on the rank that holds the matrix
-            amax = amax.clone()
+        if amax is not None and managed is not None and source.tensor.dim() == 3:
+            amax = amax.clone()  # of the rank that holds the matrix
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=managed.process_group)
         return amax
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a checkpoint a model becomes, and their values, gathered one weight at a time.
+"""The tensors of a checkpoint: names, slices and values of a model's weights, gathered one by one.
 
 [Note: where codes come from]
-Codes that rest (quantized parameters, frozen and published weights) are taken as they are. Those of
-a master are made here of the whole master, which has the bytes that its shards have: sharded equals
-unsharded. Only what tensor parallelism quantizes by parts (rows of `fp8_row` that a cut divides,
-blocks that it divides) has one scale here where training has several.
+Stored codes (quantized parameters, frozen and synced weights) are exported unchanged. Masters are
+gathered and quantized whole, to the bytes that their shards have. Only scales that tensor
+parallelism computes per part (blocks or `fp8_row` rows that it cuts) are computed once here.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Slice(NamedTuple):
-    """Rows of a weight that a checkpoint has under a name of their own.
+    """Rows of a weight that a checkpoint stores as one tensor.
 
     name:   of the tensor in the checkpoint.
-    matrix: of packed matrices [E, N, K] which one; None: rows are dim 0 of the weight.
-    rows:   (first, end) of the matrix; None: the whole weight.
+    matrix: index into packed matrices [E, N, K]; None: rows are dim 0 of the weight.
+    rows:   [first, end) of the matrix; None: the whole weight.
     """
 
     name: str
@@ -60,10 +59,10 @@ class Source:
     """A parameter or buffer of the model.
 
     name:    in the model, without wrappers.
-    owner:   the module whose attribute `attribute` it is.
-    layers:  quantized layers over its matrices; (): it is high precision.
+    owner:   module that has it as `attribute`.
+    layers:  quantized layers over its matrices; empty: high precision.
     transposed:  its matrices are [K, N].
-    slices:  of the checkpoint, which together are the tensor.
+    slices:  the tensors of the checkpoint that it consists of.
     """
 
     name: str
@@ -103,7 +102,7 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    layers = {id(p): of for p, *of in _quantized(model)}
+    quantized = {id(p): (layers, transposed) for p, layers, transposed in _quantized(model)}
     found, seen = [], set()
     for prefix, module in model.named_modules():
         own, skipped = module._parameters | module._buffers, module._non_persistent_buffers_set
@@ -112,16 +111,18 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
                 continue
             seen.add(id(tensor))
             name = plain_name(f"{prefix}.{attribute}".lstrip("."))
-            of = layers.get(id(tensor), ())
-            found.append(Source(name, module, attribute, attribute in module._parameters, *of))
+            layers, transposed = quantized.get(id(tensor), ([], False))
+            is_parameter = attribute in module._parameters
+            found.append(Source(name, module, attribute, is_parameter, layers, transposed))
     _name_slices(model, found)
-    for source in found if rename else ():
-        source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
+    if rename is not None:
+        for source in found:
+            source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
     return found
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
-    """(parameter, layers over its matrices, transposed) of those whose forward multiplies codes."""
+    """(parameter, layers over its matrices, transposed) of quantized layers."""
     for module in model.modules():
         if isinstance(module, Linear):
             of = module.weight, [module], False
@@ -145,8 +146,9 @@ def _name_slices(model: nn.Module, sources: list[Source]) -> None:
     """
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
-    is_own = revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained")
-    named = _as_transformers_saves(model, sources, revert) if is_own else {}
+    named = {}
+    if revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained"):
+        named = _as_transformers_saves(model, sources, revert)
     for source in sources:
         source.slices = named.get(source) or [Slice(source.name)]
         packed = source.layers and source.tensor.dim() == 3 and not source.transposed
@@ -159,7 +161,7 @@ def _name_slices(model: nn.Module, sources: list[Source]) -> None:
 def _as_transformers_saves(
     model: nn.Module, sources: list[Source], revert: Callable
 ) -> dict[Source, list[Slice]]:
-    """Which rows get which name: the conversion is reverted for tensors of their rows' numbers."""
+    """Slices by source, from reverting transformers' conversion of tensors that hold row numbers."""
     first, numbered = [0], {}
     for source in sources:
         shape = source.tensor.shape
@@ -197,19 +199,17 @@ def _as_transformers_saves(
 def master_of(source: Source) -> Tensor:
     """The whole high-precision tensor. Every rank must call it: it gathers a sharded one.
 
-    Raises StaleWeightError for a weight of which codes alone are left.
+    Raises StaleWeightError for a weight that has codes only.
     """
     tensor = source.tensor
     plain = saved_plain(tensor, tensor.detach()).detach()
     if isinstance(plain, DTensor):
-        if local_of(plain).device.type != plain.device_mesh.device_type:  # offloaded
-            plain = plain.to(plain.device_mesh.device_type)
-        plain = plain.full_tensor()
-    return plain
+        plain = plain.to(plain.device_mesh.device_type)  # offloaded
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
 def codes_of(source: Source) -> Storage | None:
-    """The whole rowwise codes of a weight that is its codes; None: they follow from its master.
+    """The whole rowwise codes of a weight that stores codes; None: quantize its master.
 
     Every rank must call it: it gathers a sharded one.
     """
@@ -224,19 +224,21 @@ def codes_of(source: Source) -> Storage | None:
     if managed is None or state.tensor_group is not None:
         return None
     weight.refresh_shard(managed)
+    if weight.rowwise is None:
+        return None
     sharded = storage_tensors(weight.rowwise, managed.registered, state.shape[0])
     whole = {name: tensor.full_tensor() for name, tensor in sharded.items()}
     return weight.rowwise.with_buffers(whole, shape=tuple(state.shape), row0=0)
 
 
 def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:
-    """One matrix [N, K] of a weight as products multiply it."""
+    """One matrix [N, K] of a weight."""
     values = whole if matrix is None else whole[matrix]
     return values.t() if source.transposed else values
 
 
 def statistics_of(values: Tensor, layer: Linear) -> Statistics:
-    """Of a whole weight [N, K], for its rowwise codes."""
+    """Statistics of a whole weight [N, K] for its rowwise codes."""
     state = layer._weight_state
     encoding = state.quantizer.encodings[ROWWISE]
     dtype = state.encoded_dtype(encoding, values.dtype)
@@ -245,7 +247,7 @@ def statistics_of(values: Tensor, layer: Linear) -> Statistics:
 
 @torch.no_grad()
 def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) -> Storage:
-    """The rowwise codes of a whole weight [N, K], as a forward would make them now.
+    """The rowwise codes of a whole weight [N, K], equal to those of a forward.
 
     tensor_amax:  fp32 [1], in place of that of the values.
     """

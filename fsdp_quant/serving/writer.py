@@ -143,8 +143,9 @@ class Writer:
         self._partial(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, name: str, tensors: Sequence[Planned]) -> None:
-        """A file with its header. Wide dtypes come first, so that every tensor is aligned."""
-        header, ends = {"__metadata__": {"format": "pt"}}, [0]
+        """Create a file with its header; wide dtypes first, so that every tensor is aligned."""
+        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        ends = [0]
         of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
         for tensor in of:
             ends.append(ends[-1] + tensor.nbytes)
@@ -164,13 +165,14 @@ class Writer:
             self._places[tensor.name] = tensor, self._partial(name), len(text) + start
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError for a tensor that was not planned so, or was written already."""
-        planned, path, start = self._places.pop(name, (None, None, 0))
-        if planned != Planned(name, tensor.dtype, tuple(tensor.shape)):
+        """Write one tensor. Raises ValueError if it was planned otherwise or written before."""
+        place = self._places.pop(name, None)
+        if place is None or place[0] != Planned(name, tensor.dtype, tuple(tensor.shape)):
             raise ValueError(
                 f"{name} is {list(tensor.shape)} {tensor.dtype}; the header of its file says "
-                f"{planned}"
+                f"{place and place[0]}"
             )
+        _, path, start = place
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with open(path, "r+b") as file:
             file.seek(start)
@@ -182,7 +184,7 @@ class Writer:
             self.write(name, tensor)
 
     def finish(self) -> None:
-        """Let readers see the files. Raises ValueError where a tensor was not written."""
+        """Rename the files to their final names. Raises ValueError if a tensor is missing."""
         if self._places:
             raise ValueError(f"{next(iter(self._places))} was planned and not written")
         for name in self._names:
@@ -192,7 +194,7 @@ class Writer:
         _to_disk(self._folder)
 
     def abort(self) -> None:
-        """Remove what readers do not see yet."""
+        """Remove the partial files."""
         for name in self._names:
             self._partial(name).unlink(missing_ok=True)
 

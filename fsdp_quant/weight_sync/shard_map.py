@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns, and who publishes, which elements of a tensor whose masters lie in pieces: integers, no
-tensors.
+"""Ownership of elements, codes and scales of weights that are cut at any element: integers only.
 
 [Note: planes]
-What a weight publishes are planes: its codes, or its values in high precision, and its scales. A
-plane lies flat and row-major, whatever its direction, because a piece of a flat buffer is
-contiguous in no other order. Who publishes what follows from the cuts of the elements alone: codes
-are published by the owner of their element, a scale by the owner of its block's first one. So every
-plane is a run a rank, in rank order, and its bytes are derived from elements, never cut or padded
-on their own. Two ranks share a byte only where a cut divides a container of codes: each leaves the
-other's bits zero.
+A weight is sent as planes: codes, or high-precision values, and scales. A plane is flat and
+row-major in either direction, because pieces of a flat buffer are contiguous in no other order. The
+owner of an element sends its code; the owner of a block's first element sends the scale. So each
+rank sends one run per plane, in rank order. Two ranks share a byte only if a cut divides a byte of
+packed codes; each leaves the other's bits zero.
 
-A rank sends its runs of all planes one behind the other, as one segment of a size that all ranks
-share.
+A rank concatenates its runs of all planes to one segment; segments have equal size on all ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +19,9 @@ from math import prod
 
 from ..formats import Encoding, ceil_div, round_up
 
-# bytes: a run lies in a segment as in its plane, modulo this, so that rows are aligned whatever the
-#        cut
+# Bytes. A run has the same offset modulo this in its segment and in its plane, so rows stay aligned.
 ALIGNMENT = 16
-# bytes: where a plane may begin that products read where it was gathered, as in memory of its own
+# Bytes. Alignment of planes that GEMMs read in the gathered buffer.
 PLACE = 256
 
 
@@ -35,10 +30,9 @@ class ShardMap:
     """Ownership of the elements of one tensor, in row-major order: rank r owns [cuts[r], cuts[r +
     1]).
 
-    cuts:  ranks + 1 integers from 0 to the number of elements, never falling. Any element, empty
-           pieces too.
+    cuts:  ranks + 1 ascending integers from 0 to the number of elements; pieces may be empty.
 
-    Raises ValueError for cuts that leave elements without an owner, or with two.
+    Raises ValueError for cuts that do not give each element one owner.
     """
 
     cuts: tuple[int, ...]
@@ -57,10 +51,9 @@ class ShardMap:
 
     @staticmethod
     def of_ranges(ranges: list[tuple[int, int]], numel: int) -> ShardMap:
-        """The map of what each rank owns, (start, end) by rank; empty where start == end, wherever
-        that is.
+        """The map of (start, end) ranges by rank; an empty range may have any start.
 
-        Raises ValueError for ranges that overlap, leave a gap, or do not lie in rank order.
+        Raises ValueError for ranges that overlap, leave a gap, or are not in rank order.
         """
         cuts = [0]
         for rank, (start, end) in enumerate(ranges):
@@ -84,12 +77,12 @@ class ShardMap:
         return len(self.cuts) - 1
 
     def run(self, rank: int) -> tuple[int, int]:
-        """(first element of a rank, one behind its last)."""
+        """[first, end) elements of a rank."""
         return self.cuts[rank], self.cuts[rank + 1]
 
     def of_scales(self, encoding: Encoding, shape: tuple[int, int]) -> ShardMap:
-        """Who publishes the scales [block rows, block cols] of a [rows, cols] tensor: the owner of
-        a block's first element."""
+        """Ownership of the scales [block rows, block cols] of a [rows, cols] tensor: each belongs
+        to the owner of its block's first element."""
         rows, cols = shape
         b0, b1 = (
             block or extent for block, extent in zip(encoding.fmt.dims(encoding.direction), shape)
@@ -97,7 +90,7 @@ class ShardMap:
         across = ceil_div(cols, b1)
 
         def before(cut: int) -> int:
-            """Blocks whose first element lies before the cut."""
+            """Number of blocks whose first element is before the cut."""
             row, col = divmod(min(cut, rows * cols - 1), cols)
             block_row, inside = divmod(row, b0)
             own = across if inside or cut == rows * cols else ceil_div(col, b1)
@@ -108,11 +101,7 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class WireTensor:
-    """A flat array of which every rank publishes its run.
-
-    name:  for messages.
-    bits:  of one element.
-    """
+    """A flat array of which every rank sends its run. name: for messages; bits: per element."""
 
     name: str
     bits: int
@@ -123,23 +112,22 @@ class WireTensor:
         return ceil_div(self.map.numel * self.bits, 8)
 
     def span(self, rank: int) -> tuple[int, int]:
-        """(first byte, one behind the last) of the bytes that hold a rank's run."""
+        """[first, end) bytes that hold a rank's run."""
         start, end = self.map.run(rank)
         return (start * self.bits // 8, ceil_div(end * self.bits, 8)) if start < end else (0, 0)
 
     def shares_first_byte(self, rank: int) -> bool:
-        """The run begins in the middle of a byte, whose other part the rank before publishes."""
+        """The run begins inside a byte whose other bits the previous rank sends."""
         start, end = self.map.run(rank)
         return start < end and start * self.bits % 8 != 0
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the runs of some planes lie in the segments that ranks send: of one size, one behind
-    the other.
+    """Byte offsets of each plane's runs inside the equal-sized segments that ranks all-gather.
 
-    Of planes of a flat buffer that ranks share evenly (`in_order`), all segments together may be
-    the planes themselves.
+    If ranks share a flat buffer evenly and planes are sorted by `in_order`, the concatenated
+    segments may contain the planes contiguously (`places`).
     """
 
     planes: tuple[WireTensor, ...]
@@ -147,12 +135,12 @@ class Segments:
 
     @staticmethod
     def in_order(plane: WireTensor) -> list[float]:
-        """Sorts planes as a flat buffer has them, from its first rank to its last."""
+        """Sort key: the order of a flat buffer, from its first rank to its last."""
         return [-cut / plane.map.numel for cut in plane.map.cuts]
 
     @cached_property
     def _packed(self) -> list[list[int]]:
-        """`offsets`, where runs lie one behind the other."""
+        """`offsets` of concatenated runs."""
         made = []
         for rank in range(self.ranks):
             offsets, used = [], 0
@@ -170,11 +158,9 @@ class Segments:
 
     @cached_property
     def places(self) -> list[int] | None:
-        """The first byte of each plane in the segments of all ranks, where none is torn apart;
-        None.
+        """Byte offset of each plane in the concatenated segments, or None if one is not contiguous.
 
-        Of one rank's planes the last one alone may go on in the next segment, whose first one it
-        is.
+        Only a rank's last plane may continue in the next segment, where it must come first.
         """
         spans = [[plane.span(rank) for rank in range(self.ranks)] for plane in self.planes]
         if self.ranks == 1 or any((end - first) % PLACE for of in spans for first, end in of):
@@ -198,8 +184,7 @@ class Segments:
 
     @cached_property
     def offsets(self) -> list[list[int]]:
-        """Of each rank, for each plane: the first byte of its run in the segment, and last the
-        bytes that are used."""
+        """Per rank: the offset of each plane's run in the segment, then the number of used bytes."""
         if self.places is None:
             return self._packed
         made = []
@@ -213,11 +198,7 @@ class Segments:
         return made
 
     def validate(self) -> None:
-        """Raise ValueError unless a receiver finds every element once, where its owner put it.
-
-        Element by run, from the byte ranges alone: what a rank puts at them, and what a receiver
-        takes from them.
-        """
+        """Raise ValueError unless the byte ranges contain every element once, from its owner."""
         for p, plane in enumerate(self.planes):
             found = 0  # bits of the plane that were found, in order
             for rank in range(self.ranks):
@@ -235,7 +216,7 @@ class Segments:
                 )
                 if found != start * plane.bits or not inside or not whole:
                     raise ValueError(
-                        f"{plane.name}: rank {rank} owns elements [{start}, {end}), and publishes "
+                        f"{plane.name}: rank {rank} owns elements [{start}, {end}), but sends "
                         "others"
                     )
                 found = end * plane.bits
@@ -247,5 +228,5 @@ class Segments:
 
 
 def scale_count(encoding: Encoding, shape: tuple[int, int]) -> int:
-    """Scales of a [rows, cols] tensor."""
+    """Number of scales of a [rows, cols] tensor."""
     return prod(encoding.fmt.scale_shape(shape, encoding.direction) or (0,))

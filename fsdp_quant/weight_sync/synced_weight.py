@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -247,7 +248,7 @@ class GatherBuffer:
     """
 
     serves: frozenset[Direction]
-    keys: list[tuple[str, Direction | None, str]]
+    keys: Sequence[tuple[str, Direction | None, str]]
     segments: Segments
     own: Tensor
     buffer: Tensor | None = None

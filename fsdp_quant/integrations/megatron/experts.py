@@ -31,11 +31,11 @@ from .weights import (
 
 
 class _GroupedLinear(GroupedLinear):
-    """Megatron's grouped linear layer: `weight0`, `weight1`, .. of this rank's experts, (y, biases)
-    = layer(x, tokens of each).
+    """Megatron's grouped linear layer over `weight0`, `weight1`, .. of this rank's experts,
+    (y, biases) = layer(x, tokens per expert).
 
-    x [M, K], whose rows lie sorted by expert; y [M, N]. Among ranks of expert tensor parallelism
-    each holds its part of every expert, and the dispatcher sums.
+    x [M, K], rows sorted by expert; y [M, N]. With expert tensor parallelism each rank holds a part
+    of every expert, and the dispatcher sums.
 
     Raises ValueError for arguments and fields of `config` that are not honoured.
     """
@@ -117,7 +117,7 @@ class _GroupedLinear(GroupedLinear):
     @torch.compiler.disable
     def forward(
         self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor
-    ) -> tuple[Tensor, list[Tensor] | None]:
+    ) -> tuple[Tensor, list[Tensor | None] | None]:
         biases = [
             getattr(self, f"bias{e}") if self.use_bias else None for e in range(self.num_gemms)
         ]
@@ -139,8 +139,7 @@ class _GroupedLinear(GroupedLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """The experts as `ShardedTensor`s of all ranks' experts, by the names of a layer an
-        expert."""
+        """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per expert."""
         core.need("sharded_state_dict")
         metadata, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
         apart, groups = metadata.get("singleton_local_shards", False), self._groups
@@ -186,8 +185,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
 
 
 def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, WeightProxy]]:
-    """The weights of our layers in a model: parameter -> (its module, what products read in its
-    place)."""
+    """The weights of these layers in a model: parameter -> (its module, its proxy)."""
     found = {}
     for module in model.modules():
         if isinstance(module, ParallelLinear):

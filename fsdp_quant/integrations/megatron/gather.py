@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's gather of parameters, as codes: its bucket groups cast the optimizer's masters, and
-gather what products read.
+"""`gather_codes`: Megatron-LM's bucket groups cast the optimizer's masters and all-gather codes.
 
 [Note: what changes]
-Megatron's DDP, its buffers and its optimizer stay as they are; `gather_codes` makes each bucket
-group one of a subclass:
-    start_param_sync                    masters of this group -> codes of the elements that this
-                                        rank owns -> all-gather, with the values of parameters that
-                                        are not quantized (norms, embeddings)
+Megatron's DDP, its buffers and its optimizer stay unchanged; `gather_codes` gives each bucket group
+a subclass:
+    start_param_sync                    masters of the group -> codes of the elements that this rank
+                                        owns -> all-gather, with the values of parameters that are
+                                        not quantized (norms, embeddings)
     finish_param_sync, _post_param_sync the layers' weights are READY
-    start_param_sync(force_sync=True)   Megatron's own gather of values first (checkpoints), then
-                                        the codes
-Between forced syncs a quantized parameter's own values are right where this rank owns them, and
-nowhere else: products read codes, and a state dict of stale values is refused.
+    start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then the codes
+Between forced syncs the values of a quantized parameter are current only where this rank owns them.
+GEMMs read codes, and a state dict of stale values is refused.
 
-Who owns what is Megatron's rule: rank r has the r-th part of every bucket, wherever parameters
-begin.
+Ownership follows Megatron: rank r owns the r-th part of every bucket, wherever parameters begin.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from ...tensor import torch_compat
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from ...weight_sync.plan import plan_weight_sync
 from ...weight_sync.shard_map import Segments, ShardMap, WireTensor
-from ...weight_sync.sync import WeightSync
+from ...weight_sync.sync import WeightSync, Work
 from ...weight_sync.synced_weight import BOTH, GatherBuffer, SyncItem
 from .experts import weight_proxies
 from .weights import WeightProxy
@@ -59,9 +56,9 @@ _REFUSED_OF_OPTIMIZER = {
 
 
 def shard_map(bucket, param: nn.Parameter, ranks: int) -> ShardMap:
-    """Who owns which elements of a parameter of one of Megatron's buckets.
+    """Ownership of the elements of a parameter in one of Megatron's buckets.
 
-    Raises ValueError for a bucket that the ranks do not divide.
+    Raises ValueError if the ranks do not divide the bucket.
     """
     start, end = bucket.param_to_index[param]
     size = bucket.grad_data.numel()
@@ -76,18 +73,19 @@ def shard_map(bucket, param: nn.Parameter, ranks: int) -> ShardMap:
 
 
 class _Works:
-    """Gathers that are waited for together."""
+    """Gathers to wait for together."""
 
-    def __init__(self, *works):
+    def __init__(self, *works: Work | GatherBuffer | None):
         self._works = works
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
 
 class _Values:
-    """The parameters of a bucket group that are gathered as they are."""
+    """The parameters of a bucket group that are gathered as values."""
 
     def __init__(self, params: list[tuple[object, nn.Parameter]], group: dist.ProcessGroup):
         self._params, self._group = params, group
@@ -98,7 +96,9 @@ class _Values:
         segments = Segments(planes, group.size())
         segments.validate()
         own = torch.zeros(segments.size, dtype=torch.uint8, device=params[0][1].device)
-        self._channel = GatherBuffer(BOTH, list(range(len(params))), segments, own)
+        self._channel = GatherBuffer(
+            BOTH, [(p.name, None, "values") for p in planes], segments, own
+        )
 
     def gather(self) -> GatherBuffer:
         channel, rank = self._channel, self._group.rank()
@@ -125,7 +125,7 @@ class _Values:
 class GroupCodes:
     """The codes and values that a bucket group gathers.
 
-    params:  (bucket, parameter, its `WeightProxy`, or None: its values are gathered), in Megatron's
+    params:  (bucket, parameter, its `WeightProxy`, or None to gather its values), in Megatron's
              order.
     """
 
@@ -151,15 +151,15 @@ class GroupCodes:
                 self._weights.append((synced.state.name, param, shards, weight_proxy, synced))
         self.sync: WeightSync = plan_weight_sync(items, group, tensor_group=parts, **options)
         self._begun, self._whole_at = False, STEP.weight_events
+        self._gathered: _Values | None = None  # in the gather that has begun
 
     def weight_proxy(self) -> None:
-        """From now on products read what the sync writes."""
+        """Let GEMMs read the codes that the sync writes."""
         for *_, weight_proxy, synced in self._weights:
             weight_proxy.synced, weight_proxy.state.weight_sync = synced, self.sync
 
     def _masters(self) -> list[Tensor]:
-        """fp32 of the elements that this rank owns of each weight, as Megatron's optimizer keeps
-        them."""
+        """fp32 elements that this rank owns of each weight, in Megatron's optimizer."""
         masters = []
         for name, param, shards, *_ in self._weights:
             start, end = shards.run(self._rank)
@@ -177,34 +177,32 @@ class GroupCodes:
 
     @torch.no_grad()
     def start(self, values: bool = True) -> _Works:
-        """Cast the masters as they are now, and start gathering.
+        """Cast the masters and start the all-gather.
 
-        values:  also of the parameters that are not quantized.
+        values:  also gather the parameters that are not quantized.
         """
         self.sync.cast_(self._masters())
         self._begun = True
-        works = [self.sync.gather(async_op=True)]
-        self._gathers_values = values and self._values is not None
-        if self._gathers_values:
-            works.append(self._values.gather())
-        return _Works(*works)
+        self._gathered = self._values if values else None
+        codes = self.sync.gather(async_op=True)
+        return _Works(codes, None if self._gathered is None else self._gathered.gather())
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Let the layers read what was gathered; nothing, where that has been done."""
+        """Let the layers read the gathered codes; no-op after the first call."""
         if not self._begun:
             return
         self.sync.finish()
-        if self._gathers_values:
-            self._values.finish()
+        if self._gathered is not None:
+            self._gathered.finish()
         self._begun = False
 
     def note_whole(self) -> None:
-        """Megatron has gathered the values themselves."""
+        """Record that Megatron gathered the values."""
         self._whole_at = STEP.weight_events
 
     def check_whole(self, module: nn.Module, *_) -> None:
-        """Raise StaleWeightError for a state dict of values that other ranks have changed."""
+        """Raise StaleWeightError if a state dict would hold stale values."""
         if self._whole_at != STEP.weight_events:
             raise StaleWeightError(
                 f"{module._name}: its codes were gathered since the last step, not its values, so "
@@ -214,8 +212,7 @@ class GroupCodes:
 
 
 def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
-    """A weight that is its codes, for the sync to write. Raises ValueError for one that has no fp32
-    master."""
+    """A quantized weight for the sync to write. Raises ValueError without an fp32 master."""
     state = weight_proxy.state
     if not hasattr(param, "main_param"):
         raise ValueError(
@@ -233,8 +230,7 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
 
 
 class GathersCodes:
-    """What `gather_codes` puts before the class of a bucket group: a sync of parameters sends
-    codes."""
+    """Mixin of a bucket group: a sync of parameters sends codes."""
 
     fsdp_quant_codes: GroupCodes
 
@@ -260,12 +256,12 @@ class GathersCodes:
 def gather_codes(
     model_chunks: Sequence[nn.Module], optimizer, *, transport: str = "codes", stats: str = "dense"
 ) -> None:
-    """From now on Megatron's gathers of parameters send codes of our layers' weights. Every rank
-    must call it.
+    """Send codes of these layers' weights in Megatron's gathers of parameters. Every rank must call
+    it.
 
-    model_chunks:      Megatron's DDP modules; optimizer: its distributed optimizer, or a chain of
-                       them, made already.
-    transport, stats:  of `plan_weight_sync`.
+    model_chunks:      Megatron's DDP modules.
+    optimizer:         its distributed optimizer, or a chain of them.
+    transport, stats:  as for `plan_weight_sync`.
 
     Raises ValueError, and changes nothing, for settings that were not tested, naming them.
     """

@@ -37,7 +37,7 @@ from .weights import (
 
 class _Columns(torch.autograd.Function):
     """gathers: [.., N / R] of every rank -> [.., N]; else [.., N] -> this rank's [.., N / R]. The
-    gradient goes the other way."""
+    backward is the opposite."""
 
     @staticmethod
     def forward(ctx, x, group, gathers):
@@ -58,8 +58,7 @@ def _columns(x: Tensor, group: dist.ProcessGroup, gathers: bool) -> Tensor:
 
 
 class ParallelLinear(Linear):
-    """What column and row layers share: a plain parameter, its stand-in, and its place among the
-    ranks."""
+    """Base of column and row layers: a plain parameter, its proxy, and the ranks that share it."""
 
     _dim: int
     _recipe_of_class: Recipe | None = None  # of the classes that a provider hands out
@@ -119,7 +118,7 @@ class ParallelLinear(Linear):
         shape, dtype = tuple(self.weight.shape), self.recipe.compute_dtype
         state = WeightState(f"{name}.weight", self.plan.weight, shape, dtype)
         self.runtime.set_weight_state(state)
-        if size_of(group) > 1 and not self.explicit_expert_comm:
+        if group is not None and group.size() > 1 and not self.explicit_expert_comm:
             self.parallel = self._axis(group)
             state.tensor_group, state.tensor_dim = group, self._dim
         self._weight_proxy = WeightProxy(state)
@@ -130,7 +129,7 @@ class ParallelLinear(Linear):
         raise NotImplementedError
 
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """y of x as it lies on this rank, bias included."""
+        """The product with this rank's x, bias included."""
         weight = self._weight_proxy.of(self.weight)
         if self.parallel is not None:
             return multiply_shared(self, x, x, weight, bias, self.parallel)
@@ -152,18 +151,18 @@ class ParallelLinear(Linear):
     # What Megatron asks of a layer #
 
     def backward_dw(self) -> None:
-        """Nothing is left to do: the backward has made the weight's gradient."""
+        """No-op: the backward computes the weight's gradient."""
 
     def get_extra_state(self) -> None:
-        """None, as of Megatron's own layers: statistics are in `fq.state_dict`."""
+        """None, like Megatron's own layers: statistics are in `fq.state_dict`."""
 
     def set_extra_state(self, state) -> None:
-        """Ignored, as by Megatron's own layers."""
+        """Ignored, like in Megatron's own layers."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """The parameters as `ShardedTensor`s, by the names of Megatron's own layers."""
+        """The parameters as `ShardedTensor`s, under the names of Megatron's own layers."""
         core.need("sharded_state_dict")
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
         return core.make_sharded_tensors_for_checkpoint(
@@ -182,22 +181,20 @@ class ParallelLinear(Linear):
 _OWN_WEIGHT = (
     "a weight has one recipe, that of its own layer: use Megatron's layer where weights are shared"
 )
-_NO_BUFFER = "gradients of weights are made in the backward"
+_NO_BUFFER = "the backward computes gradients of weights"
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Megatron's column-parallel linear layer, (y, bias) = layer(x); its arguments are honoured or
-    refused by name.
+    """Megatron's column-parallel linear layer, (y, bias) = layer(x).
 
     x [S, B, K], or [S / R, B, K] with config.sequence_parallel; y [S, B, N / R], or [S, B, N] with
     gather_output.
 
-    recipe:  of the products (default: that of the provider that made the class, else high
-             precision).
+    recipe:  default: that of the `SpecProvider` that created the class, else high precision.
 
-    Raises ValueError for arguments and fields of `config` that are not honoured; ImportError where
-    Megatron is missing and
-    needed: without tp_group among ranks, for weights on a GPU, and for `sharded_state_dict`.
+    Raises ValueError for arguments and fields of `config` that are not honoured; ImportError if
+    Megatron is missing but needed: without tp_group among ranks, for weights on a GPU, and for
+    `sharded_state_dict`.
     """
 
     _dim = 0
@@ -284,15 +281,14 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Megatron's row-parallel linear layer, (y, bias) = layer(x); its arguments are honoured or
-    refused by name.
+    """Megatron's row-parallel linear layer, (y, bias) = layer(x).
 
     x [S, B, K / R], or [S, B, K] without input_is_parallel; y [S, B, N], or [S / R, B, N] with
     config.sequence_parallel.
 
-    The bias is added after the sum over ranks; its gradient is of this rank's rows, which Megatron
-    sums (`sequence_parallel`).
-    recipe, errors: as of `ColumnParallelLinear`.
+    The bias is added after the sum over ranks; its gradient covers this rank's rows, and Megatron
+    sums it (`sequence_parallel`).
+    recipe, errors: as for `ColumnParallelLinear`.
     """
 
     _dim = 1
@@ -349,7 +345,7 @@ class RowParallelLinear(ParallelLinear):
                 "skip_bias_add=True"
             )
         if bias:
-            self.bias.sequence_parallel = self.sequence_parallel
+            vars(self.bias)["sequence_parallel"] = self.sequence_parallel
 
     def _axis(self, group: dist.ProcessGroup) -> TensorParallel:
         return TensorParallel(group, False, 0 if self.sequence_parallel else None)

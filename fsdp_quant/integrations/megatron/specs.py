@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ...recipe import Recipe, as_recipe
 from . import core
@@ -12,20 +13,20 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 
 
 class SpecProvider(core.BackendSpecProvider):
-    """A backend for Megatron's specs: our linear layers, and norms, attention and activations of
-    another backend.
+    """A backend for Megatron's specs with these linear layers.
 
-    recipe:    of the layers; change it later with `fq.set_recipe(model, ...)`, per layer too.
-    fallback:  the other backend (default: Megatron's `core.LocalSpecProvider`).
+    recipe:    of the layers; `fq.set_recipe(model, ...)` changes it later, also per layer.
+    fallback:  backend of norms, attention and activations (default: Megatron's
+               `LocalSpecProvider`).
     """
 
-    def __init__(self, recipe: Recipe | str, fallback: core.BackendSpecProvider | None = None):
+    def __init__(self, recipe: Recipe | str, fallback: Any = None):
         core.need("SpecProvider")
         self.recipe = as_recipe(recipe, "SpecProvider", Recipe)
         self.fallback = core.LocalSpecProvider() if fallback is None else fallback
 
     def _class(self, cls: type) -> type:
-        """A class, as specs want, whose layers have the recipe."""
+        """A subclass whose layers have the recipe."""
         return type(
             cls.__name__,
             (cls,),
@@ -82,12 +83,12 @@ def gpt_layer_spec(
     qk_layernorm: bool = False,
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
-    fallback=None,
+    fallback: Any = None,
 ):
-    """The `core.ModuleSpec` of a GPT layer whose linear layers are ours: qkv, projection, and the MLP or
-    its experts; for `--spec`.
+    """The `ModuleSpec` of a GPT layer with these linear layers (qkv, projection, MLP or experts);
+    for `--spec`.
 
-    Arguments: as of `get_gpt_layer_local_spec`; recipe, fallback: of `SpecProvider`.
+    Arguments: as for `get_gpt_layer_local_spec`; recipe, fallback: as for `SpecProvider`.
     """
     backend = SpecProvider(recipe, fallback)
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)

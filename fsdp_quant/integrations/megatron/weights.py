@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from ...recipe import Recipe, as_recipe, identity
 from ...tensor.quantized_tensor import QuantizedTensor
+from ...tensor.quantized_weight import QuantizedWeight
 from ...tensor.weight_state import WeightState
 from . import core
 
 
 class _PassGradient(torch.autograd.Function):
-    """The stand-in as a result of the parameter, which gets its gradient."""
+    """Returns the synced weight; its gradient goes to the parameter."""
 
     @staticmethod
-    def forward(ctx, parameter, weight_proxy):
-        return weight_proxy[0]
+    def forward(ctx, parameter: Tensor, synced: list[Tensor]) -> Tensor:
+        return synced[0]
 
     @staticmethod
     def backward(ctx, gradient):
@@ -30,21 +31,21 @@ class _PassGradient(torch.autograd.Function):
 
 
 class WeightProxy:
-    """What products read in place of a parameter (see the note).
+    """The weight that GEMMs read in place of a parameter.
 
-    state:      of the weight.
-    synced:     a `QuantizedWeight` that a weight sync writes, or None: the parameter itself is
-                quantized.
+    synced:  the `QuantizedWeight` that a weight sync writes, or None: the parameter is quantized in
+             each forward.
     """
 
     def __init__(self, state: WeightState):
-        self.state, self.synced = state, None
+        self.state = state
+        self.synced: QuantizedWeight | None = None
 
     def __getstate__(self) -> dict:
         return {"state": self.state, "synced": None}
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The stand-in, with the parameter's place in autograd."""
+        """The weight to multiply; autograd sends its gradient to the parameter."""
         if self.synced is None:
             if isinstance(parameter, QuantizedTensor):
                 raise NotImplementedError(
@@ -79,8 +80,7 @@ def tensor_ranks(config, is_expert: bool) -> int:
 def tensor_group_of(
     group: dist.ProcessGroup | None, config, is_expert: bool
 ) -> dist.ProcessGroup | None:
-    """The ranks that share a layer: as given, or Megatron's own; None where this process is
-    alone."""
+    """The ranks that share a layer: the given group, or Megatron's; None in a single process."""
     if (
         group is not None
         or not dist.is_initialized()
@@ -114,11 +114,11 @@ def new_weight(
     group: dist.ProcessGroup | None,
     is_expert: bool,
 ) -> nn.Parameter:
-    """This rank's part of a weight [N, K], cut along `dim`; values and random state as of
+    """This rank's part of a weight [N, K], cut along `dim`, with the values and random state of
     Megatron's own layers.
 
-    On the CPU (use_cpu_initialization) every rank makes the whole weight and keeps its part:
-    `stride` runs of it.
+    On the CPU (use_cpu_initialization) every rank initializes the whole weight and keeps its part,
+    `stride` chunks.
     """
     rank, ranks = rank_of(group), size_of(group)
     local = [size // ranks if d == dim else size for d, size in enumerate(shape)]
@@ -153,23 +153,21 @@ def new_bias(config, size: int) -> nn.Parameter:
 def mark(parameter: nn.Parameter, dim: int | None, stride: int, expert_groups: bool) -> None:
     """The attributes that Megatron's DDP, gradient norm and checkpoints read."""
     if dim is not None:
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
-            True,
-            dim,
-            stride,
+        vars(parameter).update(
+            tensor_model_parallel=True, partition_dim=dim, partition_stride=stride
         )
-    parameter.allreduce = not expert_groups
+    vars(parameter)["allreduce"] = not expert_groups
 
 
 def layer_recipe(name: str, recipe: Recipe | str | None, of_class: Recipe | None) -> Recipe:
-    recipe = as_recipe(recipe or of_class or identity(), name, Recipe)
-    if recipe.tail:
+    chosen = as_recipe(recipe or of_class or identity(), name, Recipe)
+    if chosen.tail:
         raise ValueError(
-            f"{name}: a layer does not know whether it is one of the last, which {recipe!r} keeps "
+            f"{name}: a layer does not know whether it is one of the last, which {chosen!r} keeps "
             "in high precision; build the layers without tail, then call fq.set_recipe(model, "
             "recipe)"
         )
-    return recipe
+    return chosen
 
 
 def ignore_extra_state(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
