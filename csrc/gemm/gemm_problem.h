@@ -36,7 +36,7 @@ struct Operand {
   int64_t ld;         // row stride in elements; column stride if K is not contiguous
   cudaDataType_t type;
   Scaling scaling;
-  bool k_major;       // K is contiguous
+  bool k_major;  // K is contiguous
 };
 
 // out[m, n] = alpha * a[m, k] b[n, k]^T (+ out) (+ bias[n]), with scaled operands.
@@ -47,7 +47,7 @@ struct GemmProblem {
   const float* alpha;  // in device memory; null: 1
   int64_t m, n, k, out_ld;
   cudaDataType_t out_type, bias_type;
-  int32_t sm_count;    // multiprocessors to use; 0: all
+  int32_t sm_count;  // multiprocessors to use; 0: all
   bool accumulate;
 };
 

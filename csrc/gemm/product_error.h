@@ -27,15 +27,15 @@ constexpr int64_t kMostCounted = kLeastOfBlocks + std::size(kExactBlocks) - 1;
 // 8-bit codes [outer, k].
 struct CountedOperand {
   const uint8_t* data;
-  const float* scale;    // of runs along k, [runs, scale_ld]; else unused
+  const float* scale;  // of runs along k, [runs, scale_ld]; else unused
   int64_t outer, ld, scale_ld;
   int64_t plane, plane_lines;  // of matrices: stride in bytes, lines each
-  int32_t run_log2;      // 0: line or tensor scales
-  bool vectors;          // rows are aligned to 4
-  bool e5m2, counted;    // counted: error of its anchors, else own scales
-  bool of_blocks;        // only blocks that are not exact count
+  int32_t run_log2;            // 0: line or tensor scales
+  bool vectors;                // rows are aligned to 4
+  bool e5m2, counted;          // counted: error of its anchors, else own scales
+  bool of_blocks;              // only blocks that are not exact count
   ExactBlocks exact;
-  bool of_tokens;        // lines are tokens, else channels
+  bool of_tokens;  // lines are tokens, else channels
 };
 
 // sums[0] += mean squares of the errors of probed lines, sums[1] += those of their formats' own errors, each relative to the
@@ -43,7 +43,7 @@ struct CountedOperand {
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;
-  const int64_t* step;   // current step
+  const int64_t* step;  // current step
   float* sums;
 };
 

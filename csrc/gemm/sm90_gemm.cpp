@@ -35,7 +35,7 @@ const char* unsupported_reason(const Operand& o, int64_t k) {
 const char* unsupported_grouping_reason(const GemmProblem& p, const Grouping& grouping) {
   if (grouping.dim == GroupedDim::kNone) return nullptr;
   if (grouping.dim == GroupedDim::kM && (grouping.b_plane % 16 != 0 || grouping.b_plane < p.k))
-    return "parts of b are not aligned to 16 bytes";
+    return "matrices of b are not aligned to 16 bytes";
   if (grouping.groups < 1 || grouping.groups > kMostGroups) return "there are not 1 to 1024 groups";
   if (grouping.offsets == nullptr || !is_aligned(grouping.offsets, 4)) return "offsets are missing or not aligned to 4 bytes";
   if (p.bias != nullptr) return "groups have no bias";

@@ -34,8 +34,8 @@ struct Grouping {
   GroupedDim dim = GroupedDim::kNone;
   int32_t groups = 1;
   const int32_t* offsets = nullptr;
-  int32_t* flag = nullptr;             // null: none
-  int64_t b_plane = 0, out_plane = 0;  // elements from a group to the next
+  int32_t* flag = nullptr;                          // null: none
+  int64_t b_plane = 0, out_plane = 0;               // elements from a group to the next
   bool a_scale_each = false, b_scale_each = false;  // tensor and row scales per group
 };
 
@@ -57,7 +57,7 @@ cudaError_t launch(const GemmProblem& p, const Grouping& grouping, const Schedul
 Kernel grouped_rowwise_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel grouped_1x128_128x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel grouped_1x128_1x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
-Kernel dense_1x512_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // dense
+Kernel dense_1x512_kernel(Tile tile, bool a_e5m2, bool b_e5m2);  // dense
 Kernel grouped_bf16_kernel(GroupedDim dim, Tile tile);
 
 }  // namespace fsdp_quant::sm90

@@ -24,8 +24,8 @@ constexpr int kMathWarpGroups = 2;
 constexpr int kThreads = (kMathWarpGroups + 1) * kWarpGroup;
 constexpr int kMathWarps = kMathWarpGroups * 4;
 constexpr int kWaveRows = 64;
-constexpr int kFactorWarps = 2;    // of the loading warp group: compute column factors
-constexpr int kBlocksPer512 = 4;      // 128s of K per 1x512 scale
+constexpr int kFactorWarps = 2;      // of the loading warp group: compute column factors
+constexpr int kBlocksPer512 = 4;     // 128s of K per 1x512 scale
 constexpr float kWindow = 0x1p-32f;  // of a column's largest unit so far: lower bound of its units
 
 // Group offsets and the row tiles before each, in shared memory.
@@ -145,8 +145,8 @@ __device__ __forceinline__ int tiles_of(const Arguments& p, const Shared<S>& sha
 
 // This block's tile of cluster tile `t`. Bands of rows, walked along n, keep the data of concurrent clusters near a square.
 struct TileCoord {
-  int m0, n0;        // first row and column
-  int m;             // end of the rows
+  int m0, n0;  // first row and column
+  int m;       // end of the rows
   int group;
   int k0, k_blocks;  // 128s of K
 };

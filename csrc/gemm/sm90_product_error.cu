@@ -16,10 +16,10 @@ constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes
 
 struct Shared {
   double partials[kLines][kWarps];  // per line
-  double sums[kLines];           // of this block's share of K
+  double sums[kLines];              // of this block's share of K
   double all[kLines];
-  float energy[2][kLines];       // 1 / line energy, by operand; 0 for zeros
-  float weight[kLines];          // 1 / line sum
+  float energy[2][kLines];  // 1 / line energy, by operand; 0 for zeros
+  float weight[kLines];     // 1 / line sum
   double warp[kWarps][2];
   double result[2];
 };

@@ -23,7 +23,7 @@ struct Dequantize {
   const uint8_t* data;
   const void* scale;
   const float* tensor_amax;
-  float tensor_max;            // of the spec
+  float tensor_max;  // of the spec
   void* out;
   int32_t rows, cols;
   int32_t row_log2, col_log2;  // of the block of one scale; 31: the whole extent
@@ -32,8 +32,8 @@ struct Dequantize {
   ScaleKind scale_kind;
   Output output;
   int32_t threads, blocks_per_row;  // of the launch: a block covers 8 rows of threads * 8 columns
-  bool vectors;                // rows are aligned for 16-byte accesses
-  float* alpha;                // null, or receives factors[0] * factors[1]
+  bool vectors;                     // rows are aligned for 16-byte accesses
+  float* alpha;                     // null, or receives factors[0] * factors[1]
   Factor factors[2];
 };
 
@@ -51,12 +51,12 @@ inline bool is_by_column(Relayout kind) { return kind == Relayout::kSwizzleTrans
 struct RelayoutItem {
   const uint8_t* source;  // kSpread: fp32
   uint8_t* out;
-  int64_t rows, cols;    // of the source, in elements
+  int64_t rows, cols;  // of the source, in elements
   int64_t first_tile;
   int32_t tile_cols;
   Relayout kind;
-  int32_t outer_block;   // swizzles: operand rows of one scale
-  int64_t outer;         // swizzles: operand rows
+  int32_t outer_block;  // swizzles: operand rows of one scale
+  int64_t outer;        // swizzles: operand rows
   bool vector_load, vector_store;
   const int32_t* sources;  // byte transposes: [rows / 128, 4], see layout/token_groups.h; null: not grouped
 };
@@ -75,20 +75,20 @@ struct RelayoutLaunch {
 // than 8 bits become e4m3; two-level codes with kE4M3Exact scales become ScaleLayout::kOperand.
 struct AnchorCodes {
   const uint8_t* data;
-  const uint8_t* scale;       // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
-  const float* tensor_amax;   // two-level: [1]
-  float tensor_max;           // of the spec
-  const float* powers;        // null, or fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
-  uint8_t* exponents;         // equal to `scale` if powers is set
-  uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
-  float* line_scale;          // [lines], aligned to 16; whole: [1], initially 0; runs: [runs, scale_ld], initially 0
-  int32_t matrices;           // 1 to 65535
-  int32_t rows, cols;         // not 0, below 2^31 - kTile
-  int32_t outer_log2;         // 0, 5 or 7; two-level: 0 or 4
-  int32_t contraction_log2;   // 5 or 7; two-level: 4
-  int32_t run_log2;           // 7 or more; 31: the whole line
-  int32_t scale_ld;           // runs: lines, rounded up to 4
-  int32_t shift;              // 2^shift of the element's largest number fits the operand (Element.operand_shift)
+  const uint8_t* scale;      // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
+  const float* tensor_amax;  // two-level: [1]
+  float tensor_max;          // of the spec
+  const float* powers;       // null, or fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
+  uint8_t* exponents;        // equal to `scale` if powers is set
+  uint8_t* out;              // [rows, cols], or [cols, rows] when transposed
+  float* line_scale;         // [lines], aligned to 16; whole: [1], initially 0; runs: [runs, scale_ld], initially 0
+  int32_t matrices;          // 1 to 65535
+  int32_t rows, cols;        // not 0, below 2^31 - kTile
+  int32_t outer_log2;        // 0, 5 or 7; two-level: 0 or 4
+  int32_t contraction_log2;  // 5 or 7; two-level: 4
+  int32_t run_log2;          // 7 or more; 31: the whole line
+  int32_t scale_ld;          // runs: lines, rounded up to 4
+  int32_t shift;             // 2^shift of the element's largest number fits the operand (Element.operand_shift)
   Element element;
   bool two_level;
   bool columnwise, transposed, whole;

@@ -19,13 +19,13 @@ constexpr int kNormBlocks = 264;      // upper bound of blocks, and of partial s
 struct ActivationArgs {
   const void *g, *u, *dh;  // u: null if not gated; dh: backward
   int64_t g_stride, u_stride, dh_stride;
-  int64_t out_stride;      // of out and du: cols, or 2 cols for halves of one tensor
-  void *out, *du;          // h; or dg and du
-  float *amaxes;           // of out, then of du, each as AmaxesOf; or of both in one
-  int64_t rows, cols;      // cols a multiple of 8
+  int64_t out_stride;  // of out and du: cols, or 2 cols for halves of one tensor
+  void *out, *du;      // h; or dg and du
+  float *amaxes;       // of out, then of du, each as AmaxesOf; or of both in one
+  int64_t rows, cols;  // cols a multiple of 8
 };
 
-constexpr int kAmaxRun = 512;         // rows that share an anchor of a wgrad operand
+constexpr int kAmaxRun = 512;  // rows that share an anchor of a wgrad operand
 
 // Layout of the amaxes of [rows, cols] values in one buffer, initially 0, each part aligned to 16 bytes: of the tensor (at
 // 0), per row, and per column over runs of kAmaxRun rows, [runs, cols].
@@ -40,24 +40,24 @@ struct AmaxesOf {
 
 // [rows, cols] values, contiguous, cols a multiple of 8 and at most kLargestWidth.
 struct NormArgs {
-  const void *x, *weight, *bias;      // bias: null, or [cols]
-  float offset;                       // gamma = weight + offset
+  const void *x, *weight, *bias;  // bias: null, or [cols]
+  float offset;                   // gamma = weight + offset
   float eps;
-  bool rounds_first;                  // round x^ before multiplying by gamma
+  bool rounds_first;  // round x^ before multiplying by gamma
   void* y;
-  float *rstd, *mean;                 // [rows]; mean: null for RMSNorm
-  float* amax;                        // [1], initially 0: of y or dx
-  const void *dy, *residual;          // backward; residual: null, or added to the rounded dx
-  void *dx, *dweight, *dbias;         // dbias: null if absent
-  float* partial;                     // [2 (1 without dbias), kNormBlocks, cols]
+  float *rstd, *mean;          // [rows]; mean: null for RMSNorm
+  float* amax;                 // [1], initially 0: of y or dx
+  const void *dy, *residual;   // backward; residual: null, or added to the rounded dx
+  void *dx, *dweight, *dbias;  // dbias: null if absent
+  float* partial;              // [2 (1 without dbias), kNormBlocks, cols]
   int32_t rows, cols;
 };
 
 // Partial sums [rows, cols] of one line or two, added in order.
 struct Partials {
   const float* from;
-  int64_t stride;                     // distance of the second line
-  void* out[2];                       // [cols] each; the second null if there is one
+  int64_t stride;  // distance of the second line
+  void* out[2];    // [cols] each; the second null if there is one
   int32_t rows, cols;
 };
 

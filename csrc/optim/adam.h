@@ -22,23 +22,23 @@ struct AdamStep {
 enum AdamMaster { kAlone, kRounded, kRemainder };
 
 struct AdamTensor {
-  void* master;                       // float, or int16_t
+  void* master;  // float, or int16_t
   const void* grad;
   void *first, *second;               // moments: float, bf16, or e4m3 codes
   void* rounded;                      // the bf16 parameter, or null
   float *first_scale, *second_scale;  // [rows, blocks per row] of codes, or null
   int64_t numel;
-  int32_t row;                        // of the scalars
+  int32_t row;  // of the scalars
   int32_t first_tile;
-  int32_t cols;                       // of 8-bit moments: elements per row
-  bool vectors;                       // all pointers, and rows of 8-bit moments, are aligned to four elements
+  int32_t cols;  // of 8-bit moments: elements per row
+  bool vectors;  // all pointers, and rows of 8-bit moments, are aligned to four elements
 };
 
-constexpr int kAdamCapacity = 400;    // the table is a kernel parameter, limited to 32 KiB
-constexpr int kAdamTile = 4096;       // elements per block
-constexpr int kMomentBlock = 256;     // elements per scale, updated by a warp
+constexpr int kAdamCapacity = 400;  // the table is a kernel parameter, limited to 32 KiB
+constexpr int kAdamTile = 4096;     // elements per block
+constexpr int kMomentBlock = 256;   // elements per scale, updated by a warp
 constexpr int kMomentBlocksOfTile = 8;
-constexpr int kAdamSteps = 2048;    // per launch
+constexpr int kAdamSteps = 2048;  // per launch
 
 struct AdamLaunch {
   AdamStep step;
@@ -53,7 +53,7 @@ struct AdamCount {
   const float* lr;         // [1] or null: learning_rate
   double learning_rate, beta1, beta2, eps, decay;
   bool decoupled;
-  float* scalars;          // [count, kAdamScalars]
+  float* scalars;  // [count, kAdamScalars]
   int32_t count;
   float* steps[kAdamSteps];
 };

@@ -19,8 +19,8 @@ namespace fsdp_quant {
 template <bool Columnwise>
 struct RandomLines {
   uint32_t k0, k1, step, stream, line, block;
-  int offset;     // of the thread's first element in its block of 16
-  bool aligned;   // two threads share each block of 16; false only columnwise if the global row is no multiple of 16
+  int offset;    // of the thread's first element in its block of 16
+  bool aligned;  // two threads share each block of 16; false only columnwise if the global row is no multiple of 16
 
   __device__ RandomLines(const int64_t* memory, const Tile& tile, const Position& at) {
     const RandomKey key(memory);

@@ -37,7 +37,7 @@ struct Fp4Smem {
   uint4 codes[kTile * (kOperands ? 8 : 4)];  // see flush_transposed
   uint8_t scales[2][kTile][8];
   float factors[2][128];
-  float target[2];                 // two_level_target
+  float target[2];                        // two_level_target
   uint2 magnitudes[kOperands ? 128 : 1];  // per scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times the scale / 8
 };
 constexpr int kFp4BlocksPerSm = 4;

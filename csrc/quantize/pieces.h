@@ -22,14 +22,14 @@ struct PieceBuffers {
   const float* enc;     // [1], delayed scaling
   int64_t first, last;  // element range of the piece in the row-major whole tensor
   int32_t lines, length;
-  int32_t across;       // blocks per block row
-  int32_t cut_row[2];   // -1: none
-  int32_t own[2];       // rows [first, end) of own blocks
-  int32_t early[2];     // rows that the first launch encodes; the second encodes the others
-  int32_t rows[2];      // rows with elements of the piece
-  int32_t all_amaxes;   // collect those of own blocks too
-  int32_t vectors;      // rows of data are aligned for vectors
-  int32_t second;       // set by the kernel in the second launch
+  int32_t across;      // blocks per block row
+  int32_t cut_row[2];  // -1: none
+  int32_t own[2];      // rows [first, end) of own blocks
+  int32_t early[2];    // rows that the first launch encodes; the second encodes the others
+  int32_t rows[2];     // rows with elements of the piece
+  int32_t all_amaxes;  // collect those of own blocks too
+  int32_t vectors;     // rows of data are aligned for vectors
+  int32_t second;      // set by the kernel in the second launch
 
   static constexpr bool amax_given = false;
 };
@@ -38,11 +38,11 @@ struct PieceBuffers {
 struct InnerPieceBuffers : PieceBuffers {};
 
 struct Piece {
-  const void* x;        // of element 0
+  const void* x;  // of element 0
   int64_t first, last;
   int32_t rows, cols;
-  int32_t narrow;       // the values are bf16; else fp32
-  int32_t vectors;      // rows of x are aligned to 16 bytes
+  int32_t narrow;   // the values are bf16; else fp32
+  int32_t vectors;  // rows of x are aligned to 16 bytes
   InnerPieceBuffers buffers[2];
 };
 
@@ -71,8 +71,8 @@ struct ScaleSegment {
   const float* enc;          // [1], delayed scaling
   float* record;             // [1], with enc: largest finite amax so far
   int64_t count;
-  int32_t narrow;            // bit 0: bf16 values, bit 1: bf16 result; else fp32
-  int32_t spec;              // index into the launch's specs; -1: values
+  int32_t narrow;  // bit 0: bf16 values, bit 1: bf16 result; else fp32
+  int32_t spec;    // index into the launch's specs; -1: values
 };
 
 constexpr int kScaleChunk = 2048;  // of a segment, per block
@@ -81,7 +81,7 @@ constexpr int kScaleSpecs = 8;
 struct ScalesLaunch {
   EncodingSpec spec[kScaleSpecs];
   const ScaleSegment* segments;
-  const int2* chunks;        // segment, chunk
+  const int2* chunks;  // segment, chunk
   int32_t count;
   const uint8_t* skip;
 };

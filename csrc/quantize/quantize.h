@@ -30,20 +30,20 @@ constexpr int kMostTokenGroups = 1024;
 // Encoding of one direction, the same for all tensors of a launch; [0] is rowwise, [1] columnwise. "Lines" run along the dim
 // that the GEMM keeps (rowwise: rows), "blocks" are counted along the dim that it sums.
 struct EncodingSpec {
-  Element element;      // kNone: direction absent
+  Element element;  // kNone: direction absent
   ScaleKind scale;
   ScaleLayout scale_layout;
-  int32_t outer;        // lines of a block; 0 is the whole extent
-  int32_t contraction;  // elements of a block along the contraction; 0 is the whole extent
+  int32_t outer;                         // lines of a block; 0 is the whole extent
+  int32_t contraction;                   // elements of a block along the contraction; 0 is the whole extent
   int32_t outer_log2, contraction_log2;  // 31 for the whole extent: every index shifts to block 0
-  int32_t anchor_log2;  // of the run that shares an anchor (EncodingBuffers::anchor)
-  float max;            // largest finite element
+  int32_t anchor_log2;                   // of the run that shares an anchor (EncodingBuffers::anchor)
+  float max;                             // largest finite element
   float inverse_max;
-  float tensor_max;     // two-level: value to which the tensor amax is encoded
-  float eps;            // fp32 scales: lower bound of amaxes
+  float tensor_max;  // two-level: value to which the tensor amax is encoded
+  float eps;         // fp32 scales: lower bound of amaxes
   bool stochastic;
   bool rotated;
-  bool transposed;      // codes as [cols, rows]
+  bool transposed;  // codes as [cols, rows]
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
@@ -72,18 +72,18 @@ struct Grid {
 struct EncodingBuffers {
   uint8_t* data;
   void* scale;
-  float* amax;          // compact: given, or computed by the statistics phase
-  float* tensor_amax;   // [1] (tokens: [groups]), likewise
-  const float* enc;     // [1] (tokens: [groups]), delayed scaling; 0: no history yet, use the amax
-  float* record;        // [1], with enc: largest finite amax so far
-  const int64_t* key;   // [5] (tokens: [groups, 5]), stochastic rounding
-  const float* anchor;  // amax per run of a line, whose scale replaces the block's
-  int32_t lines, length;            // of the codes; rotation pads the contraction
-  Grid compact;                     // of amax
-  Grid stored;                      // of scale, except kBlackwell; may exceed compact, padded with zeros
-  Grid anchors;                     // of anchor
+  float* amax;            // compact: given, or computed by the statistics phase
+  float* tensor_amax;     // [1] (tokens: [groups]), likewise
+  const float* enc;       // [1] (tokens: [groups]), delayed scaling; 0: no history yet, use the amax
+  float* record;          // [1], with enc: largest finite amax so far
+  const int64_t* key;     // [5] (tokens: [groups, 5]), stochastic rounding
+  const float* anchor;    // amax per run of a line, whose scale replaces the block's
+  int32_t lines, length;  // of the codes; rotation pads the contraction
+  Grid compact;           // of amax
+  Grid stored;            // of scale, except kBlackwell; may exceed compact, padded with zeros
+  Grid anchors;           // of anchor
   bool amax_given, tensor_amax_given;
-  bool vector_store;                // rows of `data` are aligned for vectors
+  bool vector_store;  // rows of `data` are aligned for vectors
 };
 
 // Finish delayed scaling of grouped tokens after encoding: `amax`, `enc` and `scale` are [groups].
@@ -111,8 +111,8 @@ struct TensorArgs {
   int32_t rows, cols;
   int32_t first_tile;  // in the launch
   int32_t tile_rows, tile_cols;
-  Division by_band;    // by the tiles of a band, 4 * tile_cols
-  int32_t shift;       // global index of the first row, modulo the tile
+  Division by_band;  // by the tiles of a band, 4 * tile_cols
+  int32_t shift;     // global index of the first row, modulo the tile
   bool vector_load;
   EncodingBuffers buffers[2];
 };
@@ -123,18 +123,18 @@ template <int Capacity>
 struct Launch {
   EncodingSpec spec[2];
   Input input;
-  int32_t phases;        // both: one cooperative launch, one tile per block
-  int32_t count;         // tensors
-  bool shares_codes_transposed;            // the columnwise codes are the rowwise ones, transposed
-  bool reversed;         // last tile first: what the previous pass read last is still in L2
-  bool of_codes;         // convert the codes of the blocks, rounded again where the anchor makes them subnormal
+  int32_t phases;                // both: one cooperative launch, one tile per block
+  int32_t count;                 // tensors
+  bool shares_codes_transposed;  // the columnwise codes are the rowwise ones, transposed
+  bool reversed;                 // last tile first: what the previous pass read last is still in L2
+  bool of_codes;                 // convert the codes of the blocks, rounded again where the anchor makes them subnormal
   int32_t tiles;
-  uint32_t* barrier;     // [2], cooperative launches only
-  const void* up;        // values are act(x) * up; null: x
+  uint32_t* barrier;  // [2], cooperative launches only
+  const void* up;     // values are act(x) * up; null: x
   int64_t up_stride;
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
   Activation activation;
-  float* sums;           // null, or column sums [tile rows, cols] of bf16 values
+  float* sums;  // null, or column sums [tile rows, cols] of bf16 values
   TensorArgs tensors[Capacity];
 };
 

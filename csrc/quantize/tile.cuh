@@ -9,12 +9,12 @@ namespace fsdp_quant {
 struct TileSmem {
   uint32_t maxima[8][16][8];  // [warp][chunk of columns][word]
   uint8_t scales[2][kTile][8];
-  uint32_t lines[2][kTile];   // maxima to be added atomically, by direction
-  float factors[2][128];      // two_level_factor of every code, by direction
+  uint32_t lines[2][kTile];  // maxima to be added atomically, by direction
+  float factors[2][128];     // two_level_factor of every code, by direction
 };
 
 struct Smem : TileSmem {
-  uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
+  uint4 codes[kTile * 8];  // [column][128 bytes], 8-byte chunks swizzled
 };
 
 // Position of a thread's register tile in one direction: first line and contraction element in the tensor (negative before a
@@ -32,7 +32,7 @@ struct Place {
 struct Tile {
   int32_t row0, col0;  // first element in the tensor: row0 may be negative
   int32_t shift;
-  int32_t start = 0;   // first row of a scale that covers all rows (grouped tokens: of the group)
+  int32_t start = 0;  // first row of a scale that covers all rows (grouped tokens: of the group)
 
   template <bool Columnwise>
   __device__ Place place(const Position& at) const {

@@ -66,7 +66,7 @@ struct LinearCall : torch::CustomClassHolder {
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
   std::vector<at::Tensor> columnwise;  // weight operand
   MaybeTensor grad_amaxes;             // written by the previous autograd node: amaxes of dy
-  Saved saved_input;                          // of the input
+  Saved saved_input;                   // of the input
 };
 
 c10::intrusive_ptr<LinearCall> call_of(
