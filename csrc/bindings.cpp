@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of fsdp_quant, by domain. Python defines the namespace; this library adds to it.
+// Registration of the operators. Python defines the namespace; this library adds to it.
 #include <torch/library.h>
 
 namespace fsdp_quant {
@@ -25,9 +25,9 @@ void register_activate(torch::Library& m);
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   using namespace fsdp_quant;
-  for (const auto add : {register_encoding, register_quantize, register_anchored, register_multi_tensor, register_layout,
-                         register_gemm, register_grouped_gemm, register_norm, register_optim, register_pieces, step::register_plan,
-                         step::register_slots, step::register_weight, step::register_linear, step::register_grouped,
-                         step::register_activate})
+  for (const auto add :
+       {register_encoding, register_quantize, register_anchored, register_multi_tensor, register_layout, register_gemm,
+        register_grouped_gemm, register_norm, register_optim, register_pieces, step::register_plan, step::register_slots,
+        step::register_weight, step::register_linear, step::register_grouped, step::register_activate})
     add(m);
 }

@@ -25,7 +25,7 @@ TILE, CHUNK = 128, 2048
 _POINTER, _INT = ctypes.c_int64, ctypes.c_int32
 
 
-class PieceSide(ctypes.Structure):
+class PieceBuffers(ctypes.Structure):
     _fields_ = [
         *(
             (name, _POINTER)
@@ -63,7 +63,7 @@ class Piece(ctypes.Structure):
         ("cols", _INT),
         ("narrow", _INT),
         ("vectors", _INT),
-        ("side", PieceSide * 2),
+        ("side", PieceBuffers * 2),
     ]
 
     def values(self) -> Tensor:
@@ -108,7 +108,7 @@ def _blocks(encoding: Encoding, shape: tuple[int, int]) -> tuple[int, int]:
     )
 
 
-def _collect(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Encoding) -> None:
+def _collect(x: Tensor, rows: slice, cols: slice, side: PieceBuffers, encoding: Encoding) -> None:
     tile = torch.zeros_like(x)
     tile[rows, cols] = x[rows, cols]
     amax, tensor_amax = reference.statistics(tile, encoding, 0)
@@ -125,7 +125,7 @@ def _collect(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Enc
 
 
 def _encode(
-    x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Encoding, second: bool
+    x: Tensor, rows: slice, cols: slice, side: PieceBuffers, encoding: Encoding, second: bool
 ) -> None:
     fmt, (b0, b1) = encoding.fmt, _blocks(encoding, x.shape)
     amax, _ = reference.statistics(x, encoding, 0)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of MXFP8 operands with one exponent per run, line or tensor.
+// Host side of `quantize_anchored`: MXFP8 operands with one shared exponent (anchor) per run, line or tensor.
 #include <optional>
 #include <vector>
 
@@ -10,28 +10,25 @@
 
 namespace fsdp_quant {
 
-bool anchors_codes(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16) {
+bool can_encode_anchored(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16) {
   return spec.element == Element::kE4M3 && spec.scale == ScaleKind::kE8M0Up && spec.outer == 1 && spec.contraction == 32 &&
          !spec.stochastic && (x.scalar_type() == at::kBFloat16 || (round_to_bf16 && x.scalar_type() == at::kFloat));
 }
 
-std::vector<at::Tensor> anchored(
+std::vector<at::Tensor> encode_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras) {
-  const Tokens* const tokens = extras.tokens;
+  const TokenTables* const tokens = extras.tokens;
   check_input(x);
-  TORCH_CHECK_VALUE(tokens == nullptr || (row_run >= 0 && col_run > 0), "an anchor of the whole contraction serves several groups of tokens");
+  TORCH_CHECK_VALUE(tokens == nullptr || (row_run >= 0 && col_run > 0), "an anchor of the whole contraction would cover several token groups");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  Launch<1> launch = {};
-  launch.input = input_of(x, round_to_bf16);
-  launch.spec[0] = unpack_encoding(row, 0.0, "row"), launch.spec[1] = unpack_encoding(col, 0.0, "col");
-  launch.count = 1;
-  TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
-  launch.tiles = tiles_of(t);
+  Launch<1> launch = launch_of(
+      x, 0, input_of(x, round_to_bf16), unpack_encoding(row, 0.0, "row"), unpack_encoding(col, 0.0, "col"));
+  TensorArgs& t = launch.tensors[0];
   const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   bool whole[2];
   for (int d = 0; d < 2; ++d) whole[d] = launch.spec[d].present() && runs[d] == kOfTensor;
@@ -53,14 +50,14 @@ std::vector<at::Tensor> anchored(
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
     TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
-    const EncodingSpec line = runs_of(s, runs[d]);  // an anchor is the amax of a run of one line, or of the tensor
+    const EncodingSpec line = runs_of(s, runs[d]);  // the anchor is the amax of the run or tensor
     s.anchor_log2 = line.contraction_log2;
     g[d] = geometry_of(s, d, rows[d], t.cols, 0);
     anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
     t.buffers[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
     if (t.buffers[d].anchor != nullptr) continue;
-    if (d == 1 && whole[0]) {  // one for both
+    if (d == 1 && whole[0]) {  // both directions share it
       anchor_at[1] = anchor_at[0], t.buffers[1].anchor = t.buffers[0].anchor;
       continue;
     }
@@ -102,7 +99,7 @@ namespace {
 std::vector<at::Tensor> quantize_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16) {
-  return anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16);
+  return encode_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16);
 }
 
 }  // namespace

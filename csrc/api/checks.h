@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that every operator makes before it launches; each error says what was got and wanted.
+// Argument checks of the operators. Each error states the actual and the expected value.
 #pragma once
 
 #include <cmath>
@@ -18,15 +18,15 @@ namespace fsdp_quant {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// Of an operator that a compiled graph may hold: the schema says what it writes, results share memory with no input, it
-// has a fake, and it neither waits for the device nor depends on state of the host.
+// Tag of operators that compiled graphs may contain: the schema lists all mutations, results alias no input, a fake exists,
+// and the operator neither synchronizes nor reads host state.
 inline std::vector<at::Tag> compliant() { return {at::Tag::pt2_compliant_tag}; }
 
 inline void check_cuda(const at::Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(t.is_cuda(), name, " is on ", t.device(), "; the operator runs on CUDA tensors");
 }
 
-// A buffer of exactly this many elements of this type, contiguous, on the device of `like`.
+// Check that t is contiguous, has numel elements of dtype, and is on the device of `like`.
 inline void check_buffer(
     const at::Tensor& t, const char* name, const at::Tensor& like, at::ScalarType dtype, int64_t numel) {
   TORCH_CHECK_VALUE(
@@ -35,8 +35,7 @@ inline void check_buffer(
       "; wanted ", numel, " contiguous elements of ", dtype, " on ", like.device());
 }
 
-// Raise an error of a launch, and leave none as the thread's last error for whoever asks next. of: shapes and what else was
-// launched, for the message.
+// Raise a launch error and clear it, so that later calls do not report it again. of: shapes for the message.
 template <class... Of>
 void check_launch(cudaError_t error, const char* name, const Of&... of) {
   if (error == cudaSuccess) return;
@@ -44,8 +43,8 @@ void check_launch(cudaError_t error, const char* name, const Of&... of) {
   TORCH_CHECK(false, "fsdp_quant::", name, ": ", cudaGetErrorString(error), sizeof...(of) > 0 ? ", of " : "", of...);
 }
 
-// On the device of `like`, without the dispatcher: half of the microseconds of at::empty. Filled with NaN, or with bits that
-// are all set, where torch.utils.deterministic.fill_uninitialized_memory is in force.
+// Allocate without the dispatcher, in half the time of at::empty. Fills with NaN, or sets all bits, where
+// torch.utils.deterministic.fill_uninitialized_memory is in force.
 inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
   at::Tensor result(at::detail::empty_cuda(sizes, dtype, like.device(), std::nullopt));
   const at::Context& context = at::globalContext();

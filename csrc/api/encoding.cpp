@@ -54,7 +54,7 @@ ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view round
   TORCH_CHECK_VALUE(false, "scale is ", name, "; wanted fp32, e8m0 or e4m3");
 }
 
-// Shift of a block size; the whole extent (0) shifts every index to block 0.
+// Shift that maps an index to its block; 31 for the whole extent (0).
 int32_t log2_of(int64_t size) {
   int32_t log2 = 0;
   while (size >> log2 > 1) ++log2;
@@ -73,9 +73,9 @@ Int padded(const Int& extent, int64_t multiple) {
 
 using Symbols = std::vector<c10::SymInt>;
 
-// What `quantize` returns of one direction: sizes of data, scale and amax; whether scales are bytes
-// (else fp32), and whether it has a tensor amax [1], and an amax. run: see `quantize_anchored`,
-// whose scales are fp32, of runs.
+// Describe the results of `quantize` in one direction: sizes of data, scale and amax; whether scales are bytes (else fp32),
+// whether there is a tensor amax [1], and whether there is an amax. run: of `quantize_anchored`, whose scales are fp32, one
+// per run.
 std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
     int64_t packed, bool columnwise, c10::SymInt rows, c10::SymInt cols, c10::SymInt row0,
     std::optional<int64_t> run) {

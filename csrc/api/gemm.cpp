@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of products: check, allocate, launch. Nothing here reads the device.
+// Host side of dense GEMMs: check, allocate, launch. Never reads device memory.
 #include "api/gemm.h"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ bool gemm_takes(int64_t a_kind, int64_t b_kind, int64_t major, int64_t minor) {
   return supports_pair(a, b) && supports_scales(a, b, static_cast<int>(10 * major + minor));
 }
 
-// The bias that cuBLASLt adds: of out's dtype, and none to a float32 product of codes.
+// Bias that cuBLASLt adds: it needs out's dtype, and supports none in an fp8 GEMM with float32 output.
 void set_bias(GemmProblem& p, const at::Tensor& bias, const at::Tensor& a, at::ScalarType out_dtype) {
   const bool codes = !is_half(p.a.type);
   TORCH_CHECK_NOT_IMPLEMENTED(!codes || out_dtype != at::kFloat, "bias is ", bias.scalar_type(), "; to a ", out_dtype,
@@ -66,7 +66,7 @@ void set_bias(GemmProblem& p, const at::Tensor& bias, const at::Tensor& a, at::S
   p.bias_type = p.out_type;
 }
 
-GemmProblem product_of(const Arguments& given, at::ScalarType out_dtype, int device) {
+GemmProblem problem_of(const Arguments& given, at::ScalarType out_dtype, int device) {
   GemmProblem p = {};
   p.a = operand_of(given.a, given.a_kind, "a"), p.b = operand_of(given.b, given.b_kind, "b");
   TORCH_CHECK_VALUE(given.a.device() == given.b.device(), "a is on ", given.a.device(), " and b on ", given.b.device());
@@ -110,16 +110,16 @@ void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
   p.out = out.mutable_data_ptr();
   p.out_ld = p.m > 1 ? out.stride(0) : p.n;
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  if (p.a.scaling == Scaling::k1x512) {  // of an sm_90, as the pair was checked; cuBLASLt does not take them
+  if (p.a.scaling == Scaling::k1x512) {  // sm_90 only, as the pair was checked; not in cuBLASLt
     const char* const reason = sm90::unsupported_reason(p);
     TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, "operands have 1x512 scales, and ", reason);
     const sm90::Schedule schedule = sm90::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
     return check_launch(sm90::launch(p, {}, schedule, stream), "gemm", "[", p.m, ", ", p.n, "] over K ", p.k);
   }
   at::Tensor row_scale;
-  if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
+  if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other operand has one scale
     const bool is_a = p.a.scaling == Scaling::kTensor;
-    // A copy, which is aligned, even of one row.
+    // Copy the scale to get an aligned address.
     const at::Tensor scale = (is_a ? *given.a_scale : *given.b_scale).view({1});
     row_scale = scale.expand({is_a ? p.m : p.n}).clone(at::MemoryFormat::Contiguous);
     Operand& o = is_a ? p.a : p.b;
@@ -127,7 +127,7 @@ void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
   }
   try {
     MatmulPlan& plan = matmul_plan_of(p, stream.device_index());
-    // From the pool of the stream, or of the graph that it captures: nothing that runs beside it has the same memory.
+    // Allocate from the pool of the stream, or of the graph being captured: concurrent work never shares this memory.
     const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace());
     plan.launch(p, workspace.get(), stream);
   } catch (const Unsupported& error) {
@@ -143,7 +143,7 @@ at::Tensor gemm(
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
-  GemmProblem p = product_of(given, out_dtype, a.get_device());
+  GemmProblem p = problem_of(given, out_dtype, a.get_device());
   at::Tensor out = new_empty(a, {p.m, p.n}, out_dtype);
   multiply(p, out, given);
   return out;
@@ -158,7 +158,7 @@ void gemm_out(
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
-  GemmProblem p = product_of(given, out.scalar_type(), a.get_device());
+  GemmProblem p = problem_of(given, out.scalar_type(), a.get_device());
   p.accumulate = accumulate;
   TORCH_CHECK_VALUE(out.device() == a.device() && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n, "out is ",
                     out.sizes(), " on ", out.device(), "; wanted [", p.m, ", ", p.n, "] on ", a.device());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator `gemm`, for other operators.
+// C++ entry points of `gemm` and `product_error`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,14 +8,20 @@
 
 namespace fsdp_quant {
 
-// alpha * a b^T + bias. Kinds are element | scaling << 3, in the numbers of quantize/quantize.h and gemm/cublaslt.h.
+// Codes and scales, or 16-bit values, of a GEMM. kind: element | scaling << 3, see gemm/capability.h.
+struct GemmOperand {
+  at::Tensor data;
+  MaybeTensor scale;
+  int64_t kind = 0;
+};
+
+// Return alpha * a b^T + bias.
 at::Tensor gemm(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
     int64_t b_kind, at::ScalarType out_dtype, const MaybeTensor& bias, const MaybeTensor& alpha, int64_t sm_count = 0);
 
-// Adds to guard[product], of [3, 2], what the product of these codes lost to the anchors of its operands, and its formats' own
-// errors, both as mean squares: see gemm/product_error.h. counted: how those of a are counted, those of b << 4. Of matrices [E, outer, k]
-// as of one.
+// Add to guard[product] (guard: [3, 2]) the error of a GEMM due to shared exponents and that of its formats, as mean squares;
+// see gemm/product_error.h. counted: how codes of a are counted | those of b << 4. Matrices [E, outer, k] count as one.
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
     int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product);

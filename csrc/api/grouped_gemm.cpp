@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of products of groups. Nothing here reads the device.
+// Host side of grouped GEMMs. Never reads device memory.
 #include "api/grouped_gemm.h"
 
 #include <algorithm>
@@ -21,21 +21,21 @@ namespace {
 using sm90::GroupedDim;
 using sm90::Grouping;
 
-Operand codes_of(const at::Tensor& x, int64_t kind, const char* name) {
+Operand grouped_operand_of(const at::Tensor& x, int64_t kind, const char* name) {
   const Operand o = operand_of(x, kind, name);
   TORCH_CHECK_NOT_IMPLEMENTED(is_fp8(o.type) || o.type == CUDA_R_16BF, name, " is ", x.scalar_type(), " of kind ", kind,
                               " (element | scaling << 3); wanted codes in e4m3 or e5m2, or bfloat16");
   return o;
 }
 
-// b [parts, N, K]: of its first part, and the elements to the next.
-Operand stacked_of(const at::Tensor& x, int64_t kind, const char* name, int64_t* plane) {
+// b [groups, N, K]: the first matrix; sets the distance to the next, in elements.
+Operand stacked_operand_of(const at::Tensor& x, int64_t kind, const char* name, int64_t* plane) {
   check_cuda(x, name);
   TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) > 0, name, " has shape ", x.sizes(), "; wanted [1 or more, N, K]");
-  const Operand o = codes_of(x.select(0, 0), kind, name);
+  const Operand o = grouped_operand_of(x.select(0, 0), kind, name);
   *plane = x.size(0) > 1 ? x.stride(0) : o.ld * x.size(1);
   TORCH_CHECK_VALUE(*plane * x.element_size() % 16 == 0 && *plane >= x.size(2), name, " has shape ", x.sizes(), " and strides ", x.strides(),
-                    "; wanted parts that are multiples of 16 bytes apart");
+                    "; wanted matrices that are multiples of 16 bytes apart");
   return o;
 }
 
@@ -62,7 +62,8 @@ void set_out(GemmProblem& p, const at::Tensor& out, const at::Tensor& a, at::Int
   p.out = out.mutable_data_ptr();
 }
 
-void launch(GemmProblem& p, const Grouping& grouping, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
+void launch(GemmProblem& p, const Grouping& grouping, int64_t sm_count, const at::Tensor& a, const at::Tensor& b,
+            const char* name) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const int capability = capability_of(stream.device_index());
   TORCH_CHECK_NOT_IMPLEMENTED(capability == 90, name, " needs sm_90; the device is sm_", capability);
@@ -73,7 +74,8 @@ void launch(GemmProblem& p, const Grouping& grouping, int64_t sm_count, const at
   TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
   const int32_t processors = processors_of(stream.device_index(), sm_count);
-  check_launch(sm90::launch(p, grouping, sm90::schedule_of(p, processors, grouping), stream), name, "a ", a.sizes(), " and b ", b.sizes());
+  check_launch(sm90::launch(p, grouping, sm90::schedule_of(p, processors, grouping), stream), name, "a ", a.sizes(),
+               " and b ", b.sizes());
 }
 
 int32_t* flag_of(const MaybeTensor& flag, const at::Tensor& like) {
@@ -106,7 +108,7 @@ at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTenso
                     " tokens; wanted 1 or more, below 2^31 with those that fill groups up to multiples of 128");
   TORCH_CHECK_VALUE(tag >= 0 && tag <= std::numeric_limits<int32_t>::max(), "tag is ", tag, "; wanted 0 to 2^31 - 1");
   const c10::cuda::CUDAGuard guard(ends.device());
-  const int64_t tiles = (tokens + 127 * std::min(groups, tokens)) / 128;  // at most so many, whatever the groups
+  const int64_t tiles = (tokens + 127 * std::min(groups, tokens)) / 128;  // upper bound for any groups
   const at::Tensor buffer = new_empty(ends, {4 * tiles + 2 * (groups + 1)}, at::kInt);
   TokenGroups g = {};
   g.ends = ends.const_data_ptr(), g.wide = dtype == at::kLong;
@@ -132,7 +134,7 @@ TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor
 }
 
 void m_grouped_gemm(
-    const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int32_t* flag,
+    const at::Tensor& out, const GemmOperand& left, const GemmOperand& right, const int32_t* offsets, int32_t* flag,
     int64_t sm_count) {
   const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
@@ -140,24 +142,25 @@ void m_grouped_gemm(
   GemmProblem p = {};
   Grouping grouping;
   grouping.dim = GroupedDim::kM;
-  p.a = codes_of(a, left.kind, "a"), p.b = stacked_of(b, right.kind, "b", &grouping.b_plane);
+  p.a = grouped_operand_of(a, left.kind, "a"), p.b = stacked_operand_of(b, right.kind, "b", &grouping.b_plane);
   p.m = a.size(0), p.n = b.size(1), p.k = a.size(1);
   TORCH_CHECK_VALUE(b.size(2) == p.k && p.k > 0, "a is ", a.sizes(), " and b ", b.sizes(),
                     "; wanted [rows, K] and [groups, N, K], of one K that is not 0");
   check_sizes(p, a, b);
   set_groups(grouping, b.size(0), offsets, flag);
-  // Scales of lines along K are those of all rows: groups may begin at any.
-  grouping.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? grouping.groups : 1);
+  // Scales along K cover all rows, since groups may begin at any row.
+  grouping.a_scale_each =
+      set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? grouping.groups : 1);
   grouping.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", grouping.groups);
-  TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || grouping.groups == 1 || grouping.b_scale_each, "b_scale has the scales of one group; wanted ",
-                    grouping.groups, " times as many");
+  TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || grouping.groups == 1 || grouping.b_scale_each,
+                    "b_scale has the scales of one group; wanted ", grouping.groups, " times as many");
   set_out(p, out, a, {p.m, p.n});
   if (out.numel() == 0) return;
   launch(p, grouping, sm_count, a, b, "grouped_gemm");
 }
 
 void k_grouped_gemm(
-    const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int64_t groups,
+    const at::Tensor& out, const GemmOperand& left, const GemmOperand& right, const int32_t* offsets, int64_t groups,
     bool accumulate, int32_t* flag, int64_t sm_count) {
   const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
@@ -165,7 +168,7 @@ void k_grouped_gemm(
   GemmProblem p = {};
   Grouping grouping;
   grouping.dim = GroupedDim::kK;
-  p.a = codes_of(a, left.kind, "a"), p.b = codes_of(b, right.kind, "b");
+  p.a = grouped_operand_of(a, left.kind, "a"), p.b = grouped_operand_of(b, right.kind, "b");
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1), p.accumulate = accumulate;
   TORCH_CHECK_VALUE(b.size(1) == p.k, "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   check_sizes(p, a, b);
@@ -195,15 +198,16 @@ void grouped_gemm(
     const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
     int64_t sm_count) {
   TORCH_CHECK_VALUE(b.dim() == 3, "b has shape ", b.sizes(), "; wanted [groups, N, K]");
-  m_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a), sm_count);
+  m_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a),
+                 sm_count);
 }
 
 void grouped_gemm_wgrad(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
     const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, bool accumulate,
     const MaybeTensor& flag, int64_t sm_count) {
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= sm90::kMostGroups + 1, "offsets has shape ",
-                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", sm90::kMostGroups, " groups");
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= sm90::kMostGroups + 1,
+                    "offsets has shape ", offsets.sizes(), "; wanted [groups + 1], of 1 to ", sm90::kMostGroups, " groups");
   const int64_t groups = offsets.numel() - 1;
   k_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, groups, a), groups, accumulate,
                  flag_of(flag, a), sm_count);

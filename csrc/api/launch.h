@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What launches of quantize kernels are filled with: checks, geometry, workspaces.
+// Checks, geometry and workspaces of quantize launches.
 #pragma once
 
 #include <algorithm>
@@ -51,9 +51,9 @@ inline TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
   return t;
 }
 
-// Sets the rows of tiles too: those that a rotation fills beyond the tensor have tiles.
-inline int32_t tiles_of(TensorArgs& t, const EncodingSpec* col = nullptr) {
-  const bool fills = col != nullptr && col->present() && col->rotated;
+// Tiles of a tensor; rotation pads its rows. Sets tile_rows.
+inline int32_t tiles_of(TensorArgs& t, const EncodingSpec& col) {
+  const bool fills = col.present() && col.rotated;
   const int64_t rows = fills ? ceil_div(t.rows, kRotationBlock) * kRotationBlock : t.rows;
   t.tile_rows = static_cast<int32_t>(std::max<int64_t>(ceil_div(rows + t.shift, kTile), 1));
   const int64_t tiles = static_cast<int64_t>(t.tile_rows) * t.tile_cols;
@@ -61,8 +61,17 @@ inline int32_t tiles_of(TensorArgs& t, const EncodingSpec* col = nullptr) {
   return static_cast<int32_t>(tiles);
 }
 
-// The rows of the columnwise direction, which sources gather into tiles; x's own without.
-inline int64_t set_tokens(Launch<1>& launch, const Tokens* tokens) {
+inline Launch<1> launch_of(
+    const at::Tensor& x, int64_t row0, Input input, const EncodingSpec& row, const EncodingSpec& col) {
+  Launch<1> launch = {};
+  launch.input = input, launch.spec[0] = row, launch.spec[1] = col, launch.count = 1;
+  launch.tensors[0] = tensor_args(x, row0);
+  launch.tiles = tiles_of(launch.tensors[0], col);
+  return launch;
+}
+
+// Set the token tables; returns the rows of the columnwise direction.
+inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   TensorArgs& t = launch.tensors[0];
   if (tokens == nullptr) return t.rows;
   const int64_t tiles = tokens->tiles * t.tile_cols;
@@ -73,7 +82,7 @@ inline int64_t set_tokens(Launch<1>& launch, const Tokens* tokens) {
 }
 
 inline void check_tokens(const Launch<1>& launch) {
-  TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || takes_sources(launch),
+  TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || supports_sources(launch),
                               "rows of bfloat16 are gathered for blocks of (1, 128), anchors, scales of all rows, rounded to nearest, and for 4 bits");
 }
 
@@ -88,10 +97,10 @@ inline void set_geometry(EncodingBuffers& b, const Geometry& g, bool columnwise)
   b.compact = g.compact, b.stored = g.stored;
 }
 
-// One fp32 workspace for everything that atomic maxima start from: zeroed by one memset.
+// fp32 workspace for atomic maxima, cleared by one memset.
 class ZeroedWorkspace {
  public:
-  // Reserve `count` words; the pointer is known after `allocate`.
+  // Reserve `count` words; the pointer is valid after `allocate`.
   int64_t reserve(int64_t count) { return std::exchange(size_, size_ + std::max<int64_t>(ceil_div(count, 4) * 4, 4)); }
   void allocate(const at::Tensor& like, cudaStream_t stream) {
     if (size_ == 0) return;
@@ -99,7 +108,7 @@ class ZeroedWorkspace {
     C10_CUDA_CHECK(cudaMemsetAsync(buffer_.mutable_data_ptr(), 0, size_ * sizeof(float), stream));
   }
   float* at(int64_t offset) const { return buffer_.mutable_data_ptr<float>() + offset; }
-  // sizes: of one dimension or two.
+  // sizes: one or two dims.
   at::Tensor slice(int64_t offset, at::IntArrayRef sizes) const {
     const int64_t strides[] = {sizes.back(), 1};
     return buffer_.as_strided(sizes, at::IntArrayRef(strides).slice(2 - sizes.size()), offset);
@@ -110,27 +119,27 @@ class ZeroedWorkspace {
   at::Tensor buffer_;
 };
 
-// Zeros with memory of their own: what an operator returns shares memory with no other result.
+// Zeros in an own allocation, since results of an operator must not share memory.
 inline at::Tensor new_zeros(const at::Tensor& like, at::IntArrayRef sizes, cudaStream_t stream) {
-  at::Tensor made = new_empty(like, sizes, at::kFloat);
-  if (made.numel() > 0) C10_CUDA_CHECK(cudaMemsetAsync(made.mutable_data_ptr(), 0, made.nbytes(), stream));
-  return made;
+  at::Tensor zeros = new_empty(like, sizes, at::kFloat);
+  if (zeros.numel() > 0) C10_CUDA_CHECK(cudaMemsetAsync(zeros.mutable_data_ptr(), 0, zeros.nbytes(), stream));
+  return zeros;
 }
 
-// Of a launch that sums columns.
+// Column sums computed by a quantize launch.
 class ColumnSums {
  public:
-  // to: null, or where the sums of x go.
+  // to: null, or receives the sums of x.
   ColumnSums(const at::Tensor& x, Launch<1>& launch, at::Tensor* to) : to_(to) {
     if (to == nullptr) return;
     TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && launch.up == nullptr && launch.sources == nullptr, "x is ",
-                      x.scalar_type(), "; columns of bfloat16 are summed, as they lie");
+                      x.scalar_type(), "; column sums need bfloat16 that is neither gated nor grouped");
     TensorArgs& t = launch.tensors[0];
     partial_ = new_empty(x, {t.tile_rows, t.cols}, at::kFloat);
     *to_ = new_empty(x, {t.cols}, at::kBFloat16);
     launch.sums = partial_.mutable_data_ptr<float>();
   }
-  // After the launch.
+  // Call after the launch.
   void finish(const c10::cuda::CUDAStream& stream) const {
     if (to_ == nullptr) return;
     const int32_t rows = static_cast<int32_t>(partial_.size(0)), cols = static_cast<int32_t>(partial_.size(1));
@@ -150,26 +159,28 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
   return static_cast<T*>(const_cast<void*>(t->const_data_ptr()));
 }
 
-// Launches over tables of as many tensors as one takes.
+// Launches over tables of tensors; a full table is flushed.
 template <class Table>
 class MultiTensorLaunch {
  public:
-  MultiTensorLaunch(const EncodingSpec (&spec)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> launch) : launch_table_(launch) {
+  MultiTensorLaunch(const EncodingSpec (&spec)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> launch)
+      : launch_table_(launch) {
     launch_.spec[0] = spec[0], launch_.spec[1] = spec[1];
     launch_.input = input, launch_.phases = phase;
   }
   Table& table() { return launch_; }
-  // The tensor's place in the table.
+  // Returns the tensor's index in the table.
   int32_t add(const at::Tensor& x, int64_t row0, const EncodingBuffers (&buffers)[2]) {
     if (launch_.count == static_cast<int32_t>(std::size(launch_.tensors))) flush();
     TensorArgs& t = launch_.tensors[launch_.count] = tensor_args(x, row0);
     t.first_tile = launch_.tiles;
     t.buffers[0] = buffers[0], t.buffers[1] = buffers[1];
-    launch_.tiles += tiles_of(t);
+    launch_.tiles += tiles_of(t, {});
     return launch_.count++;
   }
   void flush() {
-    if (launch_.count > 0) check_launch(launch_table_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
+    if (launch_.count > 0)
+      check_launch(launch_table_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
     launch_.count = 0, launch_.tiles = 0;
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
+// Host side of dequantize, anchor_codes, transposes and swizzles: check, allocate, launch.
 #include "api/layout.h"
 
 #include <cmath>
@@ -68,10 +68,10 @@ namespace {
 
 struct AnchorShape {
   int64_t matrices, rows, cols, lines, out_rows, out_cols;
-  int64_t scale[2];  // of each matrix: runs and their lines, or [1, lines], or [1, 1]
+  int64_t scale[2];  // per matrix: [runs, lines], [1, lines] or [1, 1]
 };
 
-// run: kOfTensor, 0 for a whole line, or elements of one.
+// run: kOfTensor, 0 for a whole line, or a number of elements.
 AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, bool transposed, int64_t run) {
   check_cuda(data, "data");
   const bool stacked = data.dim() == 3;
@@ -92,11 +92,11 @@ AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, 
 // `Element.operand_shift` of formats.py.
 int32_t operand_shift(const EncodingSpec& spec) { return spec.bits() == 8 ? 0 : std::ilogb(448.0f / spec.max); }
 
-// What anchors the codes of data; without elements nothing does.
+// Kernel arguments for one tensor; none if it is empty.
 std::optional<AnchorCodes> anchor_of(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, int64_t run, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
-    std::vector<at::Tensor>& kept) {
+    std::vector<at::Tensor>& temporaries) {
   const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
   const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
   const bool whole = run == kOfTensor;
@@ -123,8 +123,8 @@ std::optional<AnchorCodes> anchor_of(
   }
   if (powers) {
     TORCH_CHECK_VALUE(shape.matrices == 1, "one matrix of (128, 128) blocks at a time is anchored");
-    kept.push_back(new_empty(data, {scale.numel()}, at::kByte));
-    a.powers = scale.const_data_ptr<float>(), a.exponents = kept.back().mutable_data_ptr<uint8_t>();
+    temporaries.push_back(new_empty(data, {scale.numel()}, at::kByte));
+    a.powers = scale.const_data_ptr<float>(), a.exponents = temporaries.back().mutable_data_ptr<uint8_t>();
   }
   a.data = data.const_data_ptr<uint8_t>(), a.scale = powers ? a.exponents : scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
@@ -135,7 +135,7 @@ std::optional<AnchorCodes> anchor_of(
   a.two_level = exact, a.shift = exact ? 0 : operand_shift(spec);
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
   a.vector_load = is_aligned(a.data, spec.six_bit() ? 2 : spec.bits()) && shape.cols % 8 == 0;
-  a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
+  a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // holds for every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   return a;
 }
@@ -152,7 +152,7 @@ void anchor_group(
   if (whole) run = kOfTensor;
   if (run != 0) at::_foreach_zero_(line_scale);
   AnchorMultiTensor group = {};
-  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> temporaries;
   auto flush = [&] {
     if (group.count > 0) check_launch(launch_anchor_multi_tensor(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
     group.count = 0;
@@ -160,8 +160,8 @@ void anchor_group(
   for (size_t i = 0; i < n; ++i) {
     TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, row bytes]");
     const MaybeTensor amax = tensor_amax.empty() ? MaybeTensor() : MaybeTensor(tensor_amax[i]);
-    const auto one =
-        anchor_of(data[i], scale[i], amax, encoding, columnwise, transposed, run, cols[i], out[i], line_scale[i], kept);
+    const auto one = anchor_of(data[i], scale[i], amax, encoding, columnwise, transposed, run, cols[i], out[i], line_scale[i],
+                               temporaries);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -184,8 +184,9 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !(stacked || run > 0), lines + 2), at::kFloat);
   if (run != 0 && line_scale.numel() > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
-  std::vector<at::Tensor> kept;
-  const auto a = anchor_of(data, scale, tensor_amax, encoding, columnwise, transposed, run, cols, out, line_scale, kept);
+  std::vector<at::Tensor> temporaries;
+  const auto a =
+      anchor_of(data, scale, tensor_amax, encoding, columnwise, transposed, run, cols, out, line_scale, temporaries);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes", data.sizes(), " bytes");
   return {out, line_scale};
 }
@@ -218,7 +219,7 @@ at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t encoding) 
 namespace {
 
 struct Sizes {
-  int64_t source, out;  // bytes; of fp32 scales elements
+  int64_t source, out;  // bytes; fp32 scales: elements
 };
 
 Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
@@ -292,8 +293,7 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   return one(scale, out, item, "swizzle_scales");
 }
 
-// Codes of x [tokens, cols] as those of its groups, transposed: [cols, 128 * tiles], zeros behind the tokens of a group that has
-// some, see `token_groups`.
+// Transpose the codes of x [tokens, cols] by group: [cols, 128 * tiles], zero-padded per group, see `token_groups`.
 at::Tensor transpose_tokens(const at::Tensor& data, const at::Tensor& tables, int64_t groups) {
   check_cuda(data, "data");
   TORCH_CHECK_VALUE(data.dim() == 2 && data.numel() > 0, "data has shape ", data.sizes(), "; wanted [tokens, cols], of one or more");
@@ -310,7 +310,7 @@ at::Tensor transpose_tokens(const at::Tensor& data, const at::Tensor& tables, in
   return one(data, out, item, "transpose_tokens");
 }
 
-// Every relayout of a parameter group in one launch (kRelayoutCapacity items each).
+// Relayout many tensors, kRelayoutCapacity per launch.
 void relayout_group(
     at::TensorList source, at::TensorList out, at::IntArrayRef kind, at::IntArrayRef rows, at::IntArrayRef cols,
     at::IntArrayRef outer, at::IntArrayRef outer_block) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the operators `dequantize` and `anchor_codes` do, for other operators.
+// C++ entry points of `dequantize` and `anchor_codes`.
 #pragma once
 
 #include <tuple>
@@ -11,26 +11,25 @@
 
 namespace fsdp_quant {
 
-// Two factors of a product and where their own product goes.
+// Two factors of a GEMM and the address of their product.
 struct Alpha {
   Factor factors[2];
   float* out;
 };
 
-// element * scale * tensor scale in fp32, rounded once to dtype: [rows, cols]. A factor that is not given is left out.
-// alpha: null, or made on the way.
+// element * scale * tensor scale in fp32, rounded once to dtype: [rows, cols]. Factors that are None are omitted. alpha:
+// null, or computed by the same kernel.
 at::Tensor decode(
     const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha);
 
-// The decode scales of a two-level format's tensors [count], from their amaxes.
-// direction: of the encoding that the amaxes are of.
+// Decode scales [count] of a two-level format from tensor amaxes. encoding: that of the amaxes.
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t encoding);
 
-// Codes of blocks [rows, cols] whose scales are powers of two against one exponent per line (run 0), per so many elements of
-// one, or of the tensor (whole), as codes of a byte, and 2^(E - 127) of each: [lines], [runs, lines rounded up to 4] or [1];
-// of a line without blocks E is 0. Of matrices [count, rows, row bytes], each by itself, stacked, not of runs. Two-level codes as
-// ScaleLayout::kOperand has them, of one matrix.
+// Re-express codes of blocks [rows, cols] with power-of-two scales using one exponent E per line (run 0), per run of a line,
+// or per tensor (whole). Returns codes of one byte and 2^(E - 127): [lines], [runs, lines rounded up to 4] or [1]; E is 0 for
+// an empty line. Stacked matrices [count, rows, row bytes] are processed separately and have no runs. Two-level codes become
+// ScaleLayout::kOperand, for one matrix.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, bool whole, int64_t cols, int64_t run = 0);

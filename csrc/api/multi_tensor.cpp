@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of launches over tables of tensors: shards of a gather, masters of an optimizer, matrices of experts.
+// Host side of multi-tensor launches: shards of a gather, optimizer masters, expert matrices.
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -33,11 +33,11 @@ Input check_group(at::TensorList x, at::IntArrayRef row0, bool round_to_bf16) {
   return input;
 }
 
-// Codes and scales of every tensor, in one launch. buffers_of(i, bytes of data, bytes of scale): where tensor i's go.
+// Quantize all tensors in one launch. buffers_of(i, data bytes, scale bytes): the buffers of tensor i.
 template <class BuffersOf>
-void encode_group(
-    at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
-    const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, bool round_to_bf16, BuffersOf buffers_of) {
+void encode_group(at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0,
+                  const MaybeTensors& amax, const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record,
+                  bool round_to_bf16, BuffersOf buffers_of) {
   const Input input = check_group(x, row0, round_to_bf16);
   EncodingSpec specs[2] = {};
   const EncodingSpec& spec = specs[columnwise] = unpack_encoding(encoding, eps, "side");
@@ -54,7 +54,7 @@ void encode_group(
       specs, input, kEncode, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
   for (size_t i = 0; i < x.size(); ++i) {
     const Geometry g = geometry_of(spec, columnwise, x[i].size(0), x[i].size(1), row0[i]);
-    // An empty shard has a scale all the same, where that is of every row.
+    // An empty shard still has a scale if the scale covers every row.
     if (x[i].numel() == 0 && (!spec.whole() || g.scale_rows * g.scale_cols == 0)) continue;
     EncodingBuffers both[2] = {}, &b = both[columnwise];
     std::tie(b.data, b.scale) =
@@ -78,7 +78,7 @@ void encode_group(
 
 using DataAndScale = std::tuple<uint8_t*, void*>;
 
-// Into slices of `staging`: offsets in bytes, multiples of 16.
+// Write to slices of `staging`; offsets are in bytes, multiples of 16.
 void quantize_group(
     at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
     const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, const at::Tensor& staging,
@@ -99,7 +99,7 @@ void quantize_group(
   encode_group(x, encoding, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16, slices);
 }
 
-// Into data and scale of each tensor.
+// Write to the data and scale of each tensor.
 void quantize_group_out(
     at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
     const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, at::TensorList data,
@@ -116,7 +116,7 @@ void quantize_group_out(
   encode_group(x, encoding, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16, given);
 }
 
-// Block amaxes of every tensor, and tensor amaxes of two-level formats, in one launch.
+// Block amaxes of all tensors, and tensor amaxes of two-level formats, in one launch.
 std::vector<at::Tensor> statistics_group(
     at::TensorList x, int64_t encoding, bool columnwise, at::IntArrayRef row0, bool round_to_bf16) {
   const Input input = check_group(x, row0, round_to_bf16);
@@ -125,11 +125,11 @@ std::vector<at::Tensor> statistics_group(
   const c10::cuda::CUDAGuard guard(x[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   ZeroedWorkspace workspace;
-  std::vector<std::pair<int64_t, int64_t>> places;
+  std::vector<std::pair<int64_t, int64_t>> offsets;
   std::vector<Geometry> geometry;
   for (size_t i = 0; i < x.size(); ++i) {
     geometry.push_back(geometry_of(spec, columnwise, x[i].size(0), x[i].size(1), row0[i]));
-    places.emplace_back(workspace.reserve(geometry[i].scale_rows * geometry[i].scale_cols),
+    offsets.emplace_back(workspace.reserve(geometry[i].scale_rows * geometry[i].scale_cols),
                         spec.two_level() ? workspace.reserve(1) : -1);
   }
   workspace.allocate(x[0], stream);
@@ -141,11 +141,11 @@ std::vector<at::Tensor> statistics_group(
   for (size_t i = 0; i < x.size(); ++i) {
     EncodingBuffers both[2] = {}, &b = both[columnwise];
     set_geometry(b, geometry[i], columnwise);
-    b.amax = workspace.at(places[i].first);
-    result.push_back(workspace.slice(places[i].first, {geometry[i].scale_rows, geometry[i].scale_cols}));
+    b.amax = workspace.at(offsets[i].first);
+    result.push_back(workspace.slice(offsets[i].first, {geometry[i].scale_rows, geometry[i].scale_cols}));
     if (spec.two_level()) {
-      b.tensor_amax = workspace.at(places[i].second);
-      result.push_back(workspace.slice(places[i].second, {1}));
+      b.tensor_amax = workspace.at(offsets[i].second);
+      result.push_back(workspace.slice(offsets[i].second, {1}));
     }
     if (x[i].numel() > 0) launch.add(x[i], row0[i], both);
   }
@@ -153,32 +153,35 @@ std::vector<at::Tensor> statistics_group(
   return result;
 }
 
-// A step of Adam of fp32 masters, and of the new ones as bf16 what `out` takes: data and scale of each direction (plain 8-bit
-// codes of scales that need no pass over the tensor before), or with `statistics` amax and, of two-level formats,
-// tensor_amax, zeros before; an amax without elements is not wanted. A skipped step gives those of the old masters.
+// Step Adam on fp32 masters and quantize the new masters, rounded to bf16, into `out`: data and scale per direction (plain
+// 8-bit codes whose scales need no earlier pass), or with `statistics` the amax and, for two-level formats, the tensor_amax,
+// both zeroed by the caller; an empty amax is skipped. A skipped step quantizes the old masters.
 void adam_group(
     at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::IntArrayRef scalar_row,
     const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf, int64_t row, int64_t col,
     double row_eps, double col_eps, at::IntArrayRef row0, bool statistics, at::TensorList out) {
   const AdamTensors tensors(master, grad, first, second, scalar_row, scalars, grad_scale, found_inf);
-  TORCH_CHECK_VALUE(tensors.of_moments != at::kByte, "moments are codes, of which adam makes no codes of masters on its way");
+  TORCH_CHECK_VALUE(tensors.moments_dtype != at::kByte,
+                    "moments are 8-bit codes; adam_group supports float32 and bfloat16");
   check_group(master, row0, true);
   const EncodingSpec spec[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
-  size_t wanted = 0;
+  size_t per_master = 0;
   for (const EncodingSpec& s : spec) {
     if (!s.present()) continue;
     TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && (statistics || (!s.whole() && s.bits() == 8)),
                       "Adam's kernel makes compact 8-bit codes, rounded to nearest, of scales that need no pass over the "
                       "tensor before, or statistics that are not of rotated values");
-    wanted += statistics ? 1 + s.two_level() : 2;
+    per_master += statistics ? 1 + s.two_level() : 2;
   }
-  TORCH_CHECK_VALUE(wanted > 0 && out.size() == wanted * master.size(), "out has ", out.size(), " tensors; wanted ",
-                    wanted, " for each of ", master.size(), " masters");
+  TORCH_CHECK_VALUE(per_master > 0 && out.size() == per_master * master.size(), "out has ", out.size(), " tensors; wanted ",
+                    per_master, " for each of ", master.size(), " masters");
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  MultiTensorLaunch<AdamQuantizeLaunch> launch(spec, Input::kF32AsBF16, statistics ? kStatistics : kEncode, [&](const AdamQuantizeLaunch& table) {
-    return launch_adam_quantize(table, tensors.of_grad == at::kBFloat16, tensors.of_moments == at::kBFloat16, stream);
-  });
+  MultiTensorLaunch<AdamQuantizeLaunch> launch(spec, Input::kF32AsBF16, statistics ? kStatistics : kEncode,
+                                               [&](const AdamQuantizeLaunch& table) {
+                                                 return launch_adam_quantize(table, tensors.grad_dtype == at::kBFloat16,
+                                                                             tensors.moments_dtype == at::kBFloat16, stream);
+                                               });
   launch.table().step = tensors.step;
   size_t at = 0;
   for (size_t i = 0; i < master.size(); ++i) {
@@ -191,18 +194,18 @@ void adam_group(
       EncodingBuffers& b = buffers[d];
       set_geometry(b, g, d);
       const int64_t scales = g.scale_rows * g.scale_cols;
-      auto take = [&](const char* name, at::ScalarType dtype, int64_t numel) {
+      auto next_buffer = [&](const char* name, at::ScalarType dtype, int64_t numel) {
         check_buffer(out[at], name, master[0], dtype, numel);
         return out[at++].mutable_data_ptr();
       };
       if (statistics) {
         const bool is_wanted = out[at].numel() != 0;
-        b.amax = static_cast<float*>(take("amax", at::kFloat, is_wanted ? scales : 0));
+        b.amax = static_cast<float*>(next_buffer("amax", at::kFloat, is_wanted ? scales : 0));
         if (!is_wanted) b.amax = nullptr;
-        if (s.two_level()) b.tensor_amax = static_cast<float*>(take("tensor_amax", at::kFloat, 1));
+        if (s.two_level()) b.tensor_amax = static_cast<float*>(next_buffer("tensor_amax", at::kFloat, 1));
       } else {
-        b.data = static_cast<uint8_t*>(take("data", at::kByte, g.data_rows * g.data_cols));
-        b.scale = take("scale", s.stored_in_bytes() ? at::kByte : at::kFloat, scales);
+        b.data = static_cast<uint8_t*>(next_buffer("data", at::kByte, g.data_rows * g.data_cols));
+        b.scale = next_buffer("scale", s.stored_in_bytes() ? at::kByte : at::kFloat, scales);
         b.vector_store = stores_vectors(s, b.data, g);
       }
     }
@@ -215,8 +218,8 @@ void adam_group(
 
 }  // namespace
 
-Encodings encode_stacked(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16, const StackedHistories (&histories)[2]) {
+Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16,
+                         const StackedHistories (&histories)[2]) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 3 && x.numel() > 0 && (x.stride(2) == 1 || x.size(2) == 1), "x has shape ", x.sizes(),
                     " and strides ", x.strides(), "; wanted matrices [count, rows, cols] that are not empty, of contiguous rows");
@@ -224,7 +227,7 @@ Encodings encode_stacked(
   Launch<1> one = {};
   const EncodingSpec(&spec)[2] = one.spec;
   one.spec[0] = row, one.spec[1] = col;
-  Encodings made;
+  Encodings encoded;
   Geometry g[2];
   ZeroedWorkspace workspace;
   int64_t amax_at[2] = {-1, -1};
@@ -233,9 +236,9 @@ Encodings encode_stacked(
     if (!s.present()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(s.bits() == 8 && !s.stochastic, "matrices are stacked in 8 bits, rounded to nearest");
     g[d] = geometry_of(s, d, x.size(1), x.size(2), 0);
-    made[d].data = new_empty(x, {count, g[d].data_rows, g[d].data_cols}, at::kByte);
+    encoded[d].data = new_empty(x, {count, g[d].data_rows, g[d].data_cols}, at::kByte);
     const int64_t scales = s.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
-    made[d].scale = new_empty(x, {count, scales}, s.stored_in_bytes() ? at::kByte : at::kFloat);
+    encoded[d].scale = new_empty(x, {count, scales}, s.stored_in_bytes() ? at::kByte : at::kFloat);
   }
   bool delayed = false;
   for (const StackedHistories& of : histories) {
@@ -247,7 +250,7 @@ Encodings encode_stacked(
     delayed = delayed || !of.enc.empty();
   }
   const Input input = input_of(x, round_to_bf16);
-  if (input != Input::kBF16 && input != Input::kF32AsBF16) {  // the group's kernels hold bf16
+  if (input != Input::kBF16 && input != Input::kF32AsBF16) {  // multi-tensor kernels hold bf16
     const MaybeTensor none;
     for (int64_t i = 0; i < count; ++i) {
       const auto enc = [&](int d) { return histories[d].enc.empty() ? none : MaybeTensor(histories[d].enc[i]); };
@@ -256,17 +259,18 @@ Encodings encode_stacked(
       const GivenAmaxes unknown[2] = {{none, none, encs[0], none, record(0)}, {none, none, encs[1], none, record(1)}};
       Encodings out;
       for (int d = 0; d < 2; ++d)
-        if (spec[d].present()) out[d].data = made[d].data.select(0, i), out[d].scale = made[d].scale.select(0, i);
+        if (spec[d].present()) out[d].data = encoded[d].data.select(0, i), out[d].scale = encoded[d].scale.select(0, i);
       encode(x.select(0, i), row, col, unknown, 0, round_to_bf16, false, &out);
     }
-    return made;
+    return encoded;
   }
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  const bool shares_codes_transposed = can_share_codes_transposed(spec, one.tensors[0].buffers);  // of one amax, which is taken once
+  const bool shares_codes_transposed = can_share_codes_transposed(spec, one.tensors[0].buffers);  // one amax for both
   for (int d = 0; d < 2; ++d) {
     if (!spec[d].present() || !spec[d].whole()) continue;
-    amax_at[d] = d == 1 && shares_codes_transposed ? amax_at[0] : workspace.reserve(count * g[d].scale_rows * g[d].scale_cols);
+    amax_at[d] =
+        d == 1 && shares_codes_transposed ? amax_at[0] : workspace.reserve(count * g[d].scale_rows * g[d].scale_cols);
   }
   workspace.allocate(x, stream);
   for (const Phase phase : {kStatistics, kEncode}) {
@@ -285,8 +289,9 @@ Encodings encode_stacked(
         set_geometry(b, g[d], d);
         if (amax_at[d] >= 0) b.amax = workspace.at(amax_at[d]) + i * g[d].scale_rows * g[d].scale_cols;
         b.amax_given = phase == kEncode && b.amax != nullptr;
-        b.data = made[d].data.mutable_data_ptr<uint8_t>() + i * made[d].data.stride(0);
-        b.scale = static_cast<uint8_t*>(made[d].scale.mutable_data_ptr()) + i * made[d].scale.stride(0) * made[d].scale.element_size();
+        b.data = encoded[d].data.mutable_data_ptr<uint8_t>() + i * encoded[d].data.stride(0);
+        b.scale = static_cast<uint8_t*>(encoded[d].scale.mutable_data_ptr()) +
+                  i * encoded[d].scale.stride(0) * encoded[d].scale.element_size();
         b.vector_store = stores_vectors(spec[d], b.data, g[d]);
         if (phase == kEncode && !histories[d].enc.empty()) b.enc = histories[d].enc[i].const_data_ptr<float>();
         if (phase == kEncode && !histories[d].record.empty()) b.record = histories[d].record[i].mutable_data_ptr<float>();
@@ -295,7 +300,7 @@ Encodings encode_stacked(
     }
     launch.flush();
   }
-  return made;
+  return encoded;
 }
 
 void register_multi_tensor(torch::Library& m) {

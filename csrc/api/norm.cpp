@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of norms and activations: check, allocate, launch. Nothing here reads the device.
+// Host side of norms and activations: check, allocate, launch. Never reads device memory.
 #include "api/norm.h"
 
 #include <array>
@@ -27,8 +27,8 @@ Values values_of(const at::Tensor& x, const char* name) {
   }
 }
 
-// The rows [rows, cols] of t [.., cols], of which 16 bytes can be read anywhere: `like`'s shape, dtype and device. Results are
-// not views, since users may write them in place; so the operators take tensors as they are.
+// View t [.., cols] as [rows, cols], with `like`'s shape, dtype and device and 16-byte aligned rows. Results are never views,
+// since users may write them in place.
 at::Tensor rows_of(const at::Tensor& t, const char* name, const at::Tensor& like) {
   check_cuda(t, name);
   TORCH_CHECK_VALUE(t.dim() > 0 && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
@@ -67,8 +67,7 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
   return a;
 }
 
-// Amaxes of results as the kernel writes them: [count, AmaxesOf].
-// given: memory of the caller's.
+// Allocate the amaxes of results, [count, AmaxesOf]. given: the caller's buffer.
 at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count, const MaybeTensor& given = std::nullopt) {
   const AmaxesOf layout = {args.rows, args.out_stride};
   if (given.has_value()) check_buffer(*given, "grad_amaxes", g, at::kFloat, count * layout.size());
@@ -109,10 +108,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
   ActivationArgs args = activation_args(g, u, &dh);
   if (halves) args.out_stride = 2 * args.cols;
   const c10::cuda::CUDAGuard guard(g.device());
-  const auto made = [&](const at::Tensor& given, at::IntArrayRef sizes) {
+  const auto given_or_new = [&](const at::Tensor& given, at::IntArrayRef sizes) {
     return given.defined() ? given : new_empty(g, sizes, g.scalar_type());
   };
-  const at::Tensor dg = made(of_g, g.sizes()), du = made(of_u, u.has_value() ? g.sizes() : at::IntArrayRef{0});
+  const at::Tensor dg = given_or_new(of_g, g.sizes()),
+                   du = given_or_new(of_u, u.has_value() ? g.sizes() : at::IntArrayRef{0});
   const at::Tensor amaxes = new_lines(g, args, u.has_value() && !halves ? 2 : 1, of_amaxes);
   args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
@@ -141,7 +141,7 @@ NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool centred, 
   return a;
 }
 
-// y [.., cols], its amax [1], rstd [rows], mean [rows] (empty of a root mean square).
+// Returns y [.., cols], its amax [1], rstd [rows], mean [rows] (empty for RMSNorm).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
     const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, double eps, bool centred, bool zero_centered,
     bool rounds_first) {
@@ -158,7 +158,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
   return {y, amax, rstd, mean};
 }
 
-// dx [.., cols] (plus `residual`, after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless has_bias).
+// Returns dx [.., cols] (plus `residual`, added after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless
+// has_bias).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& residual, const at::Tensor& rstd,
     const at::Tensor& mean, bool zero_centered, bool rounds_first, bool has_bias) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations, for operators that begin with one, and for nodes of autograd.
+// C++ entry points of activations, also for autograd nodes.
 #pragma once
 
 #include <tuple>
@@ -12,11 +12,11 @@ namespace fsdp_quant {
 // h = act(g) (* u) [rows, cols], and its amaxes [AmaxesOf].
 std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTensor& u, int64_t kind);
 
-// Gate and up: as they are given, or the halves of g's rows.
+// Gate and up: as given, or (packed) the halves of g's rows.
 std::pair<at::Tensor, MaybeTensor> operands_of(const at::Tensor& g, const MaybeTensor& u, bool packed);
 
-// dg, du (empty without u), and their amaxes [2 (1), AmaxesOf]; written to `of_g` and `of_u`, which may be g and u.
-// halves: those are the halves of one contiguous tensor, whose amaxes [1, AmaxesOf] are returned.
+// dg, du (empty without u) and their amaxes [2 (1), AmaxesOf], written to `of_g` and `of_u`, which may alias g and u. halves:
+// both are halves of one contiguous tensor, with amaxes [1, AmaxesOf].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
     const at::Tensor& of_g, const at::Tensor& of_u, const MaybeTensor& of_amaxes, const at::Tensor& dh, const at::Tensor& g,
     const MaybeTensor& u, int64_t kind, bool halves = false);

@@ -55,7 +55,7 @@ Operand operand_of(const at::Tensor& x, int64_t kind, const char* name) {
   const int64_t rows = x.size(0), cols = x.size(1), row_stride = x.stride(0), col_stride = x.stride(1);
   const auto element = static_cast<Element>(kind & 7);
   o.data = x.const_data_ptr();
-  // The stride of a dim of one element means nothing.
+  // The stride of a dim of size 1 is arbitrary.
   o.k_major = (col_stride == 1 || cols <= 1) && (row_stride >= cols || rows <= 1);
   o.ld = o.k_major ? (rows > 1 ? row_stride : cols) : (cols > 1 ? col_stride : rows);
   if (element == Element::kNone) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer steps of many tensors.
+// Host side of multi-tensor Adam.
 #include <algorithm>
 #include <limits>
 
@@ -27,10 +27,11 @@ AdamTensors::AdamTensors(
   TORCH_CHECK_VALUE(n > 0 && grad.size() == n && first.size() == n && second.size() == n && row.size() == n, "got ", n,
                     " masters, ", grad.size(), " gradients, ", first.size(), " and ", second.size(), " moments and ",
                     row.size(), " rows; wanted one of each for every master");
-  of_master = master[0].scalar_type(), of_grad = grad[0].scalar_type(), of_moments = first[0].scalar_type();
-  TORCH_CHECK_VALUE(of_grad == at::kFloat || of_grad == at::kBFloat16, "gradients are float32 or bfloat16, got ", of_grad);
-  TORCH_CHECK_VALUE(of_moments == at::kFloat || of_moments == at::kBFloat16 || of_moments == at::kByte,
-                    "moments are float32, bfloat16 or codes, got ", of_moments);
+  master_dtype = master[0].scalar_type(), grad_dtype = grad[0].scalar_type(), moments_dtype = first[0].scalar_type();
+  TORCH_CHECK_VALUE(grad_dtype == at::kFloat || grad_dtype == at::kBFloat16, "gradients are float32 or bfloat16, got ",
+                    grad_dtype);
+  TORCH_CHECK_VALUE(moments_dtype == at::kFloat || moments_dtype == at::kBFloat16 || moments_dtype == at::kByte,
+                    "moments are float32, bfloat16 or codes, got ", moments_dtype);
   check_cuda(master[0], "master");
   check_buffer(scalars, "scalars", master[0], at::kFloat, rows * kAdamScalars);
   step = {scalars.const_data_ptr<float>(), optional_scalar(grad_scale, "grad_scale", master[0]),
@@ -39,12 +40,12 @@ AdamTensors::AdamTensors(
 
 AdamTensor AdamTensors::at(size_t i) const {
   const int64_t numel = grad[i].numel();
-  const bool is_remainder = of_master == at::kByte;
+  const bool is_remainder = master_dtype == at::kByte;
   check_buffer(master[i], "master", master[0], is_remainder ? at::kByte : at::kFloat, numel * (is_remainder ? 2 : 1));
   TORCH_CHECK_VALUE(!is_remainder || is_aligned(master[i].const_data_ptr(), 2), "remainder ", i, " begins at an odd byte");
-  check_buffer(grad[i], "grad", master[0], of_grad, numel);
-  check_buffer(first[i], "first", master[0], of_moments, numel);
-  check_buffer(second[i], "second", master[0], of_moments, numel);
+  check_buffer(grad[i], "grad", master[0], grad_dtype, numel);
+  check_buffer(first[i], "first", master[0], moments_dtype, numel);
+  check_buffer(second[i], "second", master[0], moments_dtype, numel);
   TORCH_CHECK_VALUE(row[i] >= 0 && row[i] < rows, "tensor ", i, " reads row ", row[i], " of ", rows, " rows of scalars");
   AdamTensor t = {};
   t.master = master[i].mutable_data_ptr();
@@ -52,15 +53,15 @@ AdamTensor AdamTensors::at(size_t i) const {
   t.first = first[i].mutable_data_ptr(), t.second = second[i].mutable_data_ptr();
   t.numel = numel, t.row = static_cast<int32_t>(row[i]);
   const int64_t moment = 4 * static_cast<int64_t>(first[i].element_size());
-  t.vectors = is_aligned(t.master, is_remainder ? 8 : 16) && is_aligned(t.grad, of_grad == at::kFloat ? 16 : 8) &&
+  t.vectors = is_aligned(t.master, is_remainder ? 8 : 16) && is_aligned(t.grad, grad_dtype == at::kFloat ? 16 : 8) &&
               is_aligned(t.first, moment) && is_aligned(t.second, moment);
   return t;
 }
 
 namespace {
 
-// One step, in place; see optim/adam.cu. rounded: empty, or bf16 parameters that are their masters rounded, or that masters
-// are remainders of. first_scale, second_scale: of moments that are codes, else empty.
+// Step in place; see optim/adam.cu. rounded: empty, bf16 parameters equal to the rounded masters, or those that remainder
+// masters extend. first_scale, second_scale: of 8-bit moments, else empty.
 void adam(
     at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::TensorList rounded,
     at::TensorList first_scale, at::TensorList second_scale, at::IntArrayRef row, const at::Tensor& scalars,
@@ -68,13 +69,13 @@ void adam(
   const AdamTensors tensors(master, grad, first, second, row, scalars, grad_scale, found_inf);
   TORCH_CHECK_VALUE(rounded.empty() || rounded.size() == master.size(), "got ", rounded.size(),
                     " rounded parameters; wanted one for each of ", master.size(), " masters, or none");
-  const bool is_remainder = tensors.of_master == at::kByte, codes = tensors.of_moments == at::kByte;
+  const bool is_remainder = tensors.master_dtype == at::kByte, codes = tensors.moments_dtype == at::kByte;
   TORCH_CHECK_VALUE(!is_remainder || !rounded.empty(), "masters are remainders, and no parameter is given that has the rest");
   const size_t scales = codes ? master.size() : 0;
   TORCH_CHECK_VALUE(first_scale.size() == scales && second_scale.size() == scales, "got ", first_scale.size(), " and ",
-                    second_scale.size(), " scales of moments of ", tensors.of_moments, "; wanted ", scales, " of each");
-  const AdamMaster of_master = is_remainder ? kRemainder : rounded.empty() ? kAlone : kRounded;
-  const bool bf16_grad = tensors.of_grad == at::kBFloat16;
+                    second_scale.size(), " scales of moments of ", tensors.moments_dtype, "; wanted ", scales, " of each");
+  const AdamMaster master_dtype = is_remainder ? kRemainder : rounded.empty() ? kAlone : kRounded;
+  const bool bf16_grad = tensors.grad_dtype == at::kBFloat16;
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   AdamLaunch launch;
@@ -83,8 +84,8 @@ void adam(
   auto flush = [&] {
     if (launch.count == 0) return;
     check_launch(
-        codes ? launch_adam_codes(launch, bf16_grad, of_master, stream)
-              : launch_adam(launch, bf16_grad, tensors.of_moments == at::kBFloat16, of_master, stream),
+        codes ? launch_adam_codes(launch, bf16_grad, master_dtype, stream)
+              : launch_adam(launch, bf16_grad, tensors.moments_dtype == at::kBFloat16, master_dtype, stream),
         "adam");
     launch.count = launch.tiles = 0;
   };
@@ -117,7 +118,7 @@ void adam(
   flush();
 }
 
-// Counts a step on the device, and gives its scalars [steps, 8] fp32.
+// Advance step counters on the device and return their scalars [steps, 8] fp32.
 at::Tensor adam_count(
     at::TensorList step, const MaybeTensor& found_inf, const MaybeTensor& lr, double learning_rate, double beta1,
     double beta2, double eps, double decay, bool decoupled) {

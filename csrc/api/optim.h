@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step of Adam is given, checked.
+// Checked arguments of an Adam step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace fsdp_quant {
 
-// Lists of one entry a master; masters have one dtype, and gradients and moments have.
+// Lists with one entry per master. Masters share a dtype, as do gradients and moments.
 struct AdamTensors {
   AdamTensors(
       at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::IntArrayRef row,
@@ -19,7 +19,7 @@ struct AdamTensors {
   at::TensorList master, grad, first, second;
   at::IntArrayRef row;
   int64_t rows;  // of the scalars
-  at::ScalarType of_master, of_grad, of_moments;
+  at::ScalarType master_dtype, grad_dtype, moments_dtype;
   AdamStep step;
 };
 

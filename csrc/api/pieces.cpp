@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Casts of pieces of tensors, from tables in device memory.
+// Host side of casts of tensor pieces, from tables in device memory.
 #include <torch/library.h>
 
 #include "api/quantize.h"
@@ -25,7 +25,7 @@ const uint8_t* flag_of(const MaybeTensor& skip, const at::Tensor& like) {
   return static_cast<const uint8_t*>(skip->const_data_ptr());
 }
 
-// Amaxes and codes of the tiles in the list. pieces: rows of `Piece`. tiles: int32 [tiles, 4].
+// Amaxes and codes of the listed tiles. pieces: rows of `Piece`. tiles: int32 [tiles, 4].
 void cast_pieces(
     const at::Tensor& pieces, const at::Tensor& tiles, int64_t row, int64_t col, double row_eps, double col_eps, bool second,
     const MaybeTensor& skip) {
@@ -41,16 +41,16 @@ void cast_pieces(
                       "pieces are of 8 or 4 bits, rounded to nearest, not rotated, and compact");
     four_bit |= launch.encodes(d) && s.four_bit();
   }
-  TORCH_CHECK_VALUE(launch.spec[0].present() || launch.spec[1].present(), "there is no direction to make");
+  TORCH_CHECK_VALUE(launch.spec[0].present() || launch.spec[1].present(), "no direction is requested");
   if (launch.count == 0) return;
   const c10::cuda::CUDAGuard guard(pieces.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   check_launch(four_bit ? launch_pieces4(launch, stream) : launch_pieces8(launch, stream), "cast_pieces");
 }
 
-// Scales of collected amaxes, and values in another dtype. runs: rows of `ScaleSegment`. chunks: int32 [chunks, 2].
-void cast_scales(
-    const at::Tensor& segments, const at::Tensor& chunks, at::IntArrayRef specs, at::ArrayRef<double> eps, const MaybeTensor& skip) {
+// Scales from collected amaxes, or values cast to another dtype. segments: rows of `ScaleSegment`. chunks: int32 [chunks, 2].
+void cast_scales(const at::Tensor& segments, const at::Tensor& chunks, at::IntArrayRef specs, at::ArrayRef<double> eps,
+                 const MaybeTensor& skip) {
   TORCH_CHECK_VALUE(specs.size() <= kScaleSpecs && eps.size() == specs.size(),
                     specs.size(), " sides with ", eps.size(), " eps; wanted ", kScaleSpecs, " at most, an eps each");
   ScalesLaunch launch = {};

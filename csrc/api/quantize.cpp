@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host direction of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
+// Host side of quantize and statistics: check, allocate, select kernels, launch. Never reads device memory.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -23,7 +23,7 @@ bool collects(const EncodingSpec& s, const EncodingBuffers& b) {
   return s.present() && ((b.amax != nullptr && !b.amax_given) || (b.tensor_amax != nullptr && !b.tensor_amax_given));
 }
 
-// Statistics in their own launch, or in the encoding one where it has a barrier; then codes. The first launch sums columns.
+// Launch statistics, then encoding; one cooperative launch if there is a barrier. The first launch sums columns.
 void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
   const TensorArgs& t = launch.tensors[0];
   EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
@@ -47,16 +47,17 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
   if (needs) {
     launch.phases = kStatistics;
     Launch<1> statistics = launch;
-    if (launch.shares_codes_transposed && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.spec[1].element = Element::kNone;
+    if (launch.shares_codes_transposed && b[0].amax != nullptr && b[0].amax == b[1].amax)
+      statistics.spec[1].element = Element::kNone;
     const bool of_groups = launch.sources != nullptr;
-    if (of_groups && !takes_delayed(launch))  // their codes are made without amaxes on the way
+    if (of_groups && !supports_delayed(launch))  // their encoding computes no amaxes
       for (EncodingBuffers& one : statistics.tensors[0].buffers) one.enc = nullptr;
     check_launch(all_delayed && !of_groups ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name, t.rows, " x ", t.cols);
     if (!all_delayed) launch.sums = nullptr;
-    launch.reversed = !all_delayed;  // the tiles read last are still in L2
+    launch.reversed = !all_delayed;  // tiles read last are still in L2
   }
   launch.phases = kEncode;
-  if (operands && launch.sums != nullptr) {  // the kernel of operands sums no columns
+  if (operands && launch.sums != nullptr) {  // operand kernels sum no columns
     Launch<1> sums = launch;
     sums.phases = kStatistics, sums.spec[0].element = sums.spec[1].element = Element::kNone;
     check_launch(launch_quantize(sums, stream), name, t.rows, " x ", t.cols);
@@ -72,7 +73,7 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
       launch.sums = nullptr;
     }
   }
-  if (delayed && launch.sources == nullptr && !(takes_delayed(launch) && b[0].amax_given))
+  if (delayed && launch.sources == nullptr && !(supports_delayed(launch) && b[0].amax_given))
     check_launch(launch_delayed_scales(launch, stream), name, t.rows, " x ", t.cols);
 }
 
@@ -92,8 +93,8 @@ void finish_groups(const Launch<1>& launch, const GivenAmaxes (&known)[2], int64
 
 }  // namespace
 
-bool encodes_gated(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2], const GatedInput& gated) {
+bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2],
+                      const GatedInput& gated) {
   Launch<1> launch = {};
   launch.input = input_of(x, false), launch.activation = gated.kind;
   launch.spec[0] = row, launch.spec[1] = col;
@@ -101,19 +102,20 @@ bool encodes_gated(
   for (int d = 0; d < 2; ++d)
     if (enc[d].has_value()) b[d].enc = enc[d]->const_data_ptr<float>();
   launch.shares_codes_transposed = can_share_codes_transposed(launch.spec, b);
-  return takes_gated(launch) && x.size(1) % 8 == 0 && tensor_args(x, 0).vector_load && tensor_args(gated.up, 0).vector_load;
+  return supports_gated(launch) && x.size(1) % 8 == 0 && tensor_args(x, 0).vector_load &&
+         tensor_args(gated.up, 0).vector_load;
 }
 
-Encodings encode(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2], int64_t row0, bool round_to_bf16,
-    bool wants_amax, const Encodings* out, const EncodeExtras& extras) {
+Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2],
+                 int64_t row0, bool round_to_bf16, bool wants_amax, const Encodings* out, const EncodeExtras& extras) {
   const GatedInput* const gated = extras.gated;
-  const Tokens* tokens = extras.tokens;
-  if (!col.present() && !row.whole_tensor() && !row.two_level()) tokens = nullptr;  // no scale serves rows of two groups
+  const TokenTables* tokens = extras.tokens;
+  if (!col.present() && !row.whole_tensor() && !row.two_level()) tokens = nullptr;  // no scale covers rows of two groups
   if (tokens != nullptr && row.present() && col.present() &&
-      !(row.whole()      ? col.whole() && known[0].enc.has_value() == known[1].enc.has_value()
-        : row.four_bit() ? col.four_bit()
-                         : row.outer == 1 && row.contraction == kTile && !col.whole() && !col.four_bit())) {  // no launch for both
+      !(row.whole() ? col.whole() && known[0].enc.has_value() == known[1].enc.has_value()
+        : row.four_bit()
+            ? col.four_bit()
+            : row.outer == 1 && row.contraction == kTile && !col.whole() && !col.four_bit())) {  // no fused launch
     const EncodingSpec none = {};
     const EncodeExtras alone = {nullptr, tokens};
     return {encode(x, row, none, known, row0, round_to_bf16, wants_amax, out, alone)[0],
@@ -121,26 +123,22 @@ Encodings encode(
   }
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // views of new tensors: a few microseconds less
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // saves microseconds in views of new tensors
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  Launch<1> launch = {};
-  launch.input = input_of(x, round_to_bf16);
-  launch.spec[0] = row, launch.spec[1] = col;
-  launch.count = 1;
-  TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
-  launch.tiles = tiles_of(t, &col);
+  Launch<1> launch = launch_of(x, row0, input_of(x, round_to_bf16), row, col);
+  TensorArgs& t = launch.tensors[0];
   const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   if (gated != nullptr) {
     const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
-    TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && encodes_gated(x, row, col, enc, *gated),
-                      "no kernel quantizes this activation as it makes it; make it first");
+    TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && can_encode_gated(x, row, col, enc, *gated),
+                      "no kernel fuses this activation; compute it first");
     launch.up = gated->up.const_data_ptr(), launch.up_stride = tensor_args(gated->up, 0).row_stride;
     launch.activation = gated->kind;
   }
 
   ZeroedWorkspace workspace;
-  Encodings made;
+  Encodings encoded;
   Geometry g[2];
   int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1};
   for (int d = 0; d < 2; ++d) {
@@ -169,12 +167,13 @@ Encodings encode(
       b.record = known[d].record->mutable_data_ptr<float>();
     }
     if (wants_amax) {
-      if (s.whole() && !b.amax_given) made[d].amax = new_zeros(x, {g[d].scale_rows, g[d].scale_cols}, stream);
-      if (s.two_level() && !b.tensor_amax_given) made[d].tensor_amax = new_zeros(x, {groups}, stream);
+      if (s.whole() && !b.amax_given) encoded[d].amax = new_zeros(x, {g[d].scale_rows, g[d].scale_cols}, stream);
+      if (s.two_level() && !b.tensor_amax_given) encoded[d].tensor_amax = new_zeros(x, {groups}, stream);
       continue;
     }
-    const bool is_shared = d == 1 && can_share_codes_transposed(launch.spec, t.buffers);  // the first one's
-    if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(g[d].scale_rows * g[d].scale_cols);
+    const bool is_shared = d == 1 && can_share_codes_transposed(launch.spec, t.buffers);  // uses that of rowwise
+    if (s.whole() && !b.amax_given)
+      amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = workspace.reserve(groups);
   }
   const auto crosses = [](const EncodingSpec& s) { return s.present() && (s.whole() || s.two_level()); };
@@ -183,7 +182,8 @@ Encodings encode(
   if (barrier_at >= 0) launch.barrier = reinterpret_cast<uint32_t*>(workspace.at(barrier_at));
   check_tokens(launch);
 
-  auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
+  auto output_buffer = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype,
+                           const char* name) {
     if (given != nullptr) check_buffer(*given, name, x, dtype, c10::multiply_integers(sizes));
     to = given != nullptr ? *given : new_empty(x, sizes, dtype);
     return to.mutable_data_ptr();
@@ -193,24 +193,25 @@ Encodings encode(
     if (!s.present()) continue;
     EncodingBuffers& b = t.buffers[d];
     const Encoded* given = out != nullptr ? &(*out)[d] : nullptr;
-    b.data = static_cast<uint8_t*>(take(
-        made[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
+    b.data = static_cast<uint8_t*>(output_buffer(
+        encoded[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
     const auto scale_dtype = s.stored_in_bytes() ? at::kByte : at::kFloat;
     const at::Tensor* scale = given ? &given->scale : nullptr;
-    b.scale = s.operand() ? take(made[d].scale, scale, {tokens != nullptr ? tokens->groups : 1}, at::kFloat, "out scale")
+    b.scale = s.operand()
+                  ? output_buffer(encoded[d].scale, scale, {tokens != nullptr ? tokens->groups : 1}, at::kFloat, "out scale")
               : s.scale_layout == ScaleLayout::kCompact
-                  ? take(made[d].scale, scale, {g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
-                  : take(made[d].scale, scale, {g[d].scale_numel}, scale_dtype, "out scale");
+                  ? output_buffer(encoded[d].scale, scale, {g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
+                  : output_buffer(encoded[d].scale, scale, {g[d].scale_numel}, scale_dtype, "out scale");
     b.vector_store = stores_vectors(s, b.data, g[d]);
     if (tensor_at[d] >= 0) {
       b.tensor_amax = workspace.at(tensor_at[d]);
-      made[d].tensor_amax = workspace.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
+      encoded[d].tensor_amax = workspace.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
     }
     if (amax_at[d] >= 0) b.amax = workspace.at(amax_at[d]);
-    if (made[d].amax.defined()) b.amax = made[d].amax.mutable_data_ptr<float>();
-    if (wants_amax && made[d].tensor_amax.defined()) b.tensor_amax = made[d].tensor_amax.mutable_data_ptr<float>();
+    if (encoded[d].amax.defined()) b.amax = encoded[d].amax.mutable_data_ptr<float>();
+    if (wants_amax && encoded[d].tensor_amax.defined()) b.tensor_amax = encoded[d].tensor_amax.mutable_data_ptr<float>();
   }
-  for (int d = 0; d < 2; ++d) {  // the other direction of a square block is made for the kernel alone
+  for (int d = 0; d < 2; ++d) {  // kernels of square blocks need both directions
     if (!launch.spec[d].operand() || launch.spec[d].outer == 1 || launch.spec[1 - d].present()) continue;
     EncodingSpec& other = launch.spec[1 - d] = launch.spec[d];
     other.transposed = d == 0;
@@ -218,58 +219,57 @@ Encodings encode(
     set_geometry(b, geometry_of(other, 1 - d, rows[1 - d], t.cols, row0), 1 - d);
     b.tensor_amax = t.buffers[d].tensor_amax, b.tensor_amax_given = t.buffers[d].tensor_amax_given;
   }
-  // The kernels of delayed scaling take the amax of both directions once, where the first one's lies.
-  const bool shares_amax = t.buffers[1].enc != nullptr && made[1].amax.defined() && can_share_codes_transposed(launch.spec, t.buffers);
+  // Delayed-scaling kernels compute one amax for both directions, in the first buffer.
+  const bool shares_amax =
+      t.buffers[1].enc != nullptr && encoded[1].amax.defined() && can_share_codes_transposed(launch.spec, t.buffers);
   if (shares_amax) t.buffers[1].amax = t.buffers[0].amax;
   const ColumnSums sums(x, launch, extras.column_sums);
   launch_phases(launch, stream, "quantize");
   sums.finish(stream);
-  if (shares_amax) made[1].amax.copy_(made[0].amax, /*non_blocking=*/true);
+  if (shares_amax) encoded[1].amax.copy_(encoded[0].amax, /*non_blocking=*/true);
   if (tokens != nullptr) finish_groups(launch, known, tokens->groups, stream);
-  return made;
+  return encoded;
 }
 
 at::Tensor column_sums(const at::Tensor& x) {
   check_input(x);
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  Launch<1> launch = {};
-  launch.count = 1, launch.phases = kStatistics;
-  launch.tensors[0] = tensor_args(x, 0);
-  launch.tiles = tiles_of(launch.tensors[0]);
-  at::Tensor made;
-  const ColumnSums sums(x, launch, &made);
+  Launch<1> launch = launch_of(x, 0, Input::kBF16, {}, {});
+  launch.phases = kStatistics;
+  at::Tensor out;
+  const ColumnSums sums(x, launch, &out);
   check_launch(launch_quantize(launch, stream), "column_sums", x.sizes());
   sums.finish(stream);
-  return made;
+  return out;
 }
 
 namespace {
 
-// The amax of a direction with one scale, of those of parts of x [parts, 1]; of other directions as it is.
+// The amax [1, 1] of a whole-tensor scale from the amaxes [parts, 1] of x's parts; others unchanged.
 MaybeTensor max_over_parts(const at::Tensor& x, const EncodingSpec& spec, const MaybeTensor& amax) {
   if (!amax.has_value() || !spec.whole_tensor() || amax->numel() <= 1) return amax;
   check_buffer(*amax, "amax", x, at::kFloat, amax->numel());
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor most = new_empty(x, {1, 1}, at::kFloat);
-  check_launch(launch_largest(amax->const_data_ptr<float>(), amax->numel(), most.mutable_data_ptr<float>(),
+  const at::Tensor largest = new_empty(x, {1, 1}, at::kFloat);
+  check_launch(launch_largest(amax->const_data_ptr<float>(), amax->numel(), largest.mutable_data_ptr<float>(),
                               c10::cuda::getCurrentCUDAStream()), "largest");
-  return most;
+  return largest;
 }
 
-// data, scale of each direction, its tensor amax (two-level formats) and amax (scales that span the contraction) unless they
-// were given. An amax of one scale may be those of parts of x.
+// Returns data and scale per direction, with the tensor amax (two-level formats) and amax (scales that span the contraction)
+// unless given. A given whole-tensor amax may be several, of parts of x.
 std::vector<at::Tensor> quantize(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool round_to_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
     const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
     const MaybeTensor& col_enc, const MaybeTensor& col_key) {
   const EncodingSpec specs[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
-  const MaybeTensor row_most = max_over_parts(x, specs[0], row_amax);
+  const MaybeTensor row_max = max_over_parts(x, specs[0], row_amax);
   const bool is_same = row_amax.has_value() && col_amax.has_value() && specs[0].whole_tensor() && specs[1].whole_tensor() &&
                        row_amax->is_same(*col_amax);
-  const MaybeTensor col_most = is_same ? row_most : max_over_parts(x, specs[1], col_amax);
-  const GivenAmaxes known[2] = {{row_most, row_tensor_amax, row_enc, row_key}, {col_most, col_tensor_amax, col_enc, col_key}};
+  const MaybeTensor col_max = is_same ? row_max : max_over_parts(x, specs[1], col_amax);
+  const GivenAmaxes known[2] = {{row_max, row_tensor_amax, row_enc, row_key}, {col_max, col_tensor_amax, col_enc, col_key}};
   std::vector<at::Tensor> result;
   result.reserve(8);
   for (Encoded& one : encode(x, specs[0], specs[1], known, row0, round_to_bf16, true, nullptr))
@@ -278,25 +278,23 @@ std::vector<at::Tensor> quantize(
   return result;
 }
 
-// Block amaxes of each direction, and tensor amaxes of two-level formats.
+// Block amaxes per direction, and tensor amaxes of two-level formats.
 std::vector<at::Tensor> statistics(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool round_to_bf16) {
   check_input(x);
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  Launch<1> launch = {};
-  launch.input = input_of(x, round_to_bf16);
-  launch.spec[0] = unpack_encoding(row, 0.0, "row"), launch.spec[1] = unpack_encoding(col, 0.0, "col");
-  launch.count = 1, launch.phases = kStatistics;
-  TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
-  launch.tiles = tiles_of(t, &launch.spec[1]);
+  Launch<1> launch = launch_of(
+      x, row0, input_of(x, round_to_bf16), unpack_encoding(row, 0.0, "row"), unpack_encoding(col, 0.0, "col"));
+  launch.phases = kStatistics;
+  TensorArgs& t = launch.tensors[0];
   std::vector<at::Tensor> result;
   for (int d = 0; d < 2; ++d) {
     const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     const Geometry g = geometry_of(s, d, t.rows, t.cols, row0);
     const int64_t sizes[] = {g.scale_rows, g.scale_cols};
-    result.push_back(s.whole() ? new_zeros(x, sizes, stream) : new_empty(x, sizes, at::kFloat));  // maxima start from zeros
+    result.push_back(s.whole() ? new_zeros(x, sizes, stream) : new_empty(x, sizes, at::kFloat));  // atomic maxima start at 0
     set_geometry(t.buffers[d], g, d);
     t.buffers[d].amax = result.back().mutable_data_ptr<float>();
     if (!s.two_level()) continue;
@@ -317,7 +315,7 @@ Geometry geometry_of(const EncodingSpec& s, bool columnwise, int64_t rows, int64
   g.compact = columnwise ? Grid{line_blocks, blocks, 1, line_blocks} : Grid{line_blocks, blocks, blocks, 1};
   g.stored = g.compact;
   if (s.scale_layout == ScaleLayout::kCompact || s.whole()) return g;
-  const bool by_line = s.stored_in_bytes() || s.outer != 1;  // blocks of a line lie side by side
+  const bool by_line = s.stored_in_bytes() || s.outer != 1;  // blocks of a line are adjacent
   g.stored = {at(g.stored_lines), at(g.stored_blocks), by_line ? at(g.stored_blocks) : 1, by_line ? 1 : at(g.stored_lines)};
   return g;
 }

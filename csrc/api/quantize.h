@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operators are given of a direction, and the geometry of its buffers.
+// Arguments and buffer geometry of the quantize operators.
 #pragma once
 
 #include <array>
@@ -15,11 +15,11 @@
 namespace fsdp_quant {
 
 struct Geometry : EncodingSizes<int64_t> {
-  Grid compact, stored;  // over lines and blocks: the compact grid, and the scale buffer's
+  Grid compact, stored;  // strides over (lines, blocks) of amax and of scale
 };
 
-// What the caller may know of a direction. record: fp32, its first the largest finite amax so far, with enc. Of groups of tokens
-// there is one of each a group; records has one a group, or none.
+// Values that the caller already has for one direction. record: fp32 amax history to update, with enc (delayed scaling).
+// Grouped tokens have one entry per group in each field, and `records`, one per group or none.
 struct GivenAmaxes {
   const MaybeTensor &amax, &tensor_amax, &enc, &key;
   const at::Tensor* record = nullptr;
@@ -32,58 +32,57 @@ struct GatedInput {
   Activation kind;
 };
 
-// Rows of x in groups whose scales are their own (`sources` of layout/token_groups.h): the columnwise direction has each group's rows
-// from a multiple of 128 on, zeros behind them (of none: nothing is written); the rowwise direction keeps x's rows.
-struct Tokens {
-  const int32_t *sources, *offsets;
+// Grouped tokens with scales per group (`sources` of layout/token_groups.h). The columnwise direction pads each group with
+// zeros to a multiple of 128 rows; empty groups write nothing. The rowwise direction keeps x's rows.
+struct TokenTables {
+  const int32_t *sources, *offsets, *padded;
   int64_t tiles, groups;
 };
 
-// What goes with the encoding of x. gated: see encodes_gated. tokens: scales that span rows are one set a group,
-// [groups, lines] or [groups], as are amaxes of tensors. column_sums: set to column_sums(x), which the first launch that reads x makes on the way; not of
-// gated values or tokens.
+// Extra inputs and outputs of `encode`. gated: see can_encode_gated. tokens: scales that span rows, and tensor amaxes, are
+// per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or
+// tokens.
 struct EncodeExtras {
   const GatedInput* gated = nullptr;
-  const Tokens* tokens = nullptr;
+  const TokenTables* tokens = nullptr;
   at::Tensor* column_sums = nullptr;
 };
 
-// What is made of a direction. Undefined: a direction that is not made; tensor_amax and amax also where they were given, tensor_amax
-// of formats of one level, amax of scales that do not span the contraction.
+// Result of one direction. Undefined: a direction that is absent; tensor_amax and amax if given; tensor_amax of one-level
+// formats; amax of scales that do not span the contraction.
 struct Encoded {
   at::Tensor data, scale, tensor_amax, amax;
 };
 using Encodings = std::array<Encoded, 2>;
 
-// Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
-Encodings encode(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2], int64_t row0, bool round_to_bf16,
-    bool wants_amax, const Encodings* out, const EncodeExtras& extras = {});
+// Quantize x. wants_amax: also return amaxes. out: buffers to write instead of new tensors.
+Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2],
+                 int64_t row0, bool round_to_bf16, bool wants_amax, const Encodings* out, const EncodeExtras& extras = {});
 
-// Histories of delayed directions, one a matrix, or none.
+// Delayed-scaling inputs of stacked matrices: one per matrix, or none.
 struct StackedHistories {
   at::TensorList enc, record;
 };
 
-// Codes and scales of matrices [count, rows, cols], each by itself, stacked: 8 bits, rounded to nearest, of scales of one level.
-Encodings encode_stacked(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16, const StackedHistories (&histories)[2]);
+// Quantize matrices [count, rows, cols] separately into stacked buffers: 8 bits, round to nearest, one-level scales.
+Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16,
+                         const StackedHistories (&histories)[2]);
 
-// `encode` makes these values itself: bf16 [rows, cols], both with rows of 16 bytes.
-bool encodes_gated(
-    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2], const GatedInput& gated);
+// Whether `encode` can compute the activation itself: bf16 [rows, cols], 16-byte aligned rows.
+bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2],
+                      const GatedInput& gated);
 
-// Anchors of tensors are made of these values as `anchor_codes` makes them of their codes.
-bool anchors_codes(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16);
+// Whether `encode_anchored` can quantize x with one exponent per tensor, with the same bytes as `anchor_codes`.
+bool can_encode_anchored(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16);
 
-// MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
-// loop. Returns data and scale of each direction. A run of kOfTensor: what `anchor_codes` makes of the directions' codes, of both or of
-// neither. beside: not gated; with tokens, the columnwise run is not the whole contraction.
-std::vector<at::Tensor> anchored(
+// Quantize to MXFP8 whose blocks share the scale of their run: 8-bit operands whose fp32 scales stay out of the main loop.
+// Returns data and scale per direction. Run kOfTensor gives the same bytes as `anchor_codes`, in all requested directions.
+// extras: not gated; with tokens, the columnwise run is not the whole line.
+std::vector<at::Tensor> encode_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras = {});
 
-// Sums over the rows of x [rows, cols], bf16: added up in fp32 in tiles of 128 rows, rounded once. [cols].
+// Sum x [rows, cols] bf16 over rows: fp32 sums in tiles of 128 rows, rounded once. Returns [cols].
 at::Tensor column_sums(const at::Tensor& x);
 
 Geometry geometry_of(const EncodingSpec& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0);

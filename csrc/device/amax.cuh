@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Largest magnitudes, compared as integer bits: those of positive floats are in their order, and a NaN is largest.
+// Magnitudes compared as integer bits: positive floats order like their bits, and NaN is largest.
 #pragma once
 
 #include <cstdint>
 
 namespace fsdp_quant {
 
-// Of one fp32 value in a word, or of two of 16 bits.
+// A word with one fp32 value or two 16-bit values.
 template <bool Wide>
 struct MagnitudeWord {
   __device__ __forceinline__ static uint32_t magnitude(uint32_t word) { return word & (Wide ? 0x7FFFFFFFu : 0x7FFF7FFFu); }
@@ -16,15 +16,15 @@ struct MagnitudeWord {
   }
 };
 
-// Bits of fp32, a NaN's the canonical ones: what memory keeps of an amax.
+// fp32 bits with one canonical NaN, as stored in amax buffers.
 __device__ __forceinline__ uint32_t canonical(uint32_t bits) { return bits > 0x7F800000u ? 0x7FC00000u : bits; }
 
-// *amax, which starts at 0, becomes v where that is larger.
+// Raise *amax (initially 0) to v.
 __device__ __forceinline__ void atomic_max(float* amax, float v) {
   atomicMax(reinterpret_cast<uint32_t*>(amax), canonical(__float_as_uint(v)));
 }
 
-// The largest of all threads of the block, given to take(bits) in the first. `smem` has a word per warp, and is not in use.
+// Reduce over the block and call take(bits) in the first thread. `smem`: one free word per warp.
 template <class Take>
 __device__ __forceinline__ void block_max(uint32_t bits, uint32_t* smem, Take take) {
   bits = __reduce_max_sync(0xFFFFFFFFu, bits);
@@ -36,8 +36,7 @@ __device__ __forceinline__ void block_max(uint32_t bits, uint32_t* smem, Take ta
   if (thread == 0) take(bits);
 }
 
-// The block's largest magnitude into *amax, which starts at 0. Few atomics: most blocks find that it is large enough.
-// bits: canonical. All threads of the block; smem: as of block_max.
+// Raise *amax (initially 0) to the block's maximum; most blocks need no atomic. bits: canonical. All threads call it.
 __device__ __forceinline__ void raise_amax(float* amax, uint32_t bits, uint32_t* smem) {
   block_max(bits, smem, [&](uint32_t most) {
     auto* const word = reinterpret_cast<uint32_t*>(amax);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8-bit elements by integer arithmetic, with the bytes of the instructions that GPUs before sm_89
-// lack. Host code includes it too.
+// FP8 conversions in integer arithmetic, bit-exact with the instructions that GPUs before sm_89 lack. Also for host code.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +25,12 @@ FSDP_QUANT_HOST_DEVICE float float_of(uint32_t bits) {
   return v;
 }
 
-// Code of v, saturating, to nearest even: cvt.rn.satfinite. NaN gives 0x7F.
-// Mantissa: bits of the element's, 3 (e4m3) or 2 (e5m2).
+// cvt.rn.satfinite; NaN gives 0x7F. Mantissa: 3 (e4m3) or 2 (e5m2).
 template <int Mantissa>
 FSDP_QUANT_HOST_DEVICE uint32_t fp8_code(float v) {
   constexpr int kBias = Mantissa == 3 ? 7 : 15, kShift = 23 - Mantissa;
   constexpr uint32_t kLargest = Mantissa == 3 ? 0x7E : 0x7B, kSmallestNormal = (128 - kBias) << 23;
-  // Floats from here have the step of the element's subnormals.
+  // Floats from this value on have the spacing of the element's subnormals.
   constexpr uint32_t kStep = (127 + 23 + 1 - kBias - Mantissa) << 23;
   const uint32_t bits = float_bits(v), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7F;
@@ -47,7 +45,7 @@ FSDP_QUANT_HOST_DEVICE uint32_t fp8_code(float v) {
   return code | (bits >> 24 & 0x80);
 }
 
-// fp16 bits of a code: cvt.rn.f16x2. NaN gives 0x7FFF.
+// cvt.rn.f16x2 of a code; NaN gives 0x7FFF.
 template <int Mantissa>
 FSDP_QUANT_HOST_DEVICE uint32_t half_of_fp8(uint32_t code) {
   const uint32_t magnitude = code & 0x7F, sign = (code & 0x80) << 8;

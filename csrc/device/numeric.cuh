@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales and elements, bit-exact with fsdp_quant/ops/reference.py. No fast-math: products that feed an addition are
-// written with intrinsics, so that no compiler fuses them.
+// Scales and elements, bit-exact with fsdp_quant/ops/reference.py. Products that feed an addition use intrinsics, so that the
+// compiler cannot contract them to FMAs.
 //
-// The pipe of integer minima and byte permutes has half the rate of fp32 sums: a saturating
-// multiply-add in place of a minimum, and a threshold in place of its complement, were worth 10 %.
-// A byte permute takes one immediate: keep the other operand in a register.
+// Integer minima and byte permutes issue at half the rate of fp32 adds: a saturating multiply-add instead of a minimum, and a
+// threshold instead of its complement, gained 10 %. A byte permute takes one immediate: keep the other operand in a register.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +33,7 @@ __device__ __forceinline__ float encode_factor(float amax, float max, float eps,
   return pow2 ? __uint_as_float(bits_of(enc) & 0x7F800000u) : enc;
 }
 
-// Biased exponent of a block: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF; rounded up, or by the OCP floor rule.
+// Biased exponent of a block, rounded up or by the OCP floor rule: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF.
 __device__ __forceinline__ uint32_t e8m0_code(float amax, const EncodingSpec& spec) {
   if (spec.scale == ScaleKind::kE8M0Floor) {  // the exponent of the maximum, less that of the largest element
     const uint32_t bits = bits_of(amax);
@@ -43,13 +42,13 @@ __device__ __forceinline__ uint32_t e8m0_code(float amax, const EncodingSpec& sp
     return code > 0 ? code : 0;
   }
   if constexpr (ptx::kHardwareCasts) return ptx::cvt_ue8m0(__fmul_rn(amax, spec.inverse_max));
-  // Adding all mantissa bits carries into the exponent unless they are zero; inf and NaN come out one too large.
+  // Adding the mantissa mask carries into the exponent unless the mantissa is 0; inf and NaN come out one too large.
   const uint32_t v = bits_of(__fmul_rn(amax, spec.inverse_max));
   const uint32_t up = ((v + 0x7FFFFFu) >> 23) - (v >= 0x7F800000u);
   return v > 0x400000u ? up : 0;
 }
 
-// S of a two-level format: tensor_max (EncodingSpec) /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
+// S of a two-level format: tensor_max /rn tensor amax; 1 if that is 0 or not finite; at most FLT_MAX.
 __device__ __forceinline__ float tensor_encode_factor(float tensor_amax, float tensor_max) {
   return encode_factor(tensor_amax, tensor_max, 0.0f, false);
 }
@@ -58,12 +57,12 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
   return __low2float(ptx::cvt_f16x2_e4m3x2(code));
 }
 
-// D: NaN where the tensor's amax is not finite.
+// D: NaN if the tensor amax is not finite.
 __device__ __forceinline__ float tensor_decode_scale(float tensor_amax, float tensor_max) {
   return is_finite(tensor_amax) ? __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax, tensor_max)) : quiet_nan();
 }
 
-// The encode factor of one block, and its stored scale (fp32 bits, or a code).
+// Encode factor of a block and its stored scale (fp32 bits, or a code).
 struct BlockScale {
   float enc;
   uint32_t stored;
@@ -74,7 +73,7 @@ __device__ __forceinline__ BlockScale e8m0_scale(float amax, const EncodingSpec&
   return {power_of_two(code == 255 ? 255 : 254 - code), code};
 }
 
-// The same for finite amaxes, rounded up: their code is at most 253.
+// e8m0_scale for finite amaxes, rounded up: the code is at most 253.
 __device__ __forceinline__ BlockScale e8m0_scale_of_finite(float amax, const EncodingSpec& spec) {
   const uint32_t v = bits_of(__fmul_rn(amax, spec.inverse_max)), code = v > 0x400000u ? (v + 0x7FFFFFu) >> 23 : 0;
   return {__uint_as_float((254u - code) << 23), code};
@@ -86,8 +85,8 @@ __device__ __forceinline__ BlockScale fp32_scale(float amax, const EncodingSpec&
   return {enc, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, enc) : quiet_nan())};
 }
 
-// The same for powers of two, and amaxes that `has_easy_power` takes. The difference of the bits borrows from the
-// exponents where amax has the larger mantissa, which is where the quotient's exponent is one less.
+// fp32_scale for powers of two and amaxes that pass `has_easy_power`. The subtraction of the bits borrows from the exponent
+// exactly if amax has the larger mantissa, where the quotient's exponent is one less.
 __device__ __forceinline__ BlockScale easy_power(float amax, const EncodingSpec& spec) {
   const int exponent = (static_cast<int>(bits_of(spec.max) - bits_of(amax)) >> 23) + 127;
   return {__uint_as_float(exponent << 23), static_cast<uint32_t>(254 - exponent) << 23};
@@ -97,19 +96,20 @@ __device__ __forceinline__ bool has_easy_power(float least, float largest, const
   return least >= 1e-30f && least >= spec.eps && largest <= 1e30f;  // false for NaN
 }
 
-// Two-level scales are e4m3 codes, so there are 128 encode factors for a tensor: enc = 1 /rn fl(code * fl(1 / S)).
+// Encode factor of a two-level scale code: 1 /rn fl(code * fl(1 / S)). There are 128 per tensor.
 __device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
   const float factor = tensor_encode_factor(tensor_amax, spec.tensor_max);
   const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, factor)));
   return enc > kFltMax ? kFltMax : enc;
 }
 
-// What takes a block's amax to the target of its scale: fl(S * fl(1 / 6)).
+// Factor from a block's amax to the target of its scale: fl(S * fl(1 / 6)).
 __device__ __forceinline__ float two_level_target(float tensor_amax, const EncodingSpec& spec) {
   return __fmul_rn(tensor_encode_factor(tensor_amax, spec.tensor_max), 1.0f / 6.0f);
 }
 
-// 1, 1.25, 1.5 or 2 times the target's power of two: the significands 1.15, 1.4 and 1.8 begin the next; round_up: not below it.
+// Round a target to 1, 1.25 or 1.5 times a power of two: significands from 1.15, 1.4 and 1.8 round to the next; round_up:
+// never below.
 __device__ __forceinline__ float exact_target(float target, bool round_up) {
   const uint32_t bits = bits_of(target), significand = bits & 0x7FFFFFu;
   const uint32_t reached = (significand >= (round_up ? 0x000001u : bits_of(1.15f) & 0x7FFFFFu)) +
@@ -133,9 +133,9 @@ __device__ __forceinline__ BlockScale two_level_scale(
   return {factors[code], code};
 }
 
-// 4-bit code of a magnitude, saturating, ties to even, in the low byte; NaN gives 6. Three rounded lines, whose minimum is
-// the code: rint(2a), rint(a) + 2, rint(a / 2) + 4; adding 1.5 * 2^23 rounds to an integer in the low bits, and positive
-// floats order like their bits. Without NaNs the third line saturates by itself, off the pipe of integer minima.
+// 4-bit code of a magnitude, saturating, ties to even, in the low byte; NaN gives 6. The code is the minimum of rint(2a),
+// rint(a) + 2 and rint(a / 2) + 4; adding 1.5 * 2^23 rounds to an integer in the low bits, and positive floats order like
+// their bits. Without NaNs the third term saturates by itself, which saves an integer minimum.
 template <bool TakesNaN>
 __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   constexpr float kMagic = 12582912.0f;
@@ -148,20 +148,20 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   return static_cast<uint32_t>(__vimin3_s32(first, second, third));
 }
 
-// The fp16 values of four 4-bit codes, two a word: their high bytes are a table of 8, and the sign goes on top.
+// fp16 values of four 4-bit codes, two per word: the high bytes come from a table of 8, then the sign is added.
 __device__ __forceinline__ uint2 halves_of_e2m1x4(uint32_t four) {
   const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);  // 0, .5, 1, 1.5, 2, 3, 4, 6
   return {__byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24,
           __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16};
 }
 
-// A magnitude in steps between the numbers of its binade, and the code of the binade's first number less those steps.
+// A magnitude in units of its binade's spacing, and the code of the binade's start minus those units.
 struct InSteps {
   float ratio;
   uint32_t base;
 };
 
-// Of elements of 8 or 6 bits; v is no NaN.
+// For 8- or 6-bit elements; v is not NaN.
 template <int Bits>
 __device__ __forceinline__ InSteps in_steps(float v, const EncodingSpec& spec) {
   const bool two = spec.element == (Bits == 8 ? Element::kE5M2 : Element::kE3M2);  // bits of the mantissa; else three
@@ -171,29 +171,28 @@ __device__ __forceinline__ InSteps in_steps(float v, const EncodingSpec& spec) {
   return {__fmul_rn(magnitude, __uint_as_float((254 - exponent + mantissa) << 23)), (exponent - smallest) << mantissa};
 }
 
-// Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: elements of 8 or 6 bits.
+// Stochastic rounding to 8 or 6 bits: up iff (random + 0.5) / 256 < fraction.
 template <int Bits>
 __device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const EncodingSpec& spec) {
-  if (v != v) return (1u << (Bits - 1)) - 1;  // NaN; without one in the element its largest number
+  if (v != v) return (1u << (Bits - 1)) - 1;  // NaN, or the largest number of elements without it
   const InSteps s = in_steps<Bits>(v, spec);
   const uint32_t low = static_cast<uint32_t>(s.ratio);
   const bool up = static_cast<float>(random) + 0.5f < __fmul_rn(__fsub_rn(s.ratio, static_cast<float>(low)), 256.0f);
   return (low + up + s.base) | ((bits_of(v) >> 31) << (Bits - 1));
 }
 
-// Code of v rounded to nearest even, saturating: elements of 6 bits.
+// Round to nearest even, saturating, to 6 bits.
 __device__ __forceinline__ uint32_t nearest_code6(float v, const EncodingSpec& spec) {
   if (v != v) return 0x1Fu;
   const InSteps s = in_steps<6>(v, spec);
   return (__float2uint_rn(s.ratio) + s.base) | ((bits_of(v) >> 31) << 5);
 }
 
-// The same for a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up a float's bits from the 22nd are the code (and
-// 252), and those below its fraction; below 1 the same holds of 1 + a, one binade down (rounded up: a fraction that is not
-// representable is above its threshold), and of the two the larger is the right one.
-// Shifted by two, the fraction carries into the code where it exceeds the threshold: 256 less (random + 0.5) is added,
-// and 4 to the code (less 252), by taking away `threshold`: 0xFB008001 | random << 16.
-// Exceeds: a may be NaN, or above 6 by more than rounding makes it (by 1/256, from where it may round up).
+// stochastic_code of a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up, the float bits from the 22nd are the code
+// (plus 252) and the lower ones its fraction; below 1 the same holds for 1 + a, one binade down (rounded up: an inexact
+// fraction is above its threshold). The larger of both is the code. After a shift by two, subtracting `threshold` =
+// 0xFB008001 | random << 16 adds 256 - (random + 0.5), which carries iff the fraction exceeds the threshold, and 4 to the
+// code (minus 252). Exceeds: a may be NaN, or exceed 6 by more than rounding (1/256, from where it may round up).
 template <bool Exceeds>
 __device__ __forceinline__ uint32_t stochastic_e2m1(float a, uint32_t threshold) {
   if (Exceeds) a = fminf(a, 6.0f);

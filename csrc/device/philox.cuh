@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random bits keyed by the global element: see fsdp_quant/ops/rng.py, which defines them.
+// Random bits keyed by the global element index; fsdp_quant/ops/rng.py defines them.
 #pragma once
 
 #include <cstdint>
 
 namespace fsdp_quant {
 
-// A random key, and where the tensor's first element is in the whole one: row0 is any row, col0 a multiple of 16.
+// A random key and the global position of the tensor's first element; col0 is a multiple of 16.
 struct RandomKey {
   int64_t seed, step, tensor_id, micro_batch, row0, col0;
 
-  // memory: int64 [5], the last row0 + (col0 << 40).
+  // memory: int64 [5]; the last is row0 + (col0 << 40).
   __device__ __forceinline__ explicit RandomKey(const int64_t* memory)
       : seed(memory[0]), step(memory[1]), tensor_id(memory[2]), micro_batch(memory[3]),
         row0(memory[4] & ((int64_t{1} << 40) - 1)), col0(memory[4] >> 40) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One PTX instruction, or one memory access of a stated kind, a function.
+// PTX instructions and memory accesses, one per function.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace fsdp_quant::ptx {
 
-// Two fp32 values as 8-bit elements, saturating, to nearest even; `lo` in the low byte. NaN gives 0x7F. Before sm_89 by fp8_bits.h.
+// Two fp32 values to 8-bit elements, saturating, to nearest even; `lo` in the low byte. NaN gives 0x7F. Uses fp8_bits.h
+// before sm_89.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 __device__ __forceinline__ uint32_t cvt_e4m3x2(float hi, float lo) {
   uint16_t r;
@@ -64,8 +65,8 @@ __device__ __forceinline__ __half2 cvt_f16x2_e4m3x2(uint32_t codes) { return hal
 __device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) { return halves_of_fp8<2>(codes); }
 #endif
 
-// Casts that code for an architecture ("a") or a family ("f") of Blackwell has. -DFSDP_QUANT_SOFTWARE_CASTS does without:
-// `python -m fsdp_quant selftest` compares them with the definition, first of all.
+// Casts of architecture ("a") and family ("f") targets of Blackwell. -DFSDP_QUANT_SOFTWARE_CASTS disables them; `python -m
+// fsdp_quant selftest` compares them with the definition.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && !defined(FSDP_QUANT_SOFTWARE_CASTS)
 #if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 #define FSDP_QUANT_HARDWARE_CASTS
@@ -75,7 +76,7 @@ __device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) { return hal
 #ifdef FSDP_QUANT_HARDWARE_CASTS
 constexpr bool kHardwareCasts = true;
 
-// Eight fp32 values as 4-bit elements, saturating, to nearest even; the first in the lowest bits. NaN gives +6.
+// Eight fp32 values to 4-bit elements, saturating, to nearest even; the first in the lowest bits. NaN gives +6.
 __device__ __forceinline__ uint32_t cvt_e2m1x8(const float (&v)[8]) {
   uint32_t r;
   asm("{\n.reg .b8 b0, b1, b2, b3;\n"
@@ -87,7 +88,7 @@ __device__ __forceinline__ uint32_t cvt_e2m1x8(const float (&v)[8]) {
   return r;
 }
 
-// Biased exponent of a v that is not negative, rounded up; infinity gives 0xFE, NaN 0xFF.
+// Biased exponent of v >= 0, rounded up; infinity gives 0xFE, NaN 0xFF.
 __device__ __forceinline__ uint32_t cvt_ue8m0(float v) {
   uint16_t r;
   asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(v));
@@ -95,11 +96,11 @@ __device__ __forceinline__ uint32_t cvt_ue8m0(float v) {
 }
 #else
 constexpr bool kHardwareCasts = false;
-__device__ uint32_t cvt_e2m1x8(const float (&v)[8]);  // not there, and not called
+__device__ uint32_t cvt_e2m1x8(const float (&v)[8]);  // declared only, never called
 __device__ uint32_t cvt_ue8m0(float v);
 #endif
 
-// Within 2^-22 of 2^x, and within 2^-23 of 1 / x: relative; subnormal results are 0.
+// Relative error at most 2^-22 (2^x) and 2^-23 (1 / x); subnormal results are flushed to 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -112,7 +113,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return r;
 }
 
-// 16 bytes that this kernel reads once.
+// Load 16 bytes that this kernel reads once.
 __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -121,7 +122,7 @@ __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   return v;
 }
 
-// 16 bytes from global to shared memory, past L1, without waiting.
+// Copy 16 bytes from global to shared memory asynchronously, bypassing L1.
 __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                :
@@ -131,7 +132,7 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
 
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Four bytes of (b, a); a selector of 8 and more repeats the sign of its byte, where __byte_perm ignores that bit.
+// Byte permute of (b, a); unlike __byte_perm, a selector of 8 or more replicates the sign of its byte.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selectors) {
   uint32_t out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selectors));
@@ -150,18 +151,18 @@ __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* p) {
   return v;
 }
 
-// Addresses in shared memory are 32-bit; those of the own block are valid where an address of the cluster is wanted.
+// 32-bit shared-memory address; addresses of the own block are also valid cluster addresses.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// v stays in a register from here on, instead of being computed again where it is used.
+// Keep v in a register from here on, instead of recomputing it at its uses.
 template <class T>
 __device__ __forceinline__ void keep(T& v) {
   asm volatile("" : "+r"(v));
 }
 
-// Adds 4 floats to memory, in one transaction, without waiting. sm_90.
+// Add 4 floats to memory in one asynchronous transaction. sm_90.
 __device__ __forceinline__ void red_add(float* p, float4 v) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                :
@@ -169,17 +170,17 @@ __device__ __forceinline__ void red_add(float* p, float4 v) {
                : "memory");
 }
 
-// Of `threads` threads of the block, whole warps. barrier: 1 to 15; 0 is that of __syncthreads.
+// Synchronize `threads` threads of the block, in whole warps. barrier: 1 to 15 (0 is __syncthreads).
 __device__ __forceinline__ void sync_some(int barrier, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
 }
 
-// mbarriers: a phase completes when `count` arrivals and all announced bytes are in. sm_90.
+// mbarriers: a phase completes after `count` arrivals and all expected bytes. sm_90.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialized barriers visible to the cluster and to the copy engine.
+// Make initialized barriers visible to the cluster and to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -192,13 +193,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// `barrier` is an address of the cluster, see map_shared. Orders what this warp has read, by being issued later; a
-// release to the cluster would wait for all of the thread's memory accesses.
+// barrier: a cluster address, see map_shared. Issue order suffices to order this warp's reads; a release at cluster scope
+// would wait for all memory accesses of the thread.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// Whether the phase of this parity is complete; waits for it a while. Of a new barrier, the phase of parity 1 is.
+// Whether the phase with this parity is complete; waits for a while. A new barrier has completed parity 1.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -209,14 +210,14 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done != 0;
 }
 
-// Clusters of blocks, sm_90.
+// Thread block clusters, sm_90.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
 
-// The address in block `rank` of the cluster of what lies at `address` in this block.
+// Address in block `rank` of the cluster that corresponds to `address` in this block.
 __device__ __forceinline__ uint32_t map_shared(uint32_t address, uint32_t rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
@@ -229,7 +230,7 @@ __device__ __forceinline__ void cluster_arrive() {
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Registers a thread from here on, of all warps of the warp group. sm_90a.
+// Set the registers per thread of all warps of the warp group. sm_90a.
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
@@ -240,7 +241,7 @@ __device__ __forceinline__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 
-// The copy engine of sm_90. `map` is a CUtensorMap in parameter or global memory; x counts along the contiguous dim.
+// TMA, sm_90a. `map`: a CUtensorMap in parameter or global memory; x counts along the contiguous dim.
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
@@ -261,7 +262,7 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int x, i
       : "memory");
 }
 
-// To the same place, with the same barrier, of every block of the cluster that is in `blocks`.
+// Copy to the same address and barrier offset in every block of the mask `blocks`.
 __device__ __forceinline__ void copy_tile_multicast(
     uint32_t to, const void* map, int x, int y, uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -272,7 +273,7 @@ __device__ __forceinline__ void copy_tile_multicast(
       : "memory");
 }
 
-// `bytes`: a multiple of 16, between addresses aligned to 16.
+// `bytes` is a multiple of 16; both addresses are aligned to 16.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// An 8 x 8 piece of a 128 x 128 tile in the registers of one thread, and largest magnitudes over it.
+// An 8 x 8 part of a 128 x 128 tile in the registers of one thread, and maxima over it.
 //
-// 256 threads cover a tile: warp w holds rows 16 w to 16 w + 15, lane l the 8 rows from 8 (l / 16) and the 8 columns
-// from 8 (l % 16). So a block of 16 rows is a thread and its partner 16 lanes away, one of 16 columns a thread and
-// its neighbour, and every load or store of a warp is two whole row segments of the tile.
+// 256 threads cover a tile: warp w holds rows 16 w to 16 w + 15, lane l the 8 rows from 8 (l / 16) and the 8 columns from 8
+// (l % 16). So a block of 16 rows is a thread and its partner 16 lanes away, a block of 16 columns a thread and its
+// neighbour, and every load or store of a warp is two whole row segments of the tile.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@
 namespace fsdp_quant {
 
 struct Position {
-  int warp, half, chunk;  // chunk: which 8 columns
+  int warp, half, chunk;  // chunk: index of the 8 columns
   __device__ Position() : warp(threadIdx.x >> 5), half((threadIdx.x >> 4) & 1), chunk(threadIdx.x & 15) {}
   __device__ int row() const { return warp * 16 + half * 8; }
   __device__ int col() const { return chunk * 8; }
 };
 
-// Value types: what a patch holds.
+// Value types of a register tile.
 struct BF16 : MagnitudeWord<false> {
-  static constexpr int kWords = 4;  // of 8 values
+  static constexpr int kWords = 4;  // per 8 values
   static constexpr int kPerWord = 2;
   __device__ static float value(const uint32_t* w, int j) {
     return __uint_as_float(j & 1 ? w[j >> 1] & 0xFFFF0000u : w[j >> 1] << 16);
@@ -41,19 +41,19 @@ template <class V>
 struct RegisterTile {
   uint32_t w[8][V::kWords];
   __device__ __forceinline__ float operator()(int i, int j) const { return V::value(w[i], j); }
-  // The word that holds element (i, j), and which of its bytes has the sign.
+  // The word of element (i, j), and the index of its sign byte.
   __device__ __forceinline__ uint32_t word(int i, int j) const { return w[i][j / V::kPerWord]; }
   __device__ static constexpr int sign_byte(int j) { return V::kPerWord == 1 || (j & 1) ? 3 : 1; }
 };
 
-// One byte of each of four words.
+// Gather one byte of each of four words.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int byte) {
   const uint32_t pick = byte | (4 + byte) << 4;
   return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
 }
 
-// 4-bit codes of 8 magnitudes in the nibbles of a word, the first lowest, without their signs: magnitude(e) in units of the scale;
-// threshold(e) as of stochastic_e2m1, which else is not asked. Exceeds: NaNs, and rounded stochastically more than 6.
+// Pack 4-bit codes of 8 magnitudes into a word, the first lowest, without signs. magnitude(e) is in units of the scale;
+// threshold(e) as in stochastic_e2m1, only if Stochastic. Exceeds: values may be NaN or, with Stochastic, exceed 6.
 template <bool Stochastic, bool Exceeds, class Magnitude, class Threshold>
 __device__ __forceinline__ uint32_t e2m1_nibbles(Magnitude magnitude, Threshold threshold) {
   uint32_t code[8];
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t e2m1_nibbles(Magnitude magnitude, Threshold 
   return bytes_of(code[0], code[2], code[4], code[6], kByte) | bytes_of(code[1], code[3], code[5], code[7], kByte) << 4;
 }
 
-// Magnitudes of 8 rows or 8 columns, two a word for 16-bit values.
+// Maxima of 8 rows or 8 columns; two per word for 16-bit values.
 template <class V>
 struct Maxima {
   static constexpr int kWords = V::kWords;
@@ -83,14 +83,14 @@ struct Maxima {
 #pragma unroll
     for (int k = 0; k < kWords; ++k) w[k] = V::larger(w[k], other.w[k]);
   }
-  // Over the lanes that differ in these bits of their number.
+  // Reduce over the lanes whose index differs in these bits.
   __device__ __forceinline__ void across_lanes(int first, int last) {
     for (int lane = first; lane <= last; lane <<= 1) {
 #pragma unroll
       for (int k = 0; k < kWords; ++k) w[k] = V::larger(w[k], __shfl_xor_sync(0xFFFFFFFFu, w[k], lane));
     }
   }
-  // All eight become their largest.
+  // Set all eight to their maximum.
   __device__ __forceinline__ void level() {
     uint32_t m = w[0];
 #pragma unroll
@@ -134,8 +134,7 @@ __device__ __forceinline__ Maxima<V> row_maxima(const RegisterTile<V>& p) {
   return m;
 }
 
-// Load: elements beyond the tensor are zero. A kernel holds bf16 (bf16, or fp32 masters rounded once) or fp32 (fp32, or
-// fp16, which fp32 holds exactly).
+// Loads; elements outside the tensor are zero. Tiles hold bf16 (bf16, or fp32 rounded once) or fp32 (fp32, or fp16, exactly).
 struct LoadBF16 {
   using Value = BF16;
   static constexpr Input kNarrow = Input::kBF16;
@@ -163,7 +162,7 @@ struct LoadF32 {
 template <class In, bool Narrow>
 __device__ __forceinline__ void load_rows(
     RegisterTile<typename In::Value>& p, const TensorArgs& t, int32_t row0, int32_t col0, int32_t rows) {
-  constexpr int kBytes = Narrow ? 2 : 4, kRaw = 2 * kBytes;  // words of 8 elements
+  constexpr int kBytes = Narrow ? 2 : 4, kRaw = 2 * kBytes;  // words per 8 elements
   const char* base = static_cast<const char*>(t.x);
   if (t.vector_load && col0 + 8 <= t.cols && row0 >= 0 && row0 + 8 <= rows) {
     uint4 raw[8][kRaw / 4];
@@ -215,7 +214,7 @@ __device__ __forceinline__ void load_register_tile(
   }
 }
 
-// The first `bytes` bytes of two words, one by one: rows that are not aligned, or end early.
+// Store the first `bytes` bytes of two words one by one: rows that are unaligned or end early.
 __device__ __forceinline__ void store_bytes(uint8_t* at, uint32_t lo, uint32_t hi, int32_t bytes) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -223,7 +222,7 @@ __device__ __forceinline__ void store_bytes(uint8_t* at, uint32_t lo, uint32_t h
   }
 }
 
-// Rows of a 4 x 4 byte matrix (byte j of word i is element (i, j)) become its columns.
+// Transpose a 4 x 4 byte matrix (byte j of word i is element (i, j)).
 __device__ __forceinline__ void transpose4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   const uint32_t ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
   const uint32_t cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
@@ -231,7 +230,7 @@ __device__ __forceinline__ void transpose4(uint32_t& a, uint32_t& b, uint32_t& c
   c = __byte_perm(ab_hi, cd_hi, 0x5410), d = __byte_perm(ab_hi, cd_hi, 0x7632);
 }
 
-// 8 x 8 nibbles in the x of 8 words: halves of words, of halves, of bytes are exchanged in turn.
+// Transpose 8 x 8 nibbles in the x of 8 words: exchange halves of words, then of halves, then of bytes.
 __device__ __forceinline__ void transpose_nibbles(uint2 (&v)[8]) {
 #pragma unroll
   for (int step = 4; step > 0; step /= 2) {
@@ -247,7 +246,7 @@ __device__ __forceinline__ void transpose_nibbles(uint2 (&v)[8]) {
   }
 }
 
-// Codes of 8 rows of 8 (two words; 4-bit codes: x alone) to the columns of `flush_transposed`.
+// Stage codes of 8 rows of 8 (two words; 4-bit codes: x only) for `flush_transposed`.
 template <bool FourBit>
 __device__ __forceinline__ void stage_transposed(uint2 (&v)[8], uint4* smem, const Position& at) {
   const int chunk = at.col() * 16 + ((at.warp * 2 + at.half) ^ at.chunk);
@@ -267,8 +266,8 @@ __device__ __forceinline__ void stage_transposed(uint2 (&v)[8], uint4* smem, con
   }
 }
 
-// A tile of transposed codes from shared memory to [cols, line bytes]: each column is 128 (64) contiguous bytes.
-// smem holds columns of 16 chunks of 8 (4) bytes, chunk q of the columns of group g at q ^ g.
+// Store a tile of transposed codes from shared memory to [cols, line bytes]: each column is 128 (64) contiguous bytes. A
+// column in smem is 16 chunks of 8 (4) bytes; chunk q is stored at q ^ (column / 8).
 template <bool FourBit>
 __device__ __forceinline__ void flush_transposed(
     uint8_t* out, bool vector_store, int32_t row0, int32_t col0, int32_t rows, int32_t cols, const uint4* smem) {
@@ -298,11 +297,11 @@ __device__ __forceinline__ void flush_transposed(
   }
 }
 
-// Bit k: the sign of element k of a run that is rotated is negative.
+// Bit k: element k of a rotated block is negated.
 constexpr uint32_t kRotationSigns = 0xD7E8u;
 
-// Random Hadamard transform along runs of 16: fp32 butterflies of stride 1, 2, 4, 8 on signed values, times 0.25,
-// rounded to bf16 once. Half of each run lies with the neighbour lane (rowwise) or the partner lane (columnwise).
+// Random Hadamard transform along blocks of 16: fp32 butterflies of stride 1, 2, 4, 8 on signed values, times 0.25, rounded
+// to bf16 once. Half of each block is held by the neighbour lane (rowwise) or partner lane (columnwise).
 template <bool Columnwise, class V>
 __device__ __forceinline__ void rotate(const RegisterTile<V>& p, RegisterTile<BF16>& out, const Position& at) {
   const bool upper = Columnwise ? at.half : at.chunk & 1;
@@ -329,7 +328,7 @@ __device__ __forceinline__ void rotate(const RegisterTile<V>& p, RegisterTile<BF
         }
       }
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {  // the lower half adds its partner's, the upper is taken from it
+      for (int e = 0; e < 8; ++e) {  // the lower half adds, the upper subtracts
         const float other = __shfl_xor_sync(0xFFFFFFFFu, y[c][e], Columnwise ? 16 : 1);
         y[c][e] = __fmul_rn(__fmaf_rn(y[c][e], last, other), 0.25f);
       }

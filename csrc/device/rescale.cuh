@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes times a power of two that is 1 or less, as codes of the same element; smaller codes times a power of two, or a scale, as e4m3.
+// Multiply codes by a power of two <= 1 in the same element, or smaller elements by a power of two or scale into e4m3.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -10,10 +10,10 @@ namespace fsdp_quant {
 // fp16 bits of 2^d, d from 15 to -24: subnormal below -14.
 __device__ __forceinline__ uint32_t half_power(int32_t d) { return d >= -14 ? (15 + d) << 10 : 1u << (24 + d); }
 
-// Factors in fp16 round nothing that the cast does not round to zero. An element has at most 4 significant bits, so its
-// product is exact down to 2^-21, and smaller ones, rounded or not, are far below half the least e4m3 (2^-10) and e5m2
-// (2^-17). 448 * 2^-24 is below that too, and so is 57344 * 2^-40; the latter's factor takes two products. So it is with smaller
-// elements times the factors of e4m3.
+// fp16 factors round nothing that the cast would not flush to zero. An element has at most 4 significant bits, so its product
+// is exact down to 2^-21; smaller products are far below half the least e4m3 (2^-10) and e5m2 (2^-17). 448 * 2^-24 and 57344
+// * 2^-40 are below that too; the latter factor takes two multiplications. The same holds for smaller elements with e4m3's
+// factors.
 template <Element E>
 struct CodeFactor {
   static constexpr int32_t kLeast = E == Element::kE5M2 ? -40 : -24;
@@ -23,12 +23,12 @@ struct CodeFactor {
     d = max(d, kLeast);
     first = half_power(E == Element::kE5M2 ? d / 2 : d), second = half_power(d - d / 2);
   }
-  // Of two neighbours.
+  // Combine the factors of two neighbours.
   __device__ CodeFactor(const CodeFactor& lo, const CodeFactor& hi)
       : first(lo.first | hi.first << 16), second(lo.second | hi.second << 16) {}
 };
 
-// Factors of two-level codes: a scale over 8. Products have at most 4 significant bits, and are 2^-13 or more: exact in fp16.
+// Factors of two-level codes: scale / 8. Products have at most 4 significant bits and are at least 2^-13: exact in fp16.
 template <>
 struct CodeFactor<Element::kE2M1> {
   uint32_t first;

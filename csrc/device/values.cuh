@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight values of a row: 16 (or 32) bytes in memory, fp32 in registers; and the largest magnitudes of such.
+// Eight values of a row, 16 (32) bytes in memory and fp32 in registers, and their maxima.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Pair;  // of 16-bit values
 template <>
 struct Pair<__nv_bfloat16> {
   using type = __nv_bfloat162;
-  __device__ static float2 widen(type v) {  // one instruction each; __bfloat1622float2 makes two of the upper one
+  __device__ static float2 widen(type v) {  // one instruction each; __bfloat1622float2 takes two for the upper
     const uint32_t w = *reinterpret_cast<const uint32_t*>(&v);
     return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
   }
@@ -28,7 +28,7 @@ struct Pair<__half> {
   __device__ static type round(float lo, float hi) { return __floats2half2_rn(lo, hi); }
 };
 
-// Values of T as they lie in memory.
+// Values of T in memory format.
 template <class T>
 struct Eight {
   static constexpr bool kWide = std::is_same_v<T, float>;
@@ -53,7 +53,7 @@ struct Eight {
     }
     return e;
   }
-  // 16 bytes of them.
+  // Set 16 bytes of them.
   __device__ __forceinline__ void set(int part, const uint4& v) {
     w[4 * part] = v.x, w[4 * part + 1] = v.y, w[4 * part + 2] = v.z, w[4 * part + 3] = v.w;
   }
@@ -73,7 +73,7 @@ struct Eight {
       }
     }
   }
-  // To nearest even.
+  // Round to nearest even.
   __device__ __forceinline__ static Eight round(const float (&v)[8]) {
     Eight e;
 #pragma unroll
@@ -89,7 +89,7 @@ struct Eight {
   }
 };
 
-// Of eights of values, each of its words by itself.
+// Maxima over eights of values, per word.
 template <class T>
 struct Magnitudes : MagnitudeWord<Eight<T>::kWide> {
   static constexpr bool kWide = Eight<T>::kWide;
@@ -98,18 +98,18 @@ struct Magnitudes : MagnitudeWord<Eight<T>::kWide> {
 
   using MagnitudeWord<kWide>::larger, MagnitudeWord<kWide>::magnitude;
 
-  // One value's magnitude as the canonical bits of fp32.
+  // Magnitude of one value as canonical fp32 bits.
   __device__ __forceinline__ static uint32_t widened(uint32_t one) {
     uint32_t bits = one;
     if constexpr (!kWide)
       bits = __float_as_uint(Pair<T>::widen(*reinterpret_cast<const typename Pair<T>::type*>(&one)).x);
     return canonical(bits);
   }
-  // The larger of what a word of magnitudes holds.
+  // Maximum of the magnitudes in a word.
   __device__ __forceinline__ static uint32_t widened_word(uint32_t word) {
     return widened(kWide ? word : max(word & 0xFFFFu, word >> 16));
   }
-  // The largest of these eight, not widened.
+  // Maximum of these eight, not widened.
   __device__ __forceinline__ static uint32_t largest(const Eight<T>& e) {
     uint32_t m = magnitude(e.w[0]);
 #pragma unroll
@@ -121,14 +121,14 @@ struct Magnitudes : MagnitudeWord<Eight<T>::kWide> {
 #pragma unroll
     for (int k = 0; k < kWords; ++k) w[k] = larger(w[k], magnitude(e.w[k]));
   }
-  // Of all that was taken.
+  // Maximum of all values seen.
   __device__ __forceinline__ uint32_t largest() const {
     Eight<T> all;
 #pragma unroll
     for (int k = 0; k < kWords; ++k) all.w[k] = w[k];
     return widened(largest(all));
   }
-  // What one of these words holds into kWide ? 1 : 2 floats of memory, which start at 0.
+  // Raise kWide ? 1 : 2 floats in memory (initially 0) to the maxima in a word.
   __device__ __forceinline__ static void raise(uint32_t word, float* to) {
     auto* const bits = reinterpret_cast<uint32_t*>(to);
     atomicMax(bits, widened(kWide ? word : word & 0xFFFFu));

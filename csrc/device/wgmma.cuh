@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-group matrix products of sm_90a: one PTX instruction a function.
+// wgmma of sm_90a, one PTX instruction per function.
 #pragma once
 
 #include <cstdint>
 
 namespace fsdp_quant::ptx {
 
-// Describes a K-major operand in shared memory: rows of 128 bytes, in the 128-byte swizzle, 8 rows a 1024-byte atom,
-// atoms 1024 bytes pointer_table. `address` is a row that begins an atom, plus a multiple of 32 bytes along K: the swizzle is a
-// function of address bits, so a start inside a row needs no base offset. The leading offset is not used here.
+// Descriptor of a K-major operand in shared memory: rows of 128 bytes with 128-byte swizzle, 8 rows per 1024-byte atom,
+// consecutive atoms. `address`: start of an atom plus a multiple of 32 bytes along K; the swizzle depends on address bits
+// only, so a start inside a row needs no base offset. The leading offset is unused.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kLeading = 1, kStride = 1024 >> 4, kSwizzle128 = 1;
   return uint64_t{(address & 0x3FFFF) >> 4} | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
@@ -23,15 +23,15 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
 }
 
-// Pins registers between asynchronous instructions: the compiler does not know that they are written later.
+// Pin registers between asynchronous instructions, which write them later than the compiler knows.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
 }
 
-// d[64 x 128] (+)= a[64 x 32] b[128 x 32]^T of 8-bit elements. Of warp w (of 4) and lane l, d[4 j + 2 h + e] is
-// row 16 w + l / 4 + 8 h, column 8 j + 2 (l % 4) + e.
+// d[64 x 128] (+)= a[64 x 32] b[128 x 32]^T of 8-bit elements. In warp w (of 4) and lane l, d[4 j + 2 h + e] is row 16 w + l
+// / 4 + 8 h, column 8 j + 2 (l % 4) + e.
 #define FSDP_QUANT_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -59,7 +59,7 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uin
     FSDP_QUANT_WGMMA("m64n128k32", "e4m3.e4m3", "1, 1");
 }
 
-// The same of bf16 elements, K-major: 16 of K are as many bytes.
+// The same for K-major bf16; 16 elements of K have as many bytes.
 __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, bool add) {
   FSDP_QUANT_WGMMA("m64n128k16", "bf16.bf16", "1, 1, 0, 0");
 }

@@ -5,7 +5,7 @@ namespace fsdp_quant {
 
 namespace {
 
-__device__ float betas[2] = {0.0f, 1.0f};  // set when the module is loaded: nothing runs on a stream
+__device__ float betas[2] = {0.0f, 1.0f};  // set at module load: nothing runs on a stream
 
 }  // namespace
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product in the terms of cuBLASLt. Its matrices are column-major, so that a row-major [r, c] is its [c, r]: it makes
-// out^T[n, m] = op(b) op(a), and its left operand is b.
+// A GEMM in cuBLASLt's terms. Its matrices are column-major, so a row-major [r, c] is its [c, r]: it computes out^T[n, m] =
+// op(b) op(a), with b as left operand.
 //
-// It asks for K-major codes, rows of 16 bytes, N a multiple of 16, scales of lines and blocks
-// aligned to 16 bytes, and no bias for an fp32 product of codes; `native.gemm` pads or adds what
-// does not fit. The first algorithm of its list is the best of those that it lists.
+// It requires K-major codes, rows of 16 bytes, N a multiple of 16, line and block scales aligned to 16 bytes, and no bias for
+// fp8 GEMMs with fp32 output; `native.gemm` pads or adds what does not fit. We use the first algorithm of the heuristic's
+// list.
 #include "gemm/cublaslt.h"
 
 #include <array>
@@ -27,8 +27,8 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr uint64_t kWorkspaceLimit = 32 << 20;  // bytes: what cuBLAS takes for itself on sm_90
-constexpr size_t kPlans = 4096;                 // that a thread keeps
+constexpr uint64_t kWorkspaceLimit = 32 << 20;  // cuBLAS's own choice on sm_90
+constexpr size_t kPlans = 4096;                 // cached per thread
 constexpr float kFactors[2] = {0.0f, 1.0f};
 
 const char* name_of(cudaDataType_t type) {
@@ -71,7 +71,7 @@ void check(cublasStatus_t status, const GemmProblem& p) {
 // Log2 of the largest power of two up to 256 that divides an address; 256 divides null.
 int alignment_log2(const void* address) { return __builtin_ctzll(reinterpret_cast<uintptr_t>(address) | 256); }
 
-// Everything that decides descriptors and algorithm.
+// Everything that determines descriptors and algorithm.
 using Key = std::array<uint64_t, 8>;
 
 struct Hash {
@@ -111,7 +111,7 @@ cublasLtMatmulMatrixScale_t scale_mode(Scaling scaling) {
   }
 }
 
-// One a device, never destroyed: at exit the driver may be gone before it.
+// One per device, never destroyed: at exit the driver may be gone first.
 cublasLtHandle_t handle_of(const GemmProblem& p, int device) {
   static std::mutex mutex;
   static std::map<int, cublasLtHandle_t> handles;
@@ -121,13 +121,13 @@ cublasLtHandle_t handle_of(const GemmProblem& p, int device) {
   return handle;
 }
 
-// While it lives the calling thread may allocate and load modules although it captures a graph.
-class Relaxed {
+// Allow the calling thread to allocate and load modules during graph capture.
+class RelaxedCapture {
  public:
-  Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  Relaxed(const Relaxed&) = delete;
-  Relaxed& operator=(const Relaxed&) = delete;
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
@@ -161,7 +161,7 @@ void MatmulPlan::set_addresses(const GemmProblem& p) {
 
 MatmulPlan::MatmulPlan(const GemmProblem& p, int device) : state_(std::make_unique<State>()) {
   State& own = *state_;
-  const Relaxed relaxed;
+  const RelaxedCapture relaxed;
   own.handle = handle_of(p, device);
 
   check(cublasLtMatmulDescInit(&own.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), p);
@@ -187,8 +187,8 @@ MatmulPlan::MatmulPlan(const GemmProblem& p, int device) : state_(std::make_uniq
   }
   set_addresses(p);  // the heuristic reads their alignment
 
-  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& made, const Operand& o, int64_t outer) {
-    check(cublasLtMatrixLayoutInit(&made, o.type, o.k_major ? p.k : outer, o.k_major ? outer : p.k, o.ld), p);
+  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& matrix, const Operand& o, int64_t outer) {
+    check(cublasLtMatrixLayoutInit(&matrix, o.type, o.k_major ? p.k : outer, o.k_major ? outer : p.k, o.ld), p);
   };
   layout(own.left, p.b, p.n);
   layout(own.right, p.a, p.m);
@@ -200,7 +200,7 @@ MatmulPlan::MatmulPlan(const GemmProblem& p, int device) : state_(std::make_uniq
     check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)), p);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceLimit);
-  // Grouping of a sum are added in fp32, never in a 16-bit out.
+  // Split-K partials are added in fp32, never in a 16-bit out.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1u << alignment_log2(p.b.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 1u << alignment_log2(p.a.data));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product of two operands, whatever multiplies them. Plain data: needs no CUDA compiler, no cuBLASLt.
+// Description of a GEMM, independent of the library that runs it. Needs no CUDA compiler, no cuBLASLt.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 
 namespace fsdp_quant {
 
-// From a line of fp32 scales of blocks to the next: a line is a 128 or 512 of K, and of 128x128 scales a 128 of outer.
+// Leading dimension of fp32 block scales: one line per 128 or 512 of K, for 128x128 scales per 128 of outer.
 inline int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
   return ((scaling == Scaling::k128x128 ? (k + 127) / 128 : outer) + 3) / 4 * 4;
 }
 
-// Elements of the scales of an operand.
+// Number of scales of an operand.
 inline int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
   const auto tiles = [&](int64_t of_k) { return (outer + 127) / 128 * 128 * (((k + of_k - 1) / of_k + 3) / 4 * 4); };
   switch (scaling) {
@@ -33,13 +33,13 @@ inline int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
 struct Operand {
   const void* data;
   const void* scale;  // null: none
-  int64_t ld;         // elements from a row to the next; where K is not contiguous, from a column to the next
+  int64_t ld;         // row stride in elements; column stride if K is not contiguous
   cudaDataType_t type;
   Scaling scaling;
-  bool k_major;       // K is contiguous
+  bool k_major;  // K is contiguous
 };
 
-// out[m, n] = alpha * a[m, k] b[n, k]^T (+ out) (+ bias[n]), of scaled operands.
+// out[m, n] = alpha * a[m, k] b[n, k]^T (+ out) (+ bias[n]), with scaled operands.
 struct GemmProblem {
   Operand a, b;
   void* out;           // rows of n contiguous elements
@@ -47,7 +47,7 @@ struct GemmProblem {
   const float* alpha;  // in device memory; null: 1
   int64_t m, n, k, out_ld;
   cudaDataType_t out_type, bias_type;
-  int32_t sm_count;    // multiprocessors to plan for; 0: all
+  int32_t sm_count;  // multiprocessors to use; 0: all
   bool accumulate;
 };
 

@@ -6,8 +6,8 @@ namespace fsdp_quant::sm90 {
 namespace {
 
 template <GroupedDim kGrouped>
-Kernel of_values(Tile tile) {
-  using Small = Shape<128, 5, 1, true>;
+Kernel aligned_rows(Tile tile) {
+  using Small = TileConfig<128, 5, 1, true>;
   return tile == Tile::k256x128x2 ? describe<Wide, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>()
                                   : describe<Small, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>();
 }
@@ -15,7 +15,9 @@ Kernel of_values(Tile tile) {
 }  // namespace
 
 Kernel grouped_bf16_kernel(GroupedDim dim, Tile tile) {
-  return dim == GroupedDim::kM ? of_values<GroupedDim::kM>(tile) : dim == GroupedDim::kK ? of_values<GroupedDim::kK>(tile) : Kernel{};
+  return dim == GroupedDim::kM   ? aligned_rows<GroupedDim::kM>(tile)
+         : dim == GroupedDim::kK ? aligned_rows<GroupedDim::kK>(tile)
+                                 : Kernel{};
 }
 
 }  // namespace fsdp_quant::sm90

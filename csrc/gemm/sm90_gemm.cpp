@@ -10,7 +10,8 @@ namespace fsdp_quant::sm90 {
 namespace {
 
 constexpr int64_t kBlockK = 128;
-constexpr int32_t kBandRows = 2048;  // of out, walked together: about a square of what 132 multiprocessors make at once
+constexpr int32_t kBandRows =
+    2048;  // of out, walked together: about a square of the tiles that 132 multiprocessors compute at once
 
 int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 bool is_aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
@@ -33,7 +34,8 @@ const char* unsupported_reason(const Operand& o, int64_t k) {
 
 const char* unsupported_grouping_reason(const GemmProblem& p, const Grouping& grouping) {
   if (grouping.dim == GroupedDim::kNone) return nullptr;
-  if (grouping.dim == GroupedDim::kM && (grouping.b_plane % 16 != 0 || grouping.b_plane < p.k)) return "parts of b are not aligned to 16 bytes";
+  if (grouping.dim == GroupedDim::kM && (grouping.b_plane % 16 != 0 || grouping.b_plane < p.k))
+    return "matrices of b are not aligned to 16 bytes";
   if (grouping.groups < 1 || grouping.groups > kMostGroups) return "there are not 1 to 1024 groups";
   if (grouping.offsets == nullptr || !is_aligned(grouping.offsets, 4)) return "offsets are missing or not aligned to 4 bytes";
   if (p.bias != nullptr) return "groups have no bias";
@@ -49,15 +51,15 @@ struct Extent {
 
 constexpr Extent kExtents[kTiles] = {{256, 128, 2}, {128, 128, 1}};
 
-// Clocks that a block takes, in the ratios that whole and grouped products took on an H100.
+// Clocks per block, in the ratios measured for dense and grouped GEMMs on an H100.
 struct Cost {
-  int32_t of_k_block[3];  // outer; block and run; vector
-  int32_t of_tile;        // fill, drain and the stores, in bf16; twice that in fp32, four times accumulated
+  int32_t of_k_block[3];  // rowwise; 128x128 and 1x512; 1x128
+  int32_t of_tile;        // fill, drain and bf16 stores; twice that for fp32, four times if accumulated
 };
 
 constexpr Cost kCosts[kTiles] = {{{1150, 1180, 1650}, 2000}, {{650, 665, 950}, 850}};
 
-// Operand [groups, outer, k], of 0 groups [outer, k], in boxes of `rows`.
+// Tensor map of [groups, outer, k] (0 groups: [outer, k]) with boxes of `rows`.
 bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_t rows, int64_t groups, int64_t plane) {
   static const auto encode_tiled = [] {
     void* function = nullptr;
@@ -80,8 +82,8 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
 }  // namespace
 
 const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
-  constexpr int64_t kLargest = (int64_t{1} << 31) - 4096;  // a tile beyond the edge is still an int32
-  if (p.m < 1 || p.n < 1 || p.k < 1) return "the product is empty";
+  constexpr int64_t kLargest = (int64_t{1} << 31) - 4096;  // a tile beyond the edge still fits int32
+  if (p.m < 1 || p.n < 1 || p.k < 1) return "the GEMM is empty";
   if (std::max({p.m, p.n, p.k}) > kLargest) return "an extent is near 2^31";
   if (p.k % 16 != 0) return "K is no multiple of 16";
   if (p.n % 8 != 0) return "N is no multiple of 8";
@@ -93,10 +95,11 @@ const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
   if (is_values(p.a) && (!is_outer(p.a.scaling) || !is_outer(p.b.scaling)))
     return "values are multiplied with scales of tensors and rows";
   const Scaling a = p.a.scaling, b = p.b.scaling;
-  if (is_outer(a) != is_outer(b)) return "one operand has scales along K, and the other has not";
+  if (is_outer(a) != is_outer(b)) return "only one operand has scales along K";
   if (a == Scaling::k128x128) return "a has 128x128 scales";
-  if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "one operand has 1x512 scales, and the other has not";
-  if ((a == Scaling::k1x512) != (grouping.dim == GroupedDim::kNone)) return "products of 1x512 scales are whole, others in groups";
+  if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "only one operand has 1x512 scales";
+  if ((a == Scaling::k1x512) != (grouping.dim == GroupedDim::kNone))
+    return "products of 1x512 scales are whole, others in groups";
   const bool bf16 = p.out_type == CUDA_R_16BF;
   if (!bf16 && p.out_type != CUDA_R_32F) return "out is neither bfloat16 nor float32";
   if (p.accumulate && bf16) return "accumulation is into float32";
@@ -110,7 +113,7 @@ const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
 Schedule schedule_of(const GemmProblem& p, int32_t sm_count, const Grouping& grouping) {
   const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 || p.b.scaling == Scaling::k1x512 ? 1 : 2;
   const int64_t stores = p.accumulate ? 4 : p.out_type == CUDA_R_32F ? 2 : 1;
-  // Groups are taken to be of one size.
+  // Assume groups of equal size.
   const int64_t m = grouping.dim == GroupedDim::kM ? ceil_div(p.m, grouping.groups) : p.m;
   const int64_t k = grouping.dim == GroupedDim::kK ? ceil_div(p.k, grouping.groups) : p.k;
   Schedule best = {};
@@ -118,7 +121,7 @@ Schedule schedule_of(const GemmProblem& p, int32_t sm_count, const Grouping& gro
   for (int i = 0; i < kTiles; ++i) {
     const Extent& e = kExtents[i];
     const int64_t tiles = ceil_div(m, e.block_m) * ceil_div(p.n, e.block_n * e.cluster) * grouping.groups;
-    // Where groups decide how many there are, blocks without a tile end at once.
+    // With groups the tile count is known on the device only; blocks without a tile exit at once.
     const int64_t most = std::max(sm_count / e.cluster, 1), clusters = grouping.groups > 1 ? most : std::min(tiles, most);
     const int64_t cost = ceil_div(tiles, clusters) *
                          (ceil_div(k, block_k(p.a)) * kCosts[i].of_k_block[grain] + stores * kCosts[i].of_tile);
@@ -136,7 +139,8 @@ Kernel kernel_of(const GemmProblem& p, Tile tile, GroupedDim dim) {
   if (is_values(p.a)) return grouped_bf16_kernel(dim, tile);
   if (is_outer(p.a.scaling)) return grouped_rowwise_kernel(dim, tile, a, b);
   if (p.a.scaling == Scaling::k1x512) return dense_1x512_kernel(tile, a, b);
-  return p.b.scaling == Scaling::k128x128 ? grouped_1x128_128x128_kernel(dim, tile, a, b) : grouped_1x128_1x128_kernel(dim, tile, a, b);
+  return p.b.scaling == Scaling::k128x128 ? grouped_1x128_128x128_kernel(dim, tile, a, b)
+                                          : grouped_1x128_1x128_kernel(dim, tile, a, b);
 }
 
 }  // namespace
@@ -156,7 +160,7 @@ cudaError_t launch(const GemmProblem& p, const Grouping& grouping, const Schedul
   arguments.out_ld = p.out_ld, arguments.out_plane = depth ? grouping.out_plane : 0;
   const auto int32 = [](int64_t n) { return static_cast<int32_t>(n); };
   const auto each = [](const Operand& o, int64_t outer, int64_t k) { return scale_numel(o.scaling, outer, k); };
-  // Of rows that are cut, a's scales of lines are those of all rows.
+  // M-grouped: a's line scales cover all rows.
   if (grouping.a_scale_each) arguments.a_scale_plane = rows && p.a.scaling == Scaling::kRow ? 0 : each(p.a, p.m, p.k);
   if (grouping.b_scale_each || (rows && !is_outer(p.b.scaling))) arguments.b_scale_plane = each(p.b, p.n, p.k);
   arguments.m = int32(p.m), arguments.n = int32(p.n), arguments.k = int32(p.k);

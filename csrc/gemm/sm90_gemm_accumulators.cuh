@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of products on Hopper: scales while they grow and when they are finished, and their way to memory. See sm90_gemm_kernel.cuh.
+// Accumulators of the sm_90 GEMMs: scaling during and after accumulation, and stores. See sm90_gemm_kernel.cuh.
 #pragma once
 
 #include "gemm/sm90_gemm_pipeline.cuh"
 
 namespace fsdp_quant::sm90 {
 
-// The unit in which the sums of one column are held while its scales change: out = unit * sum.
-//   of 512 of K whose scale s is        sum *=         part *=
-//   in the window below the largest     unit / s       1          and s is the unit from there on: exact, of powers of 2
-//   below that (far)                    1              s / unit
-//   0: all codes are 0                  1              1          (anchors of zeros are 2^-127, like any other s)
-//   NaN                                 NaN            1
-// So units stay within 2^-32 of the largest s, and |sum| <= 2^32 * sum over k of |a| * 448 (e5m2: 57344): no overflow
-// where a's lines sum to less than 2^87 (2^80). What else is rounded is below 2^-149 (1 + |sum|) units.
+// The unit in which the sums of one column are held while its scale changes: out = unit * sum.
+//   512 of K with scale s                sum *=         part *=
+//   in the window below the largest      unit / s       1          and s becomes the unit: exact for powers of two
+//   below that (far)                     1              s / unit
+//   0: all codes are 0                   1              1          (anchors of zeros are 2^-127, handled like any s)
+//   NaN                                  NaN            1
+// So units stay within 2^-32 of the largest s, and |sum| <= 2^32 * sum over k of |a| * 448 (e5m2: 57344): no overflow if a's
+// lines sum to less than 2^87 (2^80). Other rounding is below 2^-149 (1 + |sum|) units.
 struct ColumnUnit {
   float unit = 0, largest = 0, part = 1;
 
-  // Returns what the sum is multiplied by; `part`: what the partial sums of this run are.
+  // Returns the factor of the sum; sets `part`, the factor of the partial sums of these 512.
   __device__ __forceinline__ float change(float scale) {
     part = 1;
     if (!(scale > 0)) return scale == 0 ? 1 : scale;
@@ -29,17 +29,18 @@ struct ColumnUnit {
   }
 };
 
-// Factors of the columns of every run of 512 and, in the slot that ends a tile, their units. 2 columns a lane of two
-// warps, in the order in which a multiplying thread reads its 32: 16 bytes are its columns of two 8s.
+// Column factors of every 512 of K and, in the slot that ends a tile, the units. Two warps, 2 columns per lane, in the order
+// in which a math thread reads its 32: 16 bytes are its columns of two 8s.
 template <class S, GroupedDim kGrouped>
 __device__ __forceinline__ void make_column_factors(
     const Arguments& p, const Shared<S>& shared, int cluster, int clusters, int rank, int half) {
-  static_assert(S::kStages * (kBlockN + 4) * 4 <= kTableBytes && kGrouped == GroupedDim::kNone, "far factors lie in the table");
+  static_assert(S::kStages * (kBlockN + 4) * 4 <= kTableBytes && kGrouped == GroupedDim::kNone,
+                "far factors overlay the table");
   const int lane = threadIdx.x % 32, pair = half * 32 + lane, tiles = tiles_of<S, kGrouped>(p, shared);
   const uint32_t to = pair / 8 * 64 + pair % 4 * 16 + pair / 4 % 2 * 8;
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kGrouped>(p, shared, t, rank);
+    const TileCoord at = tile_coord<S, kGrouped>(p, shared, t, rank);
     const float* line = p.b_scale + at.n0 + 2 * pair;
     ColumnUnit low, high;
     float2 factors;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void make_column_factors(
   }
 }
 
-// x *= the factors of the thread's columns, of one wave.
+// Multiply one wave by the factors of the thread's columns.
 __device__ __forceinline__ void multiply_columns(float (&x)[64], uint32_t factors) {
   float4 f = shared_at<const float4>(factors);
 #pragma unroll
@@ -77,8 +78,8 @@ __device__ __forceinline__ void multiply_columns(float (&x)[64], uint32_t factor
   }
 }
 
-// One wave of partial sums into the sums. `low`, `high`: the factor of the thread's two rows; `b_scale`: address of the
-// scales of its columns, of which `held` has the first.
+// Add one wave of partial sums to the sums. low, high: factors of the thread's two rows; b_scale: address of its column
+// scales, of which `held` has the first.
 template <Granularity kA, Granularity kB, int kHeld>
 __device__ __forceinline__ void promote(
     float (&sum)[64], const float (&part)[64], float low, float high, uint32_t b_scale, const float2 (&held)[kHeld]) {
@@ -99,9 +100,9 @@ __device__ __forceinline__ void promote(
   }
 }
 
-// Scales, alpha and bias of one wave. `row`: the thread's first row (its second is 8 below), `col` its first column.
+// Apply scales, alpha and bias to one wave. row: the thread's first row (the second is 8 below); col: its first column.
 template <Granularity kA, Granularity kB>
-__device__ __forceinline__ void finish(const Arguments& p, const Place& at, float (&sum)[64], int row, int col) {
+__device__ __forceinline__ void finish(const Arguments& p, const TileCoord& at, float (&sum)[64], int row, int col) {
   constexpr bool kScalesSum = kA == kB && (kA == Granularity::kRowwise || kA == Granularity::kBf16);
   if (kScalesSum || p.alpha != nullptr) {
     const float alpha = p.alpha != nullptr ? __ldg(p.alpha) : 1.0f;
@@ -142,10 +143,10 @@ __device__ __forceinline__ void finish(const Arguments& p, const Place& at, floa
   }
 }
 
-// One wave of a warp, 16 rows from `row0`, rounded and stored; rows and columns beyond the edge are not.
+// Round and store one wave of a warp, 16 rows from `row0`; masks rows and columns beyond the edge.
 template <class S>
 __device__ __forceinline__ void store_bf16(
-    const Arguments& p, const Place& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
+    const Arguments& p, const TileCoord& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
   const int r = lane / 4, q = lane % 4;
   uint32_t packed[32];
 #pragma unroll
@@ -178,14 +179,14 @@ __device__ __forceinline__ void store_bf16(
   }
 }
 
-// L2 adds 16 bytes at a time (red): an element gets one addition, so that the sum is the same every run; subnormals are
-// flushed. Threads that read and write took 10 % longer over whole products (H100, 6 shapes).
+// Accumulation uses 16-byte red operations in L2: one addition per element, so that sums are deterministic; subnormals are
+// flushed. Read-modify-write in threads took 10 % longer on dense GEMMs (H100, 6 shapes).
 template <class S>
 __device__ __forceinline__ void store_fp32(
-    const Arguments& p, const Place& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
+    const Arguments& p, const TileCoord& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
   const int r = lane / 4, q = lane % 4;
   constexpr int kPieces = kBlockN / S::kCols32, kJ = S::kCols32 / 8;
-  constexpr int kLanes = S::kCols32 / 4, kRows = 32 / kLanes;  // of 16-byte accesses, in batches that hide latency
+  constexpr int kLanes = S::kCols32 / 4, kRows = 32 / kLanes;  // of 16-byte accesses, batched to hide latency
   constexpr int kSteps = 16 / kRows, kBatch = kSteps < 8 ? kSteps : 8;
   const int my_row = lane / kLanes, my_col = lane % kLanes * 4;
   float* const out =

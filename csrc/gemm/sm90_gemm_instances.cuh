@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tiles of one pair of scales, for each pair of elements and each cut.
+// Kernel instances of one pair of scales, by elements, tile and grouped dim.
 #pragma once
 
 #include "gemm/sm90_gemm.h"
@@ -15,10 +15,10 @@ Kernel of_elements(bool a_e5m2, bool b_e5m2) {
   return {};
 }
 
-// `Large` is of the tile of 256 rows.
+// Large: the shape of the 256-row tile.
 template <class Large, Granularity kA, Granularity kB, GroupedDim kGrouped>
 Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
-  using Small = Shape<128, 5, 1, true>;
+  using Small = TileConfig<128, 5, 1, true>;
   return tile == Tile::k256x128x2 ? of_elements<Large, kA, kB, kGrouped>(a_e5m2, b_e5m2)
                                   : of_elements<Small, kA, kB, kGrouped>(a_e5m2, b_e5m2);
 }
@@ -30,8 +30,8 @@ Kernel of_grouped_dim(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2) {
                            : of_tile<Large, kA, kB, GroupedDim::kK>(tile, a_e5m2, b_e5m2);
 }
 
-// Wide staging and 3 stages, or narrow and 4: the faster one, by mode.
-using Wide = Shape<256, 3, 2, false>;
-using Deep = Shape<256, 4, 2, true>;
+// Wide staging with 3 stages, or narrow with 4: the faster one, per scaling.
+using Wide = TileConfig<256, 3, 2, false>;
+using Deep = TileConfig<256, 4, 2, true>;
 
 }  // namespace fsdp_quant::sm90

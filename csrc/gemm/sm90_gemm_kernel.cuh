@@ -1,34 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // out[m, n] (+)= alpha * sum_k a[m, k] b[n, k] (+ bias[n]) of 8-bit operands, K-major, on sm_90a.
 //
-// The tensor core sums 8-bit products in about 13 bits, so 128 of K are one partial sum, which the threads add in fp32:
-//   kOuter    sum += part                     scales of rows or tensors are factors of the finished sum
-//   kVector   sum += part * scale[row]        of 1 x 128, on either direction
-//   kBlock    sum += part * scale             of 128 x 128, of b
-//   kValues   sum                             bf16 values, which it sums in fp32; scales as of kOuter. A 128 of K is 64 of them
-//   kRun      sum += part * scale[row]        of 1 x 512 on both directions, powers of two; those of columns are units of
-//                                             the sums, changed every 512 of K: one operation an element, as kBlock
-// Every element is summed by one thread in order of K: the same bits every run.
+// The tensor core accumulates 8-bit products in about 13 bits, so each 128 of K is a partial sum that threads add in fp32:
+//   kRowwise   sum += part                     row or tensor scales multiply the finished sum
+//   k1x128     sum += part * scale[row]        on either operand
+//   k128x128   sum += part * scale             of b
+//   kBf16      sum                             accumulated in fp32 by the tensor core; scales as kRowwise. 64 elements are 128 bytes
+//   k1x512     sum += part * scale[row]        powers of two on both operands; column scales are units of the sums,
+//                                              changed every 512 of K: one operation per element, as k128x128
+// One thread sums every element in order of K: results are deterministic.
 //
-// Block: a warp group that loads and two that multiply, each block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave)
-// at a time: while one group promotes its wave, the other's occupies the tensor core. Persistent; a cluster's blocks
-// take neighbouring tiles along n and load a share of a each, for all. A stage is 128 of K:
-//   full[stage]    1 arrival (the own loader's) and the bytes of all loads into this block
-//                  kRun: and 1 of each warp that makes the columns' factors; a tile ends in a slot of those alone
-//   empty[stage]   1 arrival of each multiplying warp of the cluster, since a peer's load writes here too
-// Tails: the copy engine reads zeros beyond M, N, K; scales beyond M, N are not loaded, what they touch is not stored.
+// Block: one loading and two math warp groups, each math group block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave) at
+// a time: while one group promotes its wave, the other's occupies the tensor core. Persistent; the blocks of a cluster
+// process adjacent tiles along n and each multicast a share of a. A stage is 128 of K:
+//   full[stage]    1 arrival (the block's loader) and the bytes of all loads into this block;
+//                  k1x512: also 1 arrival per warp that computes column factors; a tile ends in a slot of those only
+//   empty[stage]   1 arrival per math warp of the cluster, since a peer's load writes here too
+// Tails: TMA reads zeros beyond M, N, K; scales beyond M, N are not loaded, and outputs that they touch are not stored.
 //
-// Groups are tiled on the device. GroupedDim along M, a group's tiles begin at its first row, and the rows of the next group
-// in its last tile are not stored; cut along K, every group has all tiles of an out of its own, and its 128s of K.
+// Groups are tiled on the device. M-grouped: a group's tiles begin at its first row, and rows of the next group in its last
+// tile are not stored. K-grouped: every group has all tiles of its own out, over its own K.
 //
-// Measured on an H200. 256 x 128 tiles in clusters of 2 won on every large shape. kVector is bound
-// by its two operations per element: four stages and narrow staging gained 7 %, two groups that
-// take turns to issue lost 6 %. Stores by the copy engine lost to coalesced stores. Additions to
-// fp32 that L2 makes (one per element, so that runs agree) gained 5 % over threads that read and
-// write. kRun is 8 to 12 % faster than anchors of 128 through 1 x 128 scales; one product per 512
-// tokens, row-scaled and added in fp32, ran at .45 of bf16. Whole products with 1 x 128 and 128 x
-// 128 scales ran at .79 to 1.007 of cuBLASLt 13.0; these, products of the planes of an all-gather,
-// and the amax of the result had no user, and went.
+// Measured on an H200. 256 x 128 tiles in clusters of 2 won on every large shape. k1x128 is bound by its two operations per
+// element: four stages and narrow staging gained 7 %, math groups that take turns to issue lost 6 %. TMA stores lost to
+// coalesced stores. fp32 additions in L2 gained 5 % over read-modify-write in threads. k1x512 is 8 to 12 % faster than
+// anchors of 128 through 1x128 scales; one row-scaled GEMM per 512 tokens, added in fp32, ran at .45 of bf16. Dense GEMMs
+// with 1x128 and 128x128 scales ran at .79 to 1.007 of cuBLASLt 13.0 and were removed.
 #pragma once
 
 #include "gemm/sm90_gemm_accumulators.cuh"
@@ -55,10 +52,10 @@ __device__ __forceinline__ void multiply(
   const int tiles = tiles_of<S, kGrouped>(p, shared);
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kGrouped, kElements<kA>>(p, shared, t, rank);
+    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank);
     if (kGrouped == GroupedDim::kK && at.k_blocks == 0 && p.accumulate) continue;
     constexpr bool kIs1x512 = kA == Granularity::k1x512;
-    static_assert(kIs1x512 == (kB == Granularity::k1x512), "runs of 512 are multiplied by runs of 512");
+    static_assert(kIs1x512 == (kB == Granularity::k1x512), "1x512 scales on both operands");
     constexpr bool kHasBlock = kB == Granularity::k128x128;
     static_assert(kA != Granularity::k128x128, "nothing here has 128 x 128 scales of a");
     const float* const of_group = p.b_scale + (kGrouped == GroupedDim::kM ? at.group * p.b_scale_plane : 0);
@@ -75,7 +72,7 @@ __device__ __forceinline__ void multiply(
       const float block_scale = kHasBlock ? block.at(kb) : 1.0f;
       const uint64_t b = ptx::wgmma_descriptor(shared.b(stage));
       const uint32_t b_scales = shared.b_scale(stage) + b_scale_at;
-      // Column scales that fit in registers: read once for all waves.
+      // Column scales held in registers, read once for all waves.
       constexpr int kHeld = S::kWaves == 1 ? 16 : kGrouped == GroupedDim::kNone ? 10 : 8;
       float2 held[kHeld];
       wait(shared.full(stage), ring.phase);
@@ -148,7 +145,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int w = 0; w < S::kWaves; ++w) {
       const int row0 = at.m0 + warp_row + w * kWaveRows;
-      if (kGrouped != GroupedDim::kK || at.k_blocks > 0)  // a scale of nothing need not be finite
+      if (kGrouped != GroupedDim::kK || at.k_blocks > 0)  // the scale of an empty group need not be finite
         finish<kA, kB>(p, at, sum[w], row0 + lane / 4, at.n0 + lane % 4 * 2);
       p.bf16_out ? store_bf16<S>(p, at, sum[w], staging, row0, lane) : store_fp32<S>(p, at, sum[w], staging, row0, lane);
     }
@@ -161,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<S> shared = {ptx::shared_address(memory)};
-  const int warp_group = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpGroup, 0);  // the same in a warp, as the compiler now knows
+  const int warp_group = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpGroup, 0);  // uniform per warp, known to the compiler
   const int rank = S::kCluster > 1 ? ptx::cluster_rank() : 0;
   const int cluster = blockIdx.x / S::kCluster, clusters = gridDim.x / S::kCluster;
   if (threadIdx.x == 0) {
@@ -182,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
     ptx::registers_shrink<40>();
     if (threadIdx.x == kMathWarpGroups * kWarpGroup) load<S, kA, kB, kGrouped>(p, shared, cluster, clusters, rank);
     if constexpr (kA == Granularity::k1x512) {
-      const int half = static_cast<int>(threadIdx.x / 32) - kMathWarps - 1;  // beside the warp that loads
+      const int half = static_cast<int>(threadIdx.x / 32) - kMathWarps - 1;  // the warps after the loader
       if (half >= 0 && half < kFactorWarps) make_column_factors<S, kGrouped>(p, shared, cluster, clusters, rank, half);
     }
     __syncwarp();
@@ -190,10 +187,10 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
     ptx::registers_grow<232>();
     multiply<S, kA, kB, kE5M2A, kE5M2B, kGrouped>(p, shared, cluster, clusters, rank, warp_group);
   }
-  // No block leaves while a peer may still arrive at its barriers.
+  // No block exits while a peer may still arrive at its barriers.
   if constexpr (S::kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();
 #else
-  __trap();  // of another architecture, where no host launches it
+  __trap();  // never launched on other architectures
 #endif
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pipeline of products on Hopper: shared memory, barriers, tiles of groups, and the warp that loads. See sm90_gemm_kernel.cuh.
+// Pipeline of the sm_90 GEMMs: shared memory, barriers, tiles of groups, and the loading warp. See sm90_gemm_kernel.cuh.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -14,34 +14,34 @@ namespace fsdp_quant::sm90 {
 
 enum class Granularity { kRowwise, k1x128, k128x128, k1x512, kBf16 };
 
-// Elements of K in 128 bytes, which a stage holds of a row.
+// Elements of K in 128 bytes, a stage's part of a row.
 template <Granularity kA>
 constexpr int kElements = kA == Granularity::kBf16 ? 64 : 128;
 
 constexpr int kBlockN = 128, kBlockK = 128;
-constexpr int kWarpGroup = 128;        // threads of a warp group
+constexpr int kWarpGroup = 128;
 constexpr int kMathWarpGroups = 2;
 constexpr int kThreads = (kMathWarpGroups + 1) * kWarpGroup;
 constexpr int kMathWarps = kMathWarpGroups * 4;
 constexpr int kWaveRows = 64;
-constexpr int kFactorWarps = 2;    // of the loading group: make the factors of columns
-constexpr int kBlocksPer512 = 4;      // 128s of K that share a scale of 1 x 512
-constexpr float kWindow = 0x1p-32f;  // of the largest unit of a column so far: where its units end
+constexpr int kFactorWarps = 2;      // of the loading warp group: compute column factors
+constexpr int kBlocksPer512 = 4;     // 128s of K per 1x512 scale
+constexpr float kWindow = 0x1p-32f;  // of a column's largest unit so far: lower bound of its units
 
-// Offsets of groups and the row tiles before each, in shared memory.
+// Group offsets and the row tiles before each, in shared memory.
 constexpr int kTableBytes = (2 * (kMostGroups + 1) * static_cast<int>(sizeof(int32_t)) + 15) / 16 * 16;
 
-// kThin: out is staged in narrow pieces, which leaves room for a stage.
+// kThin: stages out in narrow pieces, which frees memory for another pipeline stage.
 template <int M, int Stages, int Cluster, bool Thin>
-struct Shape {
+struct TileConfig {
   static constexpr int kBlockM = M, kStages = Stages, kCluster = Cluster;
   static constexpr int kWaves = M / (kMathWarpGroups * kWaveRows);
   static constexpr int kABytes = M * kBlockK, kBBytes = kBlockN * kBlockK, kStageBytes = kABytes + kBBytes;
-  // Of rows: bulk copies begin at multiples of 4 scales, rows of a group anywhere.
+  // Rows of scales: bulk copies begin at multiples of 4, groups at any row.
   static constexpr int kAScales = M + 4, kScales = kAScales + kBlockN;
 
-  // Staging of out: 16 rows a warp, a piece of columns at a time. Rows are 4 (bf16) and 8 (fp32) banks out of step, so
-  // that the 8 rows that a warp writes at once are in different banks.
+  // Staging of out: 16 rows per warp, a piece of columns at a time. Rows are 4 (bf16) and 8 (fp32) banks out of step, so that
+  // the 8 rows of one store are in different banks.
   static constexpr int kCols16 = Thin ? 64 : 128, kPitch16 = kCols16 * 2 + 16;
   static constexpr int kCols32 = Thin ? 32 : 128, kPitch32 = kCols32 * 4 + 32;
   static constexpr int kStaged = 16 * (kPitch16 > kPitch32 ? kPitch16 : kPitch32);
@@ -57,7 +57,7 @@ struct Shape {
   static_assert(kSharedBytes <= 232448, "more shared memory than a block has");
 };
 
-// Sleeps at random in a build with FSDP_QUANT_RANDOM_SLEEPS, so that warps meet in other orders than their own.
+// Random sleeps in builds with FSDP_QUANT_RANDOM_SLEEPS, to vary the order in which warps arrive.
 __device__ __forceinline__ void jitter() {
 #ifdef FSDP_QUANT_RANDOM_SLEEPS
   const uint32_t dice = (static_cast<uint32_t>(clock64()) + blockIdx.x * 40503u + threadIdx.x / 32 * 977u) * 2654435761u >> 16;
@@ -81,15 +81,15 @@ struct Shared {
   __device__ uint32_t b_scale(int stage) const { return a_scale(stage) + S::kAScales * 4; }
   __device__ uint32_t full(int stage) const { return base + S::kBarriersAt + stage * 8; }
   __device__ uint32_t empty(int stage) const { return full(stage) + S::kStages * 8; }
-  // Of columns that are far below, and for each half whether there are any: where other products have tables of groups.
+  // k1x512: factors of far columns, and per half whether there are any; overlays the group table.
   __device__ uint32_t far_factors(int stage) const { return base + S::kTableAt + stage * (kBlockN + 4) * 4; }
   __device__ uint32_t is_far(int stage) const { return far_factors(stage) + kBlockN * 4; }
-  // [groups + 1] each: offsets, in order and range; row tiles before a group.
+  // [groups + 1] each: valid offsets; row tiles before a group.
   __device__ int32_t* offsets() const { return static_cast<int32_t*>(__cvta_shared_to_generic(base + S::kTableAt)); }
   __device__ int32_t* row_tiles() const { return offsets() + kMostGroups + 1; }
 };
 
-// Where the loader or a multiplying thread is in the ring: all walk it alike.
+// Position in the ring of stages, advanced alike by loader and math threads.
 template <int kStages>
 struct Ring {
   int stage = 0;
@@ -100,7 +100,7 @@ struct Ring {
   }
 };
 
-// Fills the table of groups; all threads of the block.
+// Fill the group table; all threads of the block.
 template <class S, GroupedDim kGrouped>
 __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& shared) {
   int32_t *const offsets = shared.offsets(), *const row_tiles = shared.row_tiles();
@@ -108,7 +108,7 @@ __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& sh
   for (int i = threadIdx.x; i <= p.groups; i += kThreads) offsets[i] = __ldg(p.offsets + i);
   __syncthreads();
   if (threadIdx.x < 32) {
-    int most = 0, tiles = 0;  // of the lanes and rounds before
+    int most = 0, tiles = 0;  // of earlier lanes and rounds
     bool clamped = false;
     for (int i0 = 0; i0 <= p.groups; i0 += 32) {
       const int i = i0 + lane;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void tabulate(const Arguments& p, const Shared<S>& sh
       if (exists) offsets[i] = offset, row_tiles[i] = tiles + sum;
       most = __shfl_sync(0xFFFFFFFF, offset, 31), tiles += __shfl_sync(0xFFFFFFFF, sum, 31);
     }
-    if (blockIdx.x == 0 && clamped && p.flag != nullptr) *p.flag = 1;  // by several lanes, the same
+    if (blockIdx.x == 0 && clamped && p.flag != nullptr) *p.flag = 1;  // several lanes may write it
   }
   __syncthreads();
 }
@@ -143,23 +143,22 @@ __device__ __forceinline__ int tiles_of(const Arguments& p, const Shared<S>& sha
   return kGrouped == GroupedDim::kM ? shared.row_tiles()[p.groups] * p.n_tiles : p.tiles;
 }
 
-// This block's tile of cluster tile `t`. Bands of rows, walked along n, keep what the clusters that run at once read
-// near a square.
-struct Place {
-  int m0, n0;        // first row and column
-  int m;             // rows end before
+// This block's tile of cluster tile `t`. Bands of rows, walked along n, keep the data of concurrent clusters near a square.
+struct TileCoord {
+  int m0, n0;  // first row and column
+  int m;       // end of the rows
   int group;
   int k0, k_blocks;  // 128s of K
 };
 
 template <class S, GroupedDim kGrouped, int kOfK = kBlockK>
-__device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& shared, int t, int rank) {
-  Place at = {0, 0, p.m, 0, 0, p.k_blocks};
+__device__ __forceinline__ TileCoord tile_coord(const Arguments& p, const Shared<S>& shared, int t, int rank) {
+  TileCoord at = {0, 0, p.m, 0, 0, p.k_blocks};
   int m_tiles = p.m_tiles;
   if constexpr (kGrouped == GroupedDim::kM) {
     const int32_t* const row_tiles = shared.row_tiles();
     const int row_tile = t / p.n_tiles;
-    for (int step = kMostGroups / 2; step > 0; step /= 2)  // the last group whose tiles do not begin later
+    for (int step = kMostGroups / 2; step > 0; step /= 2)  // last group whose tiles do not begin later
       if (at.group + step < p.groups && row_tiles[at.group + step] <= row_tile) at.group += step;
     const int32_t* const offsets = shared.offsets() + at.group;
     m_tiles = row_tiles[at.group + 1] - row_tiles[at.group];
@@ -179,13 +178,13 @@ __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& s
   return at;
 }
 
-// Scales of one 128-line block for the 128s of K of a tile, 32 at a time, one a lane.
+// Scales of a 128-line block for all 128s of K of a tile, loaded 32 at a time, one per lane.
 struct BlockScales {
   const float* line;
   int count;
   float now, next;
 
-  // `line`: at the tile's first 128 of K.
+  // line: at the tile's first 128 of K.
   __device__ __forceinline__ BlockScales(const float* line, int count, int lane)
       : line(line + lane), count(count - lane), now(0), next(load(0)) {}
   __device__ __forceinline__ float load(int kb) const { return kb < count ? __ldg(line + kb) : 0.0f; }
@@ -207,7 +206,7 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
   const int a_lines = (p.m + 3) & ~3, b_lines = (p.n + 3) & ~3, tiles = tiles_of<S, kGrouped>(p, shared);
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kGrouped, kElements<kA>>(p, shared, t, rank);
+    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank);
     const int a_line = kGrouped == GroupedDim::kM ? at.m0 & ~3 : at.m0;
     constexpr int kAScales = kGrouped == GroupedDim::kM ? S::kAScales : S::kBlockM;
     const uint32_t a_bytes = kA == Granularity::k1x128 || kA == Granularity::k1x512 ? 4 * min(kAScales, a_lines - a_line) : 0;

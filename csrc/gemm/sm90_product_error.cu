@@ -12,22 +12,22 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 8, kErrorThreads = 512, kWarps = kErrorThreads / 32, kCodes = 4, kLines = 64;
-constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes;  // of the contraction, at a time
+constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes;  // of K per iteration
 
 struct Shared {
-  double partials[kLines][kWarps];  // of the sum of each line
-  double sums[kLines];           // in this block's part of the contraction
+  double partials[kLines][kWarps];  // per line
+  double sums[kLines];              // of this block's share of K
   double all[kLines];
-  float energy[2][kLines];       // 1 / the energy of the line, by operand; 0 of zeros
-  float weight[kLines];          // 1 / the sum of the line
+  float energy[2][kLines];  // 1 / line energy, by operand; 0 for zeros
+  float weight[kLines];     // 1 / line sum
   double warp[kWarps][2];
   double result[2];
 };
 
-constexpr float kLeastToken = 0x1p-14f;  // of the mean energy: a smaller token counts as part of one
+constexpr float kLeastToken = 0x1p-14f;  // of the mean energy: smaller tokens count as part of one
 
-// Which lines are looked at: others in every probe, spread as the fractions of multiples of the golden ratio, since tokens
-// repeat themselves at powers of two.
+// Lines to probe: different ones in every probe, spread by multiples of the golden ratio, since token patterns repeat at
+// powers of two.
 struct Lines {
   uint64_t outer, first;
 
@@ -50,16 +50,16 @@ __device__ __forceinline__ float2 values_of(uint32_t pair, bool e5m2) {
   return __half22float2(e5m2 ? ptx::cvt_f16x2_e5m2x2(pair) : ptx::cvt_f16x2_e4m3x2(pair));
 }
 
-// The scale of a run; of lines and tensors it cancels.
+// Scale of a run; line and tensor scales cancel.
 __device__ __forceinline__ float run_scale(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
   return o.run_log2 == 0 || at >= k ? 1.0f : __ldg(o.scale + (at >> o.run_log2) * o.scale_ld + line);
 }
 
 struct Codes {
-  float all[kCodes], lost[kCodes];  // squares of the values, mean squares of what they may have lost
+  float all[kCodes], lost[kCodes];  // squares of the values; mean squares of their possible errors
 
-  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12. Of smaller elements in blocks that are not
-  // exact, of 16 or 32 elements, which four or eight threads hold.
+  // A subnormal code lies on a uniform grid: error step^2 / 12. Codes from smaller elements count in blocks of 16 or 32 that
+  // are not exact, held by four or eight threads.
   __device__ Codes(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
     const uint32_t codes = codes_of(o, line, at, k), exponent = o.e5m2 ? 0x7C : 0x78;
     bool counts = o.counted;
@@ -79,7 +79,7 @@ struct Codes {
   }
 };
 
-// Of four elements of the contraction, over the lines, each by its weight.
+// Weighted energies of four elements of K, over the lines.
 struct Energies {
   float all[kCodes] = {}, lost[kCodes] = {};
 
@@ -99,8 +99,7 @@ __device__ __forceinline__ double warp_sum(double v) {
   return v;
 }
 
-// weight[line] = 1 / the sum of `terms` over the contraction, in one order: the same in every run.
-// terms: (line, start of the span) -> the sum of this thread's elements.
+// weight[line] = 1 / sum of `terms` over K, in a fixed order. terms: (line, start of the span) -> this thread's sum.
 template <typename Terms>
 __device__ void weigh(float* weight, bool of_tokens, int64_t k, Shared& s, const cg::cluster_group& cluster, Terms terms) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -135,7 +134,7 @@ __device__ void weigh(float* weight, bool of_tokens, int64_t k, Shared& s, const
   __syncthreads();
 }
 
-// Adds what lines of a lost, and their formats' own errors, each against the sum of both. energy_a, energy_b: of Shared.
+// Add the errors of a's lines, and those of their formats, relative to the sum of both. energy_a, energy_b: of Shared.
 __device__ void add_lines(
     double& extra, double& product, float own, const CountedOperand& a, const CountedOperand& b, const float* energy_a,
     const float* energy_b, int64_t probe, int64_t k, int64_t first, Shared& s, const cg::cluster_group& cluster) {
@@ -201,7 +200,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
       for (int i = 0; i < 2; ++i) all[i] += *cluster.map_shared_rank(&s.result[i], r);
     if (isfinite(all[0]) && isfinite(all[1])) p.sums[0] += static_cast<float>(all[0]), p.sums[1] += static_cast<float>(own * all[1]);
   }
-  cluster.sync();  // their shared memory is read until here
+  cluster.sync();  // shared memory of peers is read until here
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes against one exponent for each line of the contraction, each run of a line, or the tensor: q' = operand(q * 2^(e - E)),
-// E = max(0, max(e) - shift) over the line, run or tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles,
-// 8 x 8 a thread. y of a grid: the matrix, z: the run; blocks behind the last of theirs do nothing.
-// Two-level codes whose scales are kE4M3Exact: q' = e4m3(q * s / 8), and 8 D for the tensor; the second launch does both.
+// Re-express codes with one exponent E per line, run of a line, or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
+// shift) over the line, run or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128 tiles,
+// 8 x 8 per thread. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with kE4M3Exact scales: q' = e4m3(q * s /
+// 8), and 8 D for the tensor, both in the second launch.
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
 #include "layout/decode_codes.cuh"
@@ -20,12 +20,12 @@ __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
   return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : a.contraction_log2)) + 1;
 }
 
-// E of the largest exponent of blocks, NaN stays.
+// E of the largest exponent; NaN propagates.
 __device__ __forceinline__ uint32_t below(uint32_t exponent, const AnchorCodes& a) {
   return exponent == 255 ? 255 : max(static_cast<int32_t>(exponent) - a.shift, 0);
 }
 
-// The blocks of the contraction, of so many, that are this block's run.
+// This block's run, in blocks along the contraction.
 struct RunBlocks {
   int32_t first, end;
 
@@ -37,7 +37,7 @@ struct RunBlocks {
   __device__ bool exists() const { return blockIdx.z == 0 || first < end; }
 };
 
-// The matrix of this block, of those that lie one behind the other, or of a group.
+// This block's matrix: of a stack, or of a table of tensors.
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y;
   a.data += i * a.rows * row_bytes(a.element, a.cols), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
@@ -53,12 +53,12 @@ __device__ __forceinline__ uint2 larger(uint2 a, uint2 b) { return make_uint2(__
 
 __device__ __forceinline__ bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// Of the lane whose number differs in this bit.
+// Exchange with the lane whose index differs in this bit.
 __device__ __forceinline__ uint2 from_lane(uint2 v, int bit) {
   return make_uint2(__shfl_xor_sync(0xFFFFFFFFu, v.x, bit), __shfl_xor_sync(0xFFFFFFFFu, v.y, bit));
 }
 
-// Exponents of rows: 8 lanes read a row of scales, 8 bytes each at a time.
+// Exponents of rows: 8 lanes read a row of scales, 8 bytes each per step.
 constexpr int kLanes = 8;
 
 template <typename Of>
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const __grid_co
   for (int32_t i = lane; i < outer && first + i < a.rows; i += kLanes) out[i] = power_of_two(below(exponent, a));
 }
 
-// Exponents of columns: a block reads 128 columns of scales, 8 bytes a thread, in 64 rows at a time.
+// Exponents of columns: a block reads 128 columns of scales, 8 bytes per thread, 64 rows per step.
 constexpr int kColumnThreads = 1024, kGroups = 16, kWarps = kColumnThreads / 32;
 
 template <typename Of>
@@ -121,18 +121,18 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
     out[i] = power_of_two(tops[i >> a.outer_log2]);
 }
 
-// Raises the scale of a tensor to 2^(exponent - 127): positive floats are in the order of their bits, NaN last.
+// Raise a tensor scale to 2^(exponent - 127): positive floats order like their bits, NaN last.
 __device__ __forceinline__ void raise(float* scale, uint32_t exponent) {
   atomicMax(reinterpret_cast<uint32_t*>(scale), __float_as_uint(power_of_two(exponent)));
 }
 
-// The largest exponent of a tensor.
+// Largest exponent of a tensor.
 template <typename Of>
 __global__ void __launch_bounds__(kThreads) tensor_exponent_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   const int64_t count = static_cast<int64_t>(scale_rows(a)) * scale_cols(a);
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
-  if (first - threadIdx.x % 32 * 8 >= count) return;  // a warp as one
+  if (first - threadIdx.x % 32 * 8 >= count) return;  // uniform per warp
   uint2 top = make_uint2(0, 0);
   if (first < count)
     top = load8(a.scale + first, count - first < 8 ? static_cast<int32_t>(count - first) : 8, is_aligned(a.scale + first, 8));
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kThreads) tensor_exponent_kernel(const __grid_
   if (threadIdx.x % 32 == 0) raise(a.line_scale, below(exponent, a));
 }
 
-// The exponents of fp32 scales, and the largest: a block of threads each. A block of zeros has the scale 1, which is not its
-// largest magnitude's, and counts as the least exponent.
+// Exponents of fp32 scales and their maximum, one block of threads. A block of zeros has scale 1, unrelated to its magnitude,
+// and counts as the least exponent.
 template <typename Of>
 __global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
@@ -166,11 +166,11 @@ __global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_
   raise(a.line_scale, exponent);
 }
 
-// What turns codes into those of an operand: a power of two, or of two-level codes (e2m1) the scale of their block.
+// Factor of codes: a power of two, or for two-level codes (e2m1) the scale of their block.
 template <Element E, bool TwoLevel>
 using FactorOf = CodeFactor<E == Element::kE5M2 || TwoLevel ? E : Element::kE4M3>;
 
-// Codes 2 k and 2 k + 1 of eight.
+// Convert codes 2 k and 2 k + 1 of eight.
 template <Element E, class Factor>
 __device__ __forceinline__ uint32_t scaled_pair_of(uint2 v, int k, const Factor& factor) {
   if constexpr (code_bits(E) == 8) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ uint32_t scaled_pair_of(uint2 v, int k, const Factor&
   }
 }
 
-// The exponents of 8 lines, by the exponent field of their fp32 scales: it is E for the subnormal 2^-127 and NaN too.
+// Exponents E of 8 lines, from the exponent field of their fp32 scales; also right for the subnormal 2^-127 and NaN.
 template <bool Columnwise>
 __device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t row, int32_t col) {
   const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
@@ -205,13 +205,13 @@ __device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const Anc
   for (int k = 0; k < 8; ++k) out[k] = line + k < lines ? __ldg(at + k) >> 23 : 255;  // no block is above it
 }
 
-// The exponents of the blocks of 8 lines.
+// Exponents of the blocks of 8 lines.
 template <bool Columnwise>
 __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t row, int32_t col) {
   const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
   const int32_t line_blocks = ((lines - 1) >> a.outer_log2) + 1, block = (Columnwise ? row : col) >> a.contraction_log2;
   const int64_t width = scale_cols(a);
-  if (a.outer_log2 > 0) {  // one block has all 8
+  if (a.outer_log2 > 0) {  // one block covers all 8
     const int32_t which = line >> a.outer_log2;
     const uint32_t e = __ldg(a.scale + (Columnwise ? block * width + which : which * width + block));
 #pragma unroll
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
     read_exponents<Columnwise>(own, a, row, col);
     if constexpr (!TwoLevel) read_line_exponents<Columnwise>(line, a, row, col);
     using Factor = FactorOf<E, TwoLevel>;
-    Factor factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
+    Factor factor[8];  // rowwise: per row, duplicated; columnwise: four, of two columns each
 #pragma unroll
     for (int k = 0; k < 8; ++k) factor[k] = Factor(TwoLevel ? own[k] : own[k] - line[k]);
 #pragma unroll
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   }
 }
 
-// Blocks of a launch for each kernel, and runs.
+// Grid size of each kernel, and runs.
 struct Blocks {
   int64_t exponents, tiles, runs = 1;
 };

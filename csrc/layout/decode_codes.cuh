@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight codes of a row, of 8, 6 or 4 bits.
+// Decode eight codes of a row, of 8, 6 or 4 bits.
 #pragma once
 
 #include "device/numeric.cuh"
@@ -8,12 +8,12 @@ namespace fsdp_quant {
 
 constexpr int code_bits(Element e) { return e == Element::kE2M1 ? 4 : e >= Element::kE2M3 ? 6 : 8; }
 
-// Bytes of a row of so many codes, one or more: `PACKINGS` of formats.py.
+// Bytes per row of one or more codes: `PACKINGS` of formats.py.
 __host__ __device__ constexpr int32_t row_bytes(Element e, int32_t cols) {
   return code_bits(e) == 4 ? (cols - 1) / 2 + 1 : code_bits(e) == 6 ? ((cols - 1) / 4 + 1) * 3 : cols;
 }
 
-// 8 bytes of a row, those beyond its last `count` zero.
+// Load 8 bytes of a row; those beyond the last `count` are zero.
 __device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vectors) {
   if (vectors && count >= 8) return __ldg(reinterpret_cast<const uint2*>(p));
   uint2 v = make_uint2(0, 0);
@@ -24,11 +24,11 @@ __device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vec
   return v;
 }
 
-// The codes from column `col`, a multiple of 8, those beyond the last of `bytes` zero. vectors: all 8 are there, and aligned: to
-// as many bytes, but to 2 those of 6 bits.
+// Load the codes from column `col`, a multiple of 8; those beyond the row's last byte are zero. vectors: all 8 exist and are
+// aligned to their size (6 bits: to 2).
 template <Element E>
 __device__ __forceinline__ uint2 load_codes(const uint8_t* row, int32_t col, int32_t bytes, bool vectors) {
-  constexpr int kBytes = code_bits(E);  // of 8 codes
+  constexpr int kBytes = code_bits(E);  // per 8 codes
   const int32_t offset = (col >> 3) * kBytes;
   const uint8_t* p = row + offset;
   if (kBytes == 8 || !vectors) return load8(p, min(bytes - offset, kBytes), vectors);
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* row, int32_t col, int
   return make_uint2(__ldg(halves) | static_cast<uint32_t>(__ldg(halves + 1)) << 16, __ldg(halves + 2));
 }
 
-// Codes 2 k and 2 k + 1 as fp16; those of 6 bits over `kHalfScale`: their exponent and mantissa are those of fp16 numbers, but for
-// the exponent's bias.
+// Codes 2 k and 2 k + 1 as fp16. 6-bit codes are divided by `kHalfScale`: their fields are those of fp16, except for the
+// exponent bias.
 template <Element E>
 constexpr float kHalfScale = E == Element::kE2M3 ? 0x1p14f : E == Element::kE3M2 ? 0x1p12f : 1.0f;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes to values: (element * scale) * tensor scale in fp32, rounded once to the result's type.
+// Decode codes: (element * scale) * tensor scale in fp32, rounded once to the output type.
 //
 // A thread decodes 8 columns of 8 rows: a warp reads 256 (128) and writes 512 contiguous bytes of each row. Rowwise scales
-// are one a row, columnwise ones 8 neighbours. Tails go one by one.
+// are one per row, columnwise ones 8 neighbours. Tails are handled per element.
 #include <type_traits>
 
 #include "device/values.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ float read_scale(const void* scale, int64_t index) {
   return scale_value<Kind>(__ldg(static_cast<const uint8_t*>(scale) + index));
 }
 
-// The scales of 8 neighbouring columns.
+// Scales of 8 adjacent columns.
 template <ScaleKind Kind>
 __device__ __forceinline__ void read_scales(float (&out)[kCols], const void* scale, int64_t index, int count, bool vectors) {
   if (Kind != ScaleKind::kFp32 && vectors) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
       if (a.col_log2 >= 3) {
 #pragma unroll
         for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], row_scales[i]);
-      } else {  // one scale a column, the same for rows of one block
+      } else {  // one scale per column, shared by rows of a block
         if (block_row != known_row) read_scales<Kind>(scales, a.scale, base + col, count, whole);
         known_row = block_row;
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Factors of a product, on the device.
+// Factors of a GEMM, on the device.
 #pragma once
 
 #include "device/numeric.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Transposes of bytes and nibbles, and scales into padded 128 x 4 tiles: one matrix, or all of a parameter group, in
-// one launch. Transposes move a 128 x 128 tile through registers (8 x 8 a thread) and swizzled shared memory, so that
-// every access to memory is a whole segment.
+// Transpose bytes and nibbles, and convert scales to padded 128 x 4 tiles, for one or many tensors per launch. Transposes
+// move a 128 x 128 tile through registers (8 x 8 per thread) and swizzled shared memory, so that every global access is a
+// whole segment.
 #include "device/register_tile.cuh"
 #include "layout/layout.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 template <bool Nibbles>
 __device__ __forceinline__ void transpose_tile(const RelayoutItem& m, int64_t row0, int64_t col0, uint4* smem) {
-  constexpr int kPer = Nibbles ? 2 : 1;  // elements a byte
+  constexpr int kPer = Nibbles ? 2 : 1;  // elements per byte
   const Position at;
   const int64_t source_bytes = (m.cols + kPer - 1) / kPer;
   int64_t first = row0, end = m.rows;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void transpose_tile(const RelayoutItem& m, int64_t ro
   flush_transposed<Nibbles>(m.out, m.vector_store, row0, col0, m.rows, m.cols, smem);
 }
 
-// 128 operand rows by 128 scale columns: 4 bytes of a 512-byte tile a thread and step.
+// 128 operand rows by 128 scale columns; a thread writes 4 bytes of a 512-byte tile per step.
 __device__ __forceinline__ void swizzle_tile(const RelayoutItem& m, int64_t row0, int64_t col0) {
   const bool transposed = m.kind == Relayout::kSwizzleTransposed;
   const int64_t blocks = transposed ? m.rows : m.cols, tile_cols = (blocks + 3) / 4;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void swizzle_tile(const RelayoutItem& m, int64_t row0
   }
 }
 
-// 128 operand rows by 128 scale columns, of which each is a word of a tile.
+// 128 operand rows by 128 scale columns; each scale is one word of a tile.
 __device__ __forceinline__ void spread_tile(const RelayoutItem& m, int64_t row0, int64_t col0) {
   const bool transposed = m.kind == Relayout::kSpreadTransposed;
   const int64_t blocks = transposed ? m.rows : m.cols;

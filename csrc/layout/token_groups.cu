@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kRows = 128, kBlock = 1024;
 
-// One block: a thread adds up the groups, all find the group of each tile.
+// One block: a thread accumulates the groups, then all threads search the group of each tile.
 __global__ void __launch_bounds__(kBlock) token_groups_kernel(const TokenGroups g) {
   __shared__ int32_t offsets[kMostTokenGroups + 1], padded[kMostTokenGroups + 1];
   __shared__ int wrong;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBlock) token_groups_kernel(const TokenGroups 
   for (int e = thread; e <= g.groups; e += kBlock) g.offsets[e] = offsets[e], g.padded[e] = padded[e];
   for (int tile = thread; tile < g.tiles; tile += kBlock) {
     const int32_t row = tile * kRows;
-    int low = 0, high = g.groups;  // the last group that begins at or before the row
+    int low = 0, high = g.groups;  // last group that begins at or before the row
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       (padded[middle] <= row ? low : high) = middle;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations of fp32 values, for the kernels that write them and those that quantize them at once.
+// Activations of fp32 values, for activation and quantize kernels.
 #pragma once
 
 #include "device/values.cuh"
@@ -7,9 +7,8 @@
 
 namespace fsdp_quant {
 
-// The normal distribution, and its density but for a factor, e = exp(-x^2 / 2): within 2^-23 of the former.
-// Source: Abramowitz and Stegun, 7.1.26.
-// One reciprocal, one exponential, which the slope needs as well, and a polynomial.
+// Normal CDF, within 2^-23; sets e = exp(-x^2 / 2), the density up to a factor. Source: Abramowitz and Stegun, 7.1.26. One
+// reciprocal, one exponential, which the slope needs too, and a polynomial.
 __device__ __forceinline__ float normal_cdf(float x, float& e) {
   e = ptx::exp2_approx(x * x * -0.72134752044448170368f);
   const float t = ptx::reciprocal_approx(fmaf(fabsf(x), 0.23164190f, 1.0f));
@@ -18,7 +17,7 @@ __device__ __forceinline__ float normal_cdf(float x, float& e) {
   return x < 0.0f ? tail : 1.0f - tail;
 }
 
-// value: act(x); slope: act'(x). What T rounds away is not computed.
+// value: act(x); slope: act'(x). Skips terms that rounding to T removes.
 template <class T, Activation A>
 __device__ __forceinline__ void activate(float x, float& value, float& slope) {
   if constexpr (A == Activation::kSilu) {
@@ -39,7 +38,7 @@ __device__ __forceinline__ void activate(float x, float& value, float& slope) {
     value = 0.5f * x * (1.0f + t);
     slope = 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * kBeta * (1.0f + 3.0f * kKappa * x * x);
   } else if constexpr (A == Activation::kRelu) {
-    value = x <= 0.0f ? 0.0f : x;  // NaN stays
+    value = x <= 0.0f ? 0.0f : x;  // NaN propagates
     slope = x <= 0.0f ? 0.0f : 1.0f;
   } else {
     const float r = x <= 0.0f ? 0.0f : x;

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// h = act(g), or act(g) * u, and its backward, in one pass each; the largest magnitude of what is written on the way.
+// h = act(g), or act(g) * u, and its backward, in one pass each, with the amaxes of the outputs.
 //
 //   forward    a = round(act(g))      h = round(a * u)
 //   backward   da = round(dh * u)     dg = round(da * act'(g))     du = round(dh * a)
 //
-// fp32 inside; rounding points are those of the two separate operations, so that fusing them changes nothing but the
-// last bits of exp, erf and tanh. `a` is made again in the backward, not kept; dg and du may be g and u, of which a thread
-// reads its elements before it writes them.
-// Block: 128 rows of 256 columns, every eighth row a warp's: a lane has 8 columns to itself. Amaxes of columns over runs, which
-// anchor an operand of wgrad, are collected through shared memory and by an atomic maximum each of every block; those of
-// rows by one a warp.
-// The tile is 256 columns and eight warps, so that narrow tensors fill the processors.
+// Computes in fp32 and rounds where the separate operations do, so that only the last bits of exp, erf and tanh differ. The
+// backward recomputes `a`; dg and du may alias g and u, since a thread reads its elements before it writes them. Block: 128
+// rows of 256 columns; a warp processes every eighth row, a lane 8 columns. Column amaxes over runs, the anchors of wgrad
+// operands, are reduced in shared memory and by one atomic per block, row amaxes by one atomic per warp. Tiles are 256
+// columns wide so that narrow tensors fill the GPU.
 #include "norm/activate.cuh"
 
 namespace fsdp_quant {
@@ -19,10 +17,10 @@ namespace {
 
 constexpr int kWarps = 8, kBlock = kWarps * 32, kWidth = 32 * 8, kRows = 128;
 
-// Amaxes of one result: of rows at once, of columns and the whole at the end of the tile.
+// Amaxes of one output: rows at once, columns and the whole at the end of the tile.
 template <class T>
 struct Collected {
-  static constexpr int kWords = 32 * Magnitudes<T>::kWords;  // of the tile's columns
+  static constexpr int kWords = 32 * Magnitudes<T>::kWords;  // for the tile's columns
   struct Shared {
     uint32_t words[kWarps][kWords], maxima[kWarps];
   };
@@ -33,13 +31,13 @@ struct Collected {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, Magnitudes<T>::largest(e));
     if ((threadIdx.x & 31) == 0) atomicMax(of_row, Magnitudes<T>::widened(largest));
   }
-  // of_run: of the tile's columns, `cols` of them. All threads of the block.
+  // of_run: the tile's columns, `cols` of them. Called by all threads of the block.
   __device__ __forceinline__ void store(float* whole, float* of_run, int32_t cols, Shared& smem) {
     constexpr int kColsAWord = kWidth / kWords;
 #pragma unroll
     for (int k = 0; k < Magnitudes<T>::kWords; ++k)
       smem.words[threadIdx.x >> 5][(threadIdx.x & 31) * Magnitudes<T>::kWords + k] = of_cols.w[k];
-    raise_amax(whole, of_cols.largest(), smem.maxima);  // waits for all
+    raise_amax(whole, of_cols.largest(), smem.maxima);  // synchronizes the block
     const int32_t word = threadIdx.x;
     if (word >= kWords || word * kColsAWord >= cols) return;
     uint32_t largest = smem.words[0][word];
@@ -54,7 +52,7 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
   constexpr int kUnroll = Backward ? 2 : 4;
   __shared__ typename Collected<T>::Shared smem[Backward && Gated ? 2 : 1];
   const int32_t left = blockIdx.x * kWidth, lane = threadIdx.x & 31, col = left + lane * 8;
-  const bool inside = col < args.cols;  // all threads take part in what crosses lanes
+  const bool inside = col < args.cols;  // all threads take part in lane reductions
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows;
   const int32_t rows = static_cast<int32_t>(args.rows - first < kRows ? args.rows - first : kRows);
   const T* const g = static_cast<const T*>(args.g) + first * args.g_stride + col;
@@ -81,7 +79,7 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int32_t row = first_row + k * kWarps;
-      if (row >= rows) break;  // of the whole warp
+      if (row >= rows) break;  // uniform per warp
       const int64_t at = row * args.out_stride;
       float x[8], up[8], a[8], slope[8];
       gs[k].widen(x);

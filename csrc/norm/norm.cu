@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm and LayerNorm over rows, and their backward; the largest magnitude of what is written on the way.
+// RMSNorm and LayerNorm over rows, and their backward, with the amax of the output.
 //
 //   forward    x^ = (x - mean) * rstd                     y  = round(x^ * gamma + beta)
 //   backward   a  = dy * gamma                            dx = round(rstd * (a - mean(a) - x^ * mean(a * x^)))  (+ residual)
 //                                                            = round(rstd * a - (slope * x + level))
 //              dgamma = sum over rows of dy * x^          dbeta = sum over rows of dy
 //
-// Where x^ is rounded first, y = round(round(x^) * gamma), a = round(dy * gamma), dgamma = sum of round(dy * round(x^)).
-// fp32 inside. A root mean square has no mean: those terms are absent. Sums over rows are deterministic: a fixed number
-// of teams adds up its rows in registers, those of a block through shared memory, a second kernel the blocks, in order.
-// A row is computed by a team of threads that stays, and takes row after row: while one is computed the next is on its
-// way to shared memory, where a thread reads only what it copied itself. A team is a block; in the backward threadIdx.y
-// counts those of a block, so that partial sums are few.
+// With rounds_first, y = round(round(x^) * gamma), a = round(dy * gamma), dgamma = sum of round(dy * round(x^)). Computes in
+// fp32. RMSNorm omits the mean terms. Sums over rows are deterministic: a fixed number of teams accumulate rows in registers,
+// those of a block are added in shared memory, and a second kernel adds the blocks in order. A team of threads is persistent
+// and processes row after row; the next row is copied to shared memory meanwhile, and each thread reads only what it copied.
+// A team is a block; in the backward threadIdx.y counts the teams of a block, which reduces the number of partial sums.
 //
-// Of the copy rate, 8192 x 14336, H100: RMSNorm .86 (with the next row in registers .78), its
-// backward .93. The backward was bound by instructions (LayerNorm: 40 per value, 70 % of issue
-// slots); 31 now, as addresses differ by constants and dx is two multiply-adds of x and dy: 16384 x
-// 4096, H200, LayerNorm .68 -> .82, 2048 wide .51 -> .77. A kernel that names barriers takes all 16
-// of them, so few blocks are resident: narrow forwards ran at .53 instead of .80.
+// Of the copy rate, 8192 x 14336, H100: RMSNorm .86 (next row in registers: .78), its backward .93. The backward was bound by
+// instructions (LayerNorm: 40 per value, 70 % of issue slots), now 31, as addresses differ by constants and dx is two
+// multiply-adds of x and dy: 16384 x 4096, H200, LayerNorm .68 -> .82, 2048 wide .51 -> .77. A kernel that uses named
+// barriers reserves all 16, so few blocks are resident: narrow forwards ran at .53 instead of .80.
 #include <algorithm>
 
 #include "device/values.cuh"
@@ -27,12 +25,12 @@ namespace fsdp_quant {
 
 namespace {
 
-enum class Kind { kLayerNorm, kRMSNorm, kRoundsFirst };  // the last: a root mean square
+enum class Kind { kLayerNorm, kRMSNorm, kRoundsFirst };  // kRoundsFirst: RMSNorm
 
-constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values a thread
-constexpr int kResident = 1024;                    // threads of a processor: 64 registers each
+constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values per thread
+constexpr int kResident = 1024;                    // threads per multiprocessor: 64 registers each
 constexpr int kBlock = 512;                        // threads of several teams
-constexpr int kMostTeams = 15;                     // of a block: barriers that have names
+constexpr int kMostTeams = 15;                     // per block: named barriers
 
 // Sum over the block, in the same order in every thread. One barrier: callers alternate between two `smem`.
 __device__ __forceinline__ float block_sum(float v, float (&smem)[32]) {
@@ -49,7 +47,7 @@ __device__ __forceinline__ float block_sum(float v, float (&smem)[32]) {
   return v;
 }
 
-// The same of two values over a team, each in half a warp after the first step.
+// Sum one or two values over a team; after the first step each uses half a warp.
 template <bool Two>
 __device__ __forceinline__ void team_sum(float& one, float& other, float (&smem)[2][32]) {
   const int lane = threadIdx.x & 31, half = lane >> 4, warps = blockDim.x >> 5, first = threadIdx.y * warps;
@@ -74,11 +72,11 @@ __device__ __forceinline__ void team_sum(float& one, float& other, float (&smem)
   if constexpr (Two) other = __shfl_sync(0xFFFFFFFFu, v, 16);
 }
 
-// A row that is copied ahead; a thread has kVectors of it to itself, blockDim.x pointer_table.
+// A prefetched row: kVectors per thread, blockDim.x apart.
 template <class T>
-struct Ahead {
+struct PrefetchedRow {
   static constexpr int kParts = Eight<T>::kWords / 4;
-  static constexpr int kBytes = 2 * kVectors * kParts * sizeof(uint4);  // of shared memory, a thread
+  static constexpr int kBytes = 2 * kVectors * kParts * sizeof(uint4);  // of shared memory, per thread
   uint4* mine;
 
   __device__ __forceinline__ uint4* place(int stage, int k) const { return mine + (stage * kVectors + k) * kParts * blockDim.x; }
@@ -98,7 +96,7 @@ struct Ahead {
 };
 
 template <class T>
-constexpr int kBackwardStages = Eight<T>::kWide ? 1 : 2;  // three rows of fp32 fill the shared memory
+constexpr int kBackwardStages = Eight<T>::kWide ? 1 : 2;  // three fp32 rows fill shared memory
 
 template <class T, Kind kKind>
 __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(const __grid_constant__ NormArgs args) {
@@ -108,7 +106,7 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
   __shared__ uint32_t maxima[32];
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
-  const Ahead<T> ahead = {ring + threadIdx.x};
+  const PrefetchedRow<T> ahead = {ring + threadIdx.x};
   const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
   const auto fetch = [&](int32_t row, int stage) {
 #pragma unroll
@@ -156,16 +154,16 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
       if constexpr (kKind == Kind::kRoundsFirst) Eight<T>::round(v[k]).widen(v[k]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[k][i] = v[k][i] * (gamma[i] + args.offset) + beta[i];
-      const Eight<T> made = Eight<T>::round(v[k]);
-      largest.take(made);
-      made.store(y + column(k));
+      const Eight<T> rounded = Eight<T>::round(v[k]);
+      largest.take(rounded);
+      rounded.store(y + column(k));
     }
   }
   raise_amax(args.amax, largest.largest(), maxima);
 }
 
-// Bound by instructions: what a thread has in memory, of x, dy and the residual, and its columns, lie at distances that
-// are constants of instructions. Threads: of a block at most.
+// Bound by instructions: a thread's x, dy, residual and columns are at constant distances, which instructions encode.
+// Threads: maximum per block.
 template <class T, Kind kKind, int Threads>
 __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_kernel(const __grid_constant__ NormArgs args) {
   constexpr bool Centred = kKind == Kind::kLayerNorm, RoundsFirst = kKind == Kind::kRoundsFirst;
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
   __shared__ float sums[2][2][32];
   __shared__ uint32_t maxima[32];
   constexpr int kStages = kBackwardStages<T>, kVectors = kBackwardVectors, kParts = Eight<T>::kWords / 4;
-  constexpr uint32_t kBytes = Threads * sizeof(uint4), kStage = kVectors * kParts * kBytes;  // from place to place
+  constexpr uint32_t kBytes = Threads * sizeof(uint4), kStage = kVectors * kParts * kBytes;  // distances
   const bool adds = args.residual != nullptr;
   int32_t first = ((threadIdx.x >> 5) * kVectors * 32 + (threadIdx.x & 31)) * 8;
   uint32_t mine = ptx::shared_address(ring + threadIdx.y * blockDim.x + threadIdx.x);
@@ -208,7 +206,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
 #pragma unroll
     for (int i = 0; i < 8; ++i) gamma[i] += args.offset;
   };
-  const auto multiply = [](float (&a)[8], const float (&b)[8]) {  // and round
+  const auto multiply = [](float (&a)[8], const float (&b)[8]) {  // rounds too
 #pragma unroll
     for (int i = 0; i < 8; ++i) a[i] *= b[i];
     Eight<T>::round(a).widen(a);
@@ -231,7 +229,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
       if (kStages == 2) fetch(mine + (turn ^ 1) * kStage, following);
       fetch_scalars(following);
     }
-    float along = 0.0f, mean = 0.0f;  // of a * x^, and of a
+    float along = 0.0f, mean = 0.0f;  // means of a * x^, and of a
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (!has(k)) continue;
@@ -270,22 +268,22 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = dy[i] * gamma[i] * rstd - (x[i] * slope + level);
       }
-      Eight<T> made = Eight<T>::round(x);
+      Eight<T> rounded = Eight<T>::round(x);
       if (adds) {
         float other[8];
-        made.widen(x), widen(stage, 2, k, other);
+        rounded.widen(x), widen(stage, 2, k, other);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] += other[i];
-        made = Eight<T>::round(x);
+        rounded = Eight<T>::round(x);
       }
 #pragma unroll
       for (int i = 0; i < Eight<T>::kWords; ++i)
-        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::magnitude(made.w[i]));
-      made.store(static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.cols + first + k * 256);
+        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::magnitude(rounded.w[i]));
+      rounded.store(static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.cols + first + k * 256);
     }
     if (kStages == 1 && following < rows) fetch(mine, following);
   }
-  __syncthreads();  // the ring is read: [gamma, beta][teams][cols] now
+  __syncthreads();  // the ring is free: now [gamma, beta][teams][cols]
   auto* const of_teams = reinterpret_cast<float4*>(ring);
   const int32_t fours = args.cols / 4, lines = Centred && args.dbias != nullptr ? 2 : 1;
   const auto put = [&](int line, const float (&sums)[kVectors][8]) {
@@ -299,7 +297,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
   };
   put(0, dgamma);
   if (lines > 1) put(1, dbeta);
-  raise_amax(args.amax, Magnitudes<T>::widened_word(largest), maxima);  // waits for all
+  raise_amax(args.amax, Magnitudes<T>::widened_word(largest), maxima);  // synchronizes the block
   for (int32_t i = threadIdx.y * blockDim.x + threadIdx.x; i < lines * fours; i += blockDim.x * blockDim.y) {
     const int32_t line = i >= fours, at = i - line * fours;
     float4 sum = of_teams[line * blockDim.y * fours + at];
@@ -311,7 +309,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
   }
 }
 
-// Block: 32 columns, 16 threads each; y of the grid: which line.
+// Block: 32 columns, 16 threads each; grid y: which line.
 template <class T>
 __global__ void __launch_bounds__(512) sum_partials(const __grid_constant__ Partials args) {
   __shared__ float sums[16][33];
@@ -330,7 +328,7 @@ __global__ void __launch_bounds__(512) sum_partials(const __grid_constant__ Part
   static_cast<T*>(blockIdx.y == 0 ? args.out[0] : args.out[1])[col] = static_cast<T>(sum);
 }
 
-// Teams of threads that hold a row each, and blocks of teams that are resident together.
+// Teams, one row each, and the number of resident blocks.
 struct Shape {
   dim3 threads;
   int32_t blocks;
@@ -362,7 +360,7 @@ cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
   auto* kernel = args.mean != nullptr ? norm_kernel<T, Kind::kLayerNorm> : norm_kernel<T, Kind::kRMSNorm>;
   if constexpr (!Eight<T>::kWide)
     if (args.rounds_first) kernel = norm_kernel<T, Kind::kRoundsFirst>;
-  return start(kernel, args, shape.blocks, shape, shape.count() * Ahead<T>::kBytes, stream);
+  return start(kernel, args, shape.blocks, shape, shape.count() * PrefetchedRow<T>::kBytes, stream);
 }
 
 template <class T>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam of many tensors in one launch; see optim/update.cuh.
-// Block: 256 threads, 4096 elements of one tensor; reads 8 to 18 bytes an element and writes as many, each once. Of moments
-// in 8 bits a warp takes a block of 256 elements, whose scales it makes in registers.
+// Multi-tensor Adam; see optim/update.cuh. Block: 256 threads, 4096 elements of one tensor; reads and writes each of the 8 to
+// 18 bytes per element once. With 8-bit moments, a warp processes blocks of 256 elements and computes their scales in
+// registers.
 #include "device/numeric.cuh"
 #include "device/ptx.cuh"
 #include "optim/update.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kAdamThreads = 256, kVector = 4, kBatch = 2;
 
-// The tensor of this tile: the last that begins at or before it.
+// The tensor of this tile, by binary search.
 __device__ __forceinline__ const AdamTensor& tensor_of_tile(const AdamLaunch& launch) {
   int low = 0, high = launch.count;
   while (high - low > 1) {
@@ -80,11 +80,10 @@ __global__ void __launch_bounds__(kAdamThreads) adam_kernel(const __grid_constan
   }
 }
 
-// A warp's codes of a block, made in place of x: lane l has the elements 4 l + 128 k + j in x[k][j], and zeros where there
-// are none.  scale = max |x| / 256, 0 where that is subnormal;  code = e4m3(x / scale).  Writes the scale.
-// root: values that are not 0 have codes that are not 0.
+// Encode a warp's block of moments: lane l has the elements 4 l + 128 k + j in x[k][j], zeros beyond the end. scale = max |x|
+// / 256, 0 if subnormal; code = e4m3(x / scale). Writes the scale. root: nonzero values get nonzero codes.
 __device__ __forceinline__ void encode_block(const float (&x)[2][4], bool root, Four<uint8_t> (&codes)[2], float* scale_at) {
-  uint32_t largest = 0;  // as bits, so that a NaN is the largest
+  uint32_t largest = 0;  // compared as bits: NaN is largest
 #pragma unroll
   for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(fabsf(x[i / 4][i % 4])));
   const float amax = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, largest));
@@ -108,11 +107,12 @@ __device__ __forceinline__ void encode_block(const float (&x)[2][4], bool root, 
   }
 }
 
-// Moments are e4m3 codes, of the second its root, with a scale for each 256 elements of a row (fsdp_quant/optim/compact.py).
+// Moments are e4m3 codes (second moment: of its square root) with one scale per 256 elements of a row
+// (fsdp_quant/optim/compact.py).
 template <typename Grad, AdamMaster kMaster>
 __global__ void __launch_bounds__(kAdamThreads) adam_codes_kernel(const __grid_constant__ AdamLaunch launch) {
   using Stored = StoredMaster<kMaster>;
-  static_assert(kAdamThreads == 32 * kMomentBlocksOfTile, "a warp takes a block");
+  static_assert(kAdamThreads == 32 * kMomentBlocksOfTile, "one warp per block");
   if (is_skipped(launch.step)) return;
   const AdamTensor& t = tensor_of_tile(launch);
   const int32_t per_row = (t.cols + kMomentBlock - 1) / kMomentBlock;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of AdamW (coupled == 0) or Adam (keep == 1), fp32 masters p:
+// One step of AdamW (coupled == 0) or Adam (keep == 1) on fp32 masters p:
 //   g = g / grad_scale;  g = fma(p, coupled, g)
 //   p = p * keep;  m = fma(first, g - m, m);  v = fma(g * second, g, v * beta2)
 //   p = p + (m * minus_step_size) / (sqrt(v) / root_correction + eps)
-// Every operation rounds once, to nearest: the bits of optim/fused_adam.py on a CPU. Moments are stored rounded to their
-// type, and the update uses what was rounded. A low-precision parameter that is not its master rounded was written by
-// something else, and the master follows it.
+// Every operation rounds once, to nearest, bit-exact with optim/fused_adam.py on a CPU. The update uses moments before they
+// are rounded for storage. If a low-precision parameter is not its rounded master, something else wrote it, and the master is
+// set to it.
 //
-// A remainder is the lower half of a master's bits as a signed integer, and the parameter what is left: nearest, ties away
-// from 0 (fsdp_quant/optim/compact.py).
+// A remainder is the lower half of a master's bits as a signed integer; the parameter is the rest: to nearest, ties away from
+// 0 (fsdp_quant/optim/compact.py).
 #pragma once
 
 #include "optim/adam.h"
@@ -54,7 +54,7 @@ __device__ __forceinline__ float join(__nv_bfloat16 high, int16_t low) {
 }
 
 __device__ __forceinline__ void split(float p, __nv_bfloat16& high, int16_t& low) {
-  const uint32_t bits = p == p ? __float_as_uint(p) : 0x7FC00000u;  // else a NaN's bits could carry into the sign
+  const uint32_t bits = p == p ? __float_as_uint(p) : 0x7FC00000u;  // other NaN bits could carry into the sign
   low = static_cast<int16_t>(bits);
   high = __ushort_as_bfloat16(static_cast<uint16_t>((bits - static_cast<uint32_t>(int32_t{low})) >> 16));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of a patch to codes of 8, 6 or 4 bits, rounded to nearest even or stochastically.
+// Encode register tiles in 8, 6 or 4 bits, rounded to nearest even or stochastically.
 #pragma once
 
 #include <type_traits>
@@ -10,17 +10,17 @@
 #include "quantize/pieces.h"
 #include "quantize/tile.cuh"
 
-// emit_codes writes `random` on every path that reads it, through lambdas that the front end does not follow.
+// emit_codes writes `random` on every path that reads it, in lambdas that the front end does not analyze.
 #pragma nv_diag_suppress 549
 
 namespace fsdp_quant {
 
-// Random bytes of the 8 outer lines of this thread: byte e of line k is of contraction element e.
+// Random bytes of this thread's 8 outer lines: byte e of line k belongs to contraction element e.
 template <bool Columnwise>
 struct RandomLines {
   uint32_t k0, k1, step, stream, line, block;
-  int offset;     // of the thread's first element in its run of 16
-  bool aligned;   // two threads share each run: always, rowwise; columnwise unless the global row is no multiple of 16
+  int offset;    // of the thread's first element in its block of 16
+  bool aligned;  // two threads share each block of 16; false only columnwise if the global row is no multiple of 16
 
   __device__ RandomLines(const int64_t* memory, const Tile& tile, const Position& at) {
     const RandomKey key(memory);
@@ -32,7 +32,7 @@ struct RandomLines {
     aligned = !Columnwise || ((along - at.half * 8) & 15) == 0;
   }
 
-  // Lines k, k + 1, k + 4 and k + 5, for k of 0 and 2: the thread with the other half of the runs draws two of them.
+  // Lines k, k + 1, k + 4 and k + 5, for k of 0 and 2: the thread with the other half of the blocks draws two of them.
   __device__ __forceinline__ void draw(uint32_t (&random)[8][2], int k) const {
     const bool upper = offset & 8;
     uint4 drawn[2];
@@ -50,7 +50,7 @@ struct RandomLines {
     }
   }
 
-  // All lines, of runs that begin anywhere.
+  // All lines, for blocks at any offset.
   __device__ __forceinline__ void draw_unaligned(uint32_t (&random)[8][2]) const {
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {
@@ -72,43 +72,45 @@ struct RandomLines {
   }
 };
 
-// Buffers of a tensor of which a launch makes a piece, cut at any element: see pieces_kernel.cuh.
+// Buffers of a tensor piece, cut at any element: see pieces_kernel.cuh.
 template <class Buffers>
 constexpr bool kIsPiece = std::is_base_of_v<PieceBuffers, Buffers>;
 template <bool FourBit>
-__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col, int32_t cols);
+__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col,
+                                            int32_t cols);
 template <bool Columnwise>
-__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place);
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b,
+                                                const Place& place);
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
     const uint32_t (&stored)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place);
 
-// What turns the values of a patch into codes: encode factors of its 8 outer lines, and those of their codes (kOfCodes).
+// Encode factors of the thread's 8 outer lines, and those of their codes (kOfCodes).
 struct LineFactors {
   float enc[8];
   CodeFactor<Element::kE4M3> of_codes[8];
 };
 
-// How codes are rounded: the parts of a direction that the inner loop is compiled for.
+// Rounding of codes, fixed at compile time.
 enum class Rounding { kE4M3, kE4M3Twice, kE5M2, kE2M1, kNearest6, kStochastic8, kStochastic6, kStochastic4 };
 
-// Bits of a code: bytes of eight of them.
+// Bits per code, or bytes per eight.
 template <Rounding R>
 constexpr int kBitsOf = R == Rounding::kE2M1 || R == Rounding::kStochastic4      ? 4
                         : R == Rounding::kNearest6 || R == Rounding::kStochastic6 ? 6
                                                                                   : 8;
 
-// Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
+// Encode 8 x 8 values, 8 elements per line: rows to memory, transposed columns to shared memory.
 template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers, class Shared>
 __device__ __forceinline__ void emit_codes(
     const RegisterTile<V>& p, const LineFactors& f, const EncodingSpec& s, const Buffers& b, const Tile& tile, Shared& smem,
     const Position& at) {
   constexpr bool kFourBit = kBitsOf<R> == 4, kSixBit = kBitsOf<R> == 6;
-  constexpr int kBytes = kBitsOf<R>;  // of 8 codes
+  constexpr int kBytes = kBitsOf<R>;  // per 8 codes
   const int32_t rows_end = Columnwise ? b.length : b.lines, cols_end = Columnwise ? b.lines : b.length;
   const int32_t row = tile.row0 + at.row(), col = tile.col0 + at.col();
   auto value = [&](int i, int j) { return __fmul_rn(p(i, j), f.enc[Columnwise ? j : i]); };
-  uint32_t random[8][2];  // bytes of the outer lines
+  uint32_t random[8][2];  // for the outer lines
   auto random_byte = [&](int i, int j) {
     const int k = Columnwise ? j : i, e = Columnwise ? i : j;
     return (random[k][e >> 2] >> (8 * (e & 3))) & 0xFFu;
@@ -133,7 +135,7 @@ __device__ __forceinline__ void emit_codes(
       return ptx::cvt_e4m3x2(value(i1, j1), value(i0, j0));
     }
   };
-  // Where the signs of a line's elements go; the +6 of a NaN block has none. One for all lines, or one a line.
+  // Sign mask of a line's elements; 0 for NaN blocks, whose codes are +6. One for all lines, or one per line.
   constexpr int kSigns = Transposed == Columnwise ? 8 : 1;
   uint32_t low_signs[kSigns], high_signs[kSigns];
   if constexpr (kFourBit) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void emit_codes(
     uint32_t lo = 0, hi = 0;
     const auto end_of_row = [&] {
       const int32_t left = Transposed ? rows_end - row : cols_end - col;
-      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
+      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // zero the nibble that pads the last byte
     };
     if constexpr (R == Rounding::kE2M1 && ptx::kHardwareCasts) {
       float v[8];
@@ -164,7 +166,7 @@ __device__ __forceinline__ void emit_codes(
       lo = ptx::cvt_e2m1x8(v);
       end_of_row();
     } else if constexpr (kFourBit) {
-      // A code and a sign are a byte each until 8 of them are packed: even elements low, odd ones high.
+      // Codes and signs are bytes until 8 of them are packed: even elements low, odd ones high.
       const auto magnitude = [&](int e) {
         const int i = row_of(k, e), j = col_of(k, e);
         return __fmul_rn(fabsf(p(i, j)), f.enc[Columnwise ? j : i]);
@@ -185,10 +187,10 @@ __device__ __forceinline__ void emit_codes(
     } else if constexpr (kSixBit) {
       const uint32_t middle = two(k, 4);
       lo = two(k, 0) | two(k, 2) << 12 | middle << 24, hi = middle >> 8 | two(k, 6) << 4;
-      const int32_t left = cols_end - col;  // codes that fill the last container are zero
+      const int32_t left = cols_end - col;  // zero codes that pad the last container
       if (left < 8) {
-        const uint64_t kept = left > 0 ? (uint64_t{1} << (6 * left)) - 1 : 0;
-        lo &= static_cast<uint32_t>(kept), hi &= static_cast<uint32_t>(kept >> 32);
+        const uint64_t mask = left > 0 ? (uint64_t{1} << (6 * left)) - 1 : 0;
+        lo &= static_cast<uint32_t>(mask), hi &= static_cast<uint32_t>(mask >> 32);
       }
     } else {
       lo = two(k, 0) | two(k, 2) << 16;
@@ -206,13 +208,13 @@ __device__ __forceinline__ void emit_codes(
       *static_cast<uint2*>(address) = v;
     }
   };
-  // Lines in the order in which their random bytes are drawn, fn(k).
+  // Visit the lines in the order in which their random bytes are drawn.
   constexpr bool kRandom = R == Rounding::kStochastic8 || R == Rounding::kStochastic6 || R == Rounding::kStochastic4;
   auto each_line = [&](auto fn) {
     if constexpr (kRandom) {
       const RandomLines<Columnwise> lines(b.key, tile, at);
       if (!lines.aligned) lines.draw_unaligned(random);
-      if (kSigns != 8 && lines.aligned) lines.draw(random, 0), lines.draw(random, 2);  // a line of codes needs them all
+      if (kSigns != 8 && lines.aligned) lines.draw(random, 0), lines.draw(random, 2);  // a transposed line needs all
 #pragma unroll
       for (int k = 0; k < 4; k += 2) {
         if (kSigns == 8 && lines.aligned) lines.draw(random, k);
@@ -224,13 +226,14 @@ __device__ __forceinline__ void emit_codes(
     }
   };
   if constexpr (Transposed) {
-    uint8_t* staged = reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.chunk)) * kBytes;
+    uint8_t* staged =
+        reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.chunk)) * kBytes;
     each_line([&](int k) { store(staged + k * 16 * kBytes, line(k)); });
   } else {
     const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : kSixBit ? ((cols_end + 3) >> 2) * 3 : cols_end;
     const int32_t offset = (col >> 3) * kBytes;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
-    if constexpr (std::is_same_v<Buffers, InnerPieceBuffers>) {  // a line is stored as it is made: eight would be spilled
+    if constexpr (std::is_same_v<Buffers, InnerPieceBuffers>) {  // store each line at once: eight would spill
       each_line([&](int k) { store(address, line(k)), address += row_bytes; });
       return;
     }

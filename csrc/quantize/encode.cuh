@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// One direction of a tile: encode factors and scales of its blocks, then codes.
+// Encode one direction of a tile: factors and scales of its blocks, then codes.
 #pragma once
 
 #include "quantize/codes.cuh"
 
 namespace fsdp_quant {
 
-// Powers of two of a tile as e8m0 scales (`EncodingSpec::spread`): a thread along the contraction has 8 lines, of each a word of four.
-__device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8], const EncodingBuffers& b, const Place& place) {
+// Store a tile's powers of two as e8m0 scales (`EncodingSpec::spread`): one thread along the contraction stores 8 lines, a
+// word of four scales each.
+__device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8], const EncodingBuffers& b,
+                                                    const Place& place) {
   const int64_t tile = static_cast<int64_t>(place.line / kTile) * b.compact.blocks + place.along / kTile;
   uint8_t* const out = static_cast<uint8_t*>(b.scale) + tile * 512;
 #pragma unroll
@@ -17,14 +19,16 @@ __device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8],
   }
 }
 
-// fp32 scales of a tile: one thread along the contraction for each line, or one for the tile.
+// Store fp32 scales of a tile: one thread along the contraction per line, or one per tile.
 template <bool Columnwise>
-__device__ __forceinline__ void store_fp32_scales(
-    const uint32_t (&stored)[8], const EncodingSpec& s, const EncodingBuffers& b, const Place& place, int32_t start, bool is_anchored) {
+__device__ __forceinline__ void store_fp32_scales(const uint32_t (&stored)[8], const EncodingSpec& s,
+                                                  const EncodingBuffers& b, const Place& place, int32_t start,
+                                                  bool is_anchored) {
   if (s.spread() && !is_anchored) return store_spread_scales(stored, b, place);
   const int32_t outer = is_anchored ? 1 : s.outer, log2 = is_anchored ? s.anchor_log2 : s.contraction_log2;
-  const int32_t grid = place.along + place.along_shift;  // the tile's first, along the contraction
-  if (log2 == 31 ? grid != (Columnwise ? start : 0) : grid & ((1 << log2) - 1)) return;  // an earlier tile of the block writes
+  const int32_t grid = place.along + place.along_shift;  // first contraction element of the tile
+  if (log2 == 31 ? grid != (Columnwise ? start : 0) : grid & ((1 << log2) - 1))
+    return;  // written by an earlier tile of the block
   const int32_t first = Columnwise ? 0 : start;
   if (outer != 1 && (threadIdx.x != 0 || (outer == 0 && place.line + place.line_shift != first))) return;
   const int32_t block = place.block(log2, max(place.along, 0));
@@ -41,10 +45,10 @@ __device__ __forceinline__ void store_fp32_scales(
     static_cast<uint32_t*>(b.scale)[index_of(b.stored, line_block, pad)] = 0;
 }
 
-// Scales of a direction: fp32 to memory, bytes to shared memory.
+// Store the scales of a direction: fp32 to memory, bytes to shared memory.
 template <bool Columnwise, class P, class Buffers>
-__device__ __forceinline__ void store_scales(
-    const uint32_t (&stored)[8], const EncodingSpec& s, const Buffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
+__device__ __forceinline__ void store_scales(const uint32_t (&stored)[8], const EncodingSpec& s, const Buffers& b,
+                                             const Tile& tile, TileSmem& smem, const Position& at) {
   if (P::kAnchored || !P::byte_scales(s)) {
     if (leads_block<Columnwise>(kTile, at)) {
       if constexpr (kIsPiece<Buffers>) {
@@ -60,18 +64,17 @@ __device__ __forceinline__ void store_scales(
   }
 }
 
-// Encode factors of this thread's lines; scales go to memory, those of one byte to shared memory.
-// twin: the columnwise direction of Work::kSharedCodes, which is stored from the same codes.
+// Compute this thread's encode factors and store its scales. transposed_spec: the columnwise direction of Work::kSharedCodes.
 template <bool Columnwise, class P, class V, class Buffers, class Shared>
-__device__ __forceinline__ void find_factors(
-    LineFactors& f, const RegisterTile<V>& p, const EncodingSpec& s, const Buffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
-    const EncodingBuffers* transposed_buffers, Shared& smem, const Position& at) {
+__device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<V>& p, const EncodingSpec& s,
+                                             const Buffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
+                                             const EncodingBuffers* transposed_buffers, Shared& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
-  const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
+  const bool one_block = P::outer(s) != 1;  // the thread's lines share a block
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
 
   const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
-  if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
+  if constexpr (P::kAnchored) {  // the run's scale replaces the block's
     const float* from = b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
     uint32_t stored[8];
     Maxima<V> own;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void find_factors(
     for (int k = 1; k < 8; ++k) {
       if (one_block) continue;
       least = fminf(least, amax[k]);
-      largest = __uint_as_float(max(bits_of(largest), bits_of(amax[k])));  // as integers, a NaN stays
+      largest = __uint_as_float(max(bits_of(largest), bits_of(amax[k])));  // as integers: NaN propagates
     }
     if (P::byte_scales(s)) {
       if (is_finite(largest) && s.scale == ScaleKind::kE8M0Up) {
@@ -190,7 +193,9 @@ __device__ __forceinline__ void encode(
     };
     if constexpr (P::kFull) {
       if (s.stochastic) {
-        return emit_rounded(Constant<P::kTakes4 ? Rounding::kStochastic4 : P::kTakes6 ? Rounding::kStochastic6 : Rounding::kStochastic8>());
+        return emit_rounded(Constant < P::kTakes4 ? Rounding::kStochastic4
+                            : P::kTakes6          ? Rounding::kStochastic6
+                                                  : Rounding::kStochastic8 > ());
       }
     }
     if constexpr (P::kTakes4) {
@@ -209,10 +214,10 @@ __device__ __forceinline__ void encode(
   emit(Constant<false>());
 }
 
-// Both directions by one factor from a history, with the largest magnitude of every warp on the way.
+// Encode both directions with one factor from a history, and compute the amax of every warp.
 template <class V>
-__device__ __forceinline__ void encode_delayed(
-    const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+__device__ __forceinline__ void encode_delayed(const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b,
+                                               const Tile& tile, Smem& smem, const Position& at) {
   if (!b.amax_given) {
     Maxima<V> m = col_maxima(p);
     m.level();
@@ -227,7 +232,7 @@ __device__ __forceinline__ void encode_delayed(
                               : emit_codes<false, false, true, Rounding::kE4M3>(p, f, s, b, tile, smem, at);
 }
 
-// The tile's largest magnitude to memory, or what follows from an amax that was known. row: of the tile's group.
+// Raise the amax in memory, or finish delayed scaling if the amax was given. row: buffers of the tile's group.
 __device__ __forceinline__ void finish_tile_delayed(
     const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2], const EncodingBuffers& row, const Smem& smem) {
   if (b[0].amax_given) {
@@ -238,7 +243,7 @@ __device__ __forceinline__ void finish_tile_delayed(
   }
 }
 
-// One-byte scales from shared memory.
+// Store one-byte scales from shared memory.
 template <bool Columnwise, class P>
 __device__ __forceinline__ void flush_scales(
     const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
@@ -263,7 +268,7 @@ __device__ __forceinline__ void flush_scales(
     }
     return;
   }
-  // Neighbouring threads write neighbouring bytes: along the blocks of a line, or along the lines of a block.
+  // Adjacent threads write adjacent bytes: along the blocks of a line, or along the lines of a block.
   const bool by_line = b.stored.block_stride == 1;
   const int32_t in_tile_log2 = 7 - log2;
   if (by_line && outer_log2 == 0 && in_tile >= 4 && (b.stored.line_stride & 3) == 0 && first_block + in_tile <= b.compact.blocks) {
@@ -286,9 +291,8 @@ __device__ __forceinline__ void flush_scales(
   }
 }
 
-// Encode factors of every scale code, of the 4-bit directions.
-// A two-level scale is one of 128 codes: its encode factor is read from this table, not divided for
-// each block.
+// Fill the table of encode factors of 4-bit directions: a two-level scale is one of 128 codes, which saves a division per
+// block.
 __device__ __forceinline__ void fill_factors(
     const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;

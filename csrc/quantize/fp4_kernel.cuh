@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantize to two-level 4-bit formats in runs of 16: blocks of (1, 16) in either or both directions, and (16, 16) blocks
-// that serve both. The general kernel computes the same; here a thread holds whole runs, so that a block's amax, its
-// rotation and its 16 random bytes need no other thread, and one short loop encodes every run of both directions.
+// Quantize to two-level 4-bit formats: blocks of (1, 16) in either or both directions, or (16, 16) blocks that serve both.
+// Same results as the general kernel; here a thread holds whole blocks of 16, so that amax, rotation and the 16 random bytes
+// need no other thread, and one short loop encodes both directions.
 //
-// Block: 256 threads, a tile of 128 x 128 bf16 values in shared memory. Warp w holds rows 16 w to 16 w + 15, which no
-// other warp reads. Rowwise lane l takes the runs of 16 columns from 16 (l % 8) of the four rows from 4 (l / 8);
-// columnwise it takes the runs of 16 rows of the four columns from 4 l. A direction that is an operand (ScaleLayout::kOperand) has
-// e4m3 codes: bytes permuted out of a table of the 8 magnitudes under each scale.
+// Block: 256 threads, a tile of 128 x 128 bf16 values in shared memory. Warp w owns rows 16 w to 16 w + 15. Rowwise, lane l
+// processes 16 columns from 16 (l % 8) of the four rows from 4 (l / 8); columnwise, 16 rows of the four columns from 4 l.
+// Operands (ScaleLayout::kOperand) are e4m3 codes, permuted from a table of the 8 magnitudes under each scale.
 //
-// Of the copy rate, 8192 x 8192: rows and square blocks .71 and .74, where the general kernel was
-// at .68 and .48 (H200). Operands: one permute per four codes, signs by a permute that repeats sign
-// bits; rows with stochastic rounding and rotated columns, both directions, .59 where compact codes
-// are at .49, square blocks .89 (H100). Long straight code starves on instruction fetch, hence one
-// short loop.
+// Of the copy rate, 8192 x 8192: rows and square blocks .71 and .74, general kernel .68 and .48 (H200). Operands: one permute
+// per four codes, signs by a permute that replicates sign bits; stochastic rows and rotated columns in both directions .59,
+// compact codes .49, square blocks .89 (H100). Long straight code starves on instruction fetch, hence one short loop.
 #pragma once
 
 #include "quantize/quantize_kernel.cuh"
@@ -20,10 +17,10 @@
 namespace fsdp_quant {
 
 constexpr int kFp4Block = 16;
-constexpr int kPitch = kTile * 2 + 16;  // bytes of a row of values: rows start four banks pointer_table
-constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes; of an operand twice as many
+constexpr int kPitch = kTile * 2 + 16;  // bytes per row of values: rows start four banks apart
+constexpr int kCodePitch = 72;          // bytes per row of codes that a warp transposes; operands: twice
 
-// What the directions of a launch are: all with the nearest scales; or some with exact ones; or also some operand.
+// Scales of a launch: all nearest; some exact; or also some operands.
 enum class Fp4Mode { kNearest, kExact, kOperands };
 
 template <Fp4Mode R>
@@ -35,18 +32,18 @@ template <Fp4Mode R>
 struct Fp4Smem {
   static constexpr bool kOperands = R == Fp4Mode::kOperands;
 
-  // Square blocks: a warp's part holds its codes once its values are encoded.
+  // Square blocks: a warp reuses its part for codes.
   alignas(16) uint8_t values[kTile * kPitch];
   uint4 codes[kTile * (kOperands ? 8 : 4)];  // see flush_transposed
   uint8_t scales[2][kTile][8];
   float factors[2][128];
-  float target[2];                 // two_level_target
-  uint2 magnitudes[kOperands ? 128 : 1];  // of every scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times it, over 8
+  float target[2];                        // two_level_target
+  uint2 magnitudes[kOperands ? 128 : 1];  // per scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times the scale / 8
 };
-constexpr int kFp4BlocksPerSm = 4;  // share a multiprocessor
+constexpr int kFp4BlocksPerSm = 4;
 static_assert(kFp4BlocksPerSm * (sizeof(Fp4Smem<Fp4Mode::kOperands>) + 1024) <= 228 * 1024, "too large for as many blocks");
 
-// 16 values along the contraction, two a word.
+// 16 values along the contraction, two per word.
 struct Block16 {
   uint32_t w[8];
 
@@ -60,7 +57,7 @@ struct Block16 {
   }
 };
 
-// Random Hadamard transform of one run: see `rotate`.
+// Random Hadamard transform of one block: see `rotate`.
 template <class Values>
 __device__ __forceinline__ Block16 rotated(const Values& value) {
   float y[kFp4Block];
@@ -84,12 +81,12 @@ __device__ __forceinline__ Block16 rotated(const Values& value) {
   return block;
 }
 
-// Random bytes of runs that this thread's lines hold: 16 of line `line`, from contraction element `along`.
+// Random bytes of the blocks of this thread's lines.
 struct RandomBlocks {
   uint32_t k0, k1, step, stream, line, block;
-  int offset;  // of the runs in those of the random stream; not 0 only where rows are counted from an odd one
+  int offset;  // of the blocks in the random stream; nonzero only for shards that start at an unaligned row
 
-  // Of lines k and k + 1.
+  // Draw for lines k and k + 1.
   __device__ __forceinline__ void draw(uint4 (&random)[2], int k) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) random[n] = make_uint4(block, line + k + n, step, stream);
@@ -122,7 +119,7 @@ __device__ __forceinline__ RandomBlocks random_blocks(const int64_t* memory, boo
           static_cast<uint32_t>(along >> 4), static_cast<int>(along & 15)};
 }
 
-// 8 codes of a run's half: nibbles of a word. Regular: no NaN and, rounded stochastically, not above 6 + 1/256.
+// Encode half a block as the nibbles of a word. Regular: no NaN and, with stochastic rounding, at most 6 + 1/256.
 template <bool Stochastic, bool Regular>
 __device__ __forceinline__ uint32_t half_codes(
     const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
@@ -132,11 +129,11 @@ __device__ __forceinline__ uint32_t half_codes(
     for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(BF16::value(w, 8 * half + e), enc);
     return ptx::cvt_e2m1x8(v);
   }
-  const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // 0, but in a register: a permutation takes one immediate
+  const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // adds 0 from a register: a permute takes one immediate
   const uint32_t codes = e2m1_nibbles<Stochastic, !Regular>(
       [&](int e) { return __fmul_rn(fabsf(BF16::value(w, 8 * half + e)), enc); },
       [&](int e) { return __byte_perm(e < 4 ? random0 : random1, threshold, 0x7054 | (e & 3) << 8); });
-  const uint32_t signs = Regular || enc == enc ? 0x88888888u : 0;  // the +6 of a NaN block has none
+  const uint32_t signs = Regular || enc == enc ? 0x88888888u : 0;  // NaN blocks have +6
   const uint32_t* s = w + 4 * half;
   return codes | (bytes_of(s[0], s[1], s[2], s[3], 1) >> 4 & signs & 0x0F0F0F0Fu) |
          (bytes_of(s[0], s[1], s[2], s[3], 3) & signs & 0xF0F0F0F0u);
@@ -154,7 +151,7 @@ __device__ __forceinline__ uint2 magnitudes_of(uint32_t scale) {
           ptx::cvt_e4m3x2(3.0f * s, 2.0f * s) | ptx::cvt_e4m3x2(6.0f * s, 4.0f * s) << 16};
 }
 
-// A byte for each nibble of `codes`. A selector whose fourth bit is set repeats the sign of the byte that it selects.
+// Look up a byte per nibble of `codes`. A selector with its fourth bit set replicates the sign of the selected byte.
 __device__ __forceinline__ uint4 bytes_of_block(uint2 codes, uint2 magnitudes) {
   uint32_t w[4];
 #pragma unroll
@@ -166,7 +163,7 @@ __device__ __forceinline__ uint4 bytes_of_block(uint2 codes, uint2 magnitudes) {
   return {w[0], w[1], w[2], w[3]};
 }
 
-// The bytes of 16 in whatever order a row of 16 may be stored in.
+// Store 16 bytes, aligned or not.
 __device__ __forceinline__ void store_block(uint8_t* at, const uint4& v, bool vector, int32_t bytes) {
   if (vector) {
     *reinterpret_cast<uint4*>(at) = v;
@@ -176,16 +173,16 @@ __device__ __forceinline__ void store_block(uint8_t* at, const uint4& v, bool ve
   }
 }
 
-// Codes of the first `left` elements of a run.
+// Mask of the first `left` elements of a block.
 __device__ __forceinline__ uint2 mask_of(int32_t left) {
   const uint64_t mask = left >= kFp4Block ? ~0ull : left > 0 ? (1ull << (4 * left)) - 1 : 0;
   return {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
 }
 
-// Codes of a run: those in the mask, the others zero.
+// Encode a block; elements outside the mask are zero.
 __device__ __forceinline__ uint2 codes_of(
     const Block16& r, float amax, float enc, bool stochastic, const uint4& random, uint2 mask) {
-  // Beyond 6 where the scale was rounded down, or the tensor's amax was another's.
+  // Above 6 if the scale was rounded down, or the tensor amax is from another tensor.
   const float largest = __fmul_rn(amax, enc);
   uint2 codes;
   if (stochastic) {
@@ -196,8 +193,7 @@ __device__ __forceinline__ uint2 codes_of(
   return {codes.x & mask.x, codes.y & mask.y};
 }
 
-// Rows of this warp, from shared memory. Square: blocks are (16, 16), and the codes go to shared memory too, for `col`; a direction
-// without data is not stored.
+// Encode this warp's rows. Square: (16, 16) blocks, whose codes also go to shared memory for `col`; null data is not stored.
 template <bool Square, Fp4Mode R>
 __device__ __forceinline__ void encode_rows(
     const EncodingSpec& s, const EncodingBuffers& b, const EncodingSpec& col_side, const Tile& tile, Fp4Smem<R>& smem) {
@@ -248,7 +244,7 @@ __device__ __forceinline__ void encode_rows(
       smem.scales[0][local + k][group] = smem.scales[1][group * kFp4Block + (lane >> 3) * 4 + k][warp] =
           static_cast<uint8_t>(scale.stored);
     }
-    __syncwarp();  // the warp's values are all in registers
+    __syncwarp();  // all values of the warp are in registers
     uint8_t* own = smem.values + warp * kFp4Block * kPitch;
     if (R == Fp4Mode::kOperands && col_side.operand()) {
 #pragma unroll
@@ -293,7 +289,7 @@ __device__ __forceinline__ void encode_rows(
   }
 }
 
-// Fp4Mode down the columns of this warp's rows, from shared memory.
+// Encode this warp's columns.
 template <Fp4Mode R>
 __device__ __forceinline__ void encode_columns(
     const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, int32_t cols, Fp4Smem<R>& smem) {
@@ -329,18 +325,18 @@ __device__ __forceinline__ void encode_columns(
       codes[n] = codes_of(block, amax, scale.enc, s.stochastic, random[n], mask);
     }
     const int group = lane >> 1;
-    if (R == Fp4Mode::kOperands && s.operand()) {  // a column is 16 chunks of 8, permuted by `group`: see flush_transposed
+    if (R == Fp4Mode::kOperands && s.operand()) {  // 16 chunks of 8 per column, permuted by `group`: see flush_transposed
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const uint4 v = bytes_of_block(codes[n], smem.magnitudes[stored[n]]);
         smem.codes[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] = group & 1 ? make_uint4(v.z, v.w, v.x, v.y) : v;
       }
-    } else if (s.transposed) {  // a column is 16 words of which `group`, of 8 columns, permutes the order: see flush_transposed
+    } else if (s.transposed) {  // 16 words per column, permuted by `group` (of 8 columns): see flush_transposed
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         reinterpret_cast<uint2*>(smem.codes)[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] =
             group & 1 ? make_uint2(codes[n].y, codes[n].x) : codes[n];
-    } else if (col + j < cols) {  // the two columns share their bytes
+    } else if (col + j < cols) {  // two columns share bytes
       uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + ((col + j) >> 1);
 #pragma unroll
       for (int i = 0; i < kFp4Block; ++i, address += row_bytes) {
@@ -351,7 +347,7 @@ __device__ __forceinline__ void encode_columns(
   }
 }
 
-// The warp's 16 rows of the tile to shared memory, asynchronously; elements beyond the tensor, or row `rows`, are zero.
+// Copy the warp's 16 rows to shared memory asynchronously; zeros outside the tensor and from row `rows`.
 template <bool Tokens, class Smem>
 __device__ __forceinline__ void load_values(
     const TensorArgs& t, Input input, const Tile& tile, int32_t rows, Smem& smem) {
@@ -380,13 +376,14 @@ __device__ __forceinline__ void load_values(
   }
 }
 
-// The scale of an operand: one thread of the first tile that it serves.
-__device__ __forceinline__ void store_operand_scale(const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, int32_t row0) {
+// Store an operand's scale: one thread of its first tile.
+__device__ __forceinline__ void store_operand_scale(const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile,
+                                                    int32_t row0) {
   if (s.present() && s.operand() && b.scale != nullptr && tile.row0 == row0 && tile.col0 == 0 && threadIdx.x == 0)
     *static_cast<float*>(b.scale) = __fmul_rn(8.0f, tensor_decode_scale(__ldcg(b.tensor_amax), s.tensor_max));
 }
 
-// Square: one (16, 16) block serves both directions. Tokens: rows of tiles, and their groups, are as `sources` of the launch says.
+// Square: one (16, 16) block serves both directions. Tokens: tiles are grouped by the launch's `sources`.
 template <bool Square, bool Tokens, Fp4Mode R>
 __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm) quantize_fp4_kernel(const __grid_constant__ Launch<1> launch) {
   extern __shared__ uint4 shared[];
@@ -400,7 +397,8 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm) quantize_fp4_kernel
   using Buffers = std::conditional_t<Tokens, EncodingBuffers, const EncodingBuffers&>;
   Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
   if constexpr (Tokens) {
-    const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, its first
+    const int4 source =
+        reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, first padded row
     if (source.y == 0) return;
     row_tile.row0 = source.x, tile.start = source.w, row_tile.start = source.x - (tile.row0 - source.w);
     row_buffers.lines = source.x + source.y;
@@ -426,12 +424,14 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm) quantize_fp4_kernel
   using P = std::conditional_t<Square, Path<Work::kSharedCodes, 4>, Path<Work::kPlain, 4, kFp4Block>>;
   if ((Square || row.present()) && !(kOperands && row.operand())) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
   if ((Square || col.present()) && !(kOperands && col.operand())) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
-  const EncodingBuffers& turned = t.buffers[1];
+  const EncodingBuffers& transposed = t.buffers[1];
   if (kOperands && col.present() && col.operand()) {
-    if (turned.data != nullptr)
-      flush_transposed<false>(turned.data, turned.vector_store, tile.row0, tile.col0, turned.length, t.cols, smem.codes);
+    if (transposed.data != nullptr)
+      flush_transposed<false>(transposed.data, transposed.vector_store, tile.row0, tile.col0, transposed.length, t.cols,
+                              smem.codes);
   } else if (Square || (col.present() && col.transposed)) {
-    flush_transposed<true>(turned.data, turned.vector_store, tile.row0, tile.col0, turned.length, t.cols, smem.codes);
+    flush_transposed<true>(transposed.data, transposed.vector_store, tile.row0, tile.col0, transposed.length, t.cols,
+                           smem.codes);
   }
 }
 

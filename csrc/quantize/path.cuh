@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instance of the quantize kernel is compiled for: its work in each direction, and how it loads values.
+// Compile-time configuration of the quantize kernel: work per direction, and loads.
 #pragma once
 
 #include <type_traits>
@@ -9,19 +9,19 @@
 
 namespace fsdp_quant {
 
-// What a kernel instance may be asked for in one direction; each adds to the one before it, and needs more registers.
+// Work of a kernel instance in one direction, in order of register use.
 //   kStatistics        amaxes only
 //   kRotated           amaxes only, also of rotated values
-//   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8, 6 or 4 bits by kBits
-//   kSharedCodes              plain, and the columnwise direction is the same encoding, transposed
-//   kDelayed           the factor from a history; the columnwise direction, if any, as in kSharedCodes
-//   kAnchored          plain, but the scale is that of a longer run
-//   kOfCodes           anchored, of e4m3 codes that are first those of their blocks (Launch::of_codes)
+//   kPlain             scales from this tile or given amaxes (or a history), rounding to nearest; 8, 6 or 4 bits
+//   kSharedCodes       plain, and the columnwise direction is the same encoding, transposed
+//   kDelayed           factor from a history; the columnwise direction, if any, as in kSharedCodes
+//   kAnchored          plain, but with the scale of a run
+//   kOfCodes           anchored e4m3 codes, converted from the codes of their blocks (Launch::of_codes)
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
 enum class Work { kAbsent, kStatistics, kRotated, kPlain, kSharedCodes, kDelayed, kAnchored, kOfCodes, kFull };
 
-// Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
-// given: 16 (two-level; see fp4_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the direction.
+// Block: contraction block if known at compile time, for blocks of one line without given amax: 16 (two-level; see
+// fp4_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads it from the spec.
 template <Work W, int Bits = 0, int Block = 0>
 struct Path {
   static constexpr Work kWork = W;
@@ -33,10 +33,14 @@ struct Path {
   static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
 
   __device__ static int contraction(const EncodingSpec& s) { return Block ? Block : s.contraction; }
-  __device__ static int log2(const EncodingSpec& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
+  __device__ static int log2(const EncodingSpec& s) {
+    return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2;
+  }
   __device__ static int outer(const EncodingSpec& s) { return Block ? 1 : s.outer; }
   __device__ static int outer_log2(const EncodingSpec& s) { return Block ? 0 : s.outer_log2; }
-  __device__ static bool byte_scales(const EncodingSpec& s) { return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales()); }
+  __device__ static bool byte_scales(const EncodingSpec& s) {
+    return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales());
+  }
   template <class Buffers>
   __device__ static bool reads_amax(const EncodingSpec& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
 };
@@ -61,9 +65,8 @@ struct Constant {
   static constexpr auto value = Value;
 };
 
-// act(x) * up, rounded where the separate operations round: bf16, columns in eights, rows of 16 bytes.
-// One launch takes 282 us where an activation's and a quantizer's take 440 (8192 x 14336, 1x128
-// blocks both ways, H100).
+// act(x) * up, rounded as the separate operations: bf16, columns in eights, 16-byte aligned rows. One launch takes 282 us,
+// separate activation and quantize 440 (8192 x 14336, 1x128 blocks in both directions, H100).
 template <Activation A>
 struct LoadGated {
   using Value = BF16;
@@ -74,12 +77,11 @@ constexpr bool kIsGated = false;
 template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
-// bf16, the rows of tiles and their groups as `sources` of the launch says.
-// Why: zeros, index_copy and index_select as operations of their own were 1.9 ms of a step of 64
-// experts whose products take 3.5 (H200, 1024 tokens each, weights [4096, 2048]).
+// bf16 rows gathered by the launch's `sources`. Separate zeros, index_copy and index_select took 1.9 ms of a step of 64
+// experts whose GEMMs take 3.5 (H200, 1024 tokens each, weights [4096, 2048]).
 struct LoadTokens : LoadBF16 {};
 
-// What a kernel instance is told: more than a `Launch` where its values are made (see quantize_adam.cu).
+// Kernel argument; more than a `Launch` if the kernel computes its values (see quantize_adam.cu).
 template <class In, int Capacity>
 struct LaunchOf {
   using type = Launch<Capacity>;
@@ -99,7 +101,7 @@ __device__ __forceinline__ void load_values(
     const auto* g = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + col0;
     const auto* u = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col0;
 #pragma unroll
-    for (int first = 0; first < 8; first += 4) {  // all at once would take too many registers
+    for (int first = 0; first < 8; first += 4) {  // all at once would need too many registers
       Values gs[4] = {}, us[4] = {};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pieces of which a direction, or both, is in 4 bits.
+// Pieces with 4 bits in one or both directions.
 #include "quantize/pieces_kernel.cuh"
 
 namespace fsdp_quant {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pieces in 8 bits, and scales of collected amaxes.
+// Pieces with 8 bits, and scales from collected amaxes.
 #include "quantize/pieces_kernel.cuh"
 
 namespace fsdp_quant {

@@ -1,31 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantize pieces of tensors that are cut at any element, as the whole tensors are: the tiles of quantize_kernel.cuh, on the
-// grid of the whole tensor, with zeros in place of what other ranks hold, whose codes are not written.
+// Quantize tensor pieces, cut at any element, with the bytes of the whole tensors: the tiles of quantize_kernel.cuh on the
+// grid of the whole tensor, with zeros for elements of other ranks, whose codes are not written.
 //
-// A tile lies on the grid of the whole tensor, so blocks that no cut divides are one tile's: where
-// a scale needs no more, the first launch encodes them, and the second those of cut block rows
-// alone. Masters are read once in those formats, twice in others. A run lies in its segment as in
-// its plane modulo 16 bytes, so rows are stored as vectors whatever the cut; masters that begin
-// anywhere are read as aligned words around eight values, which are shifted in registers.
+// Blocks that no cut divides lie in one tile: if a scale needs no more, the first launch encodes them, and the second only
+// those of cut block rows. Such formats read masters once, others twice. A piece has the same offset modulo 16 bytes in its
+// gather buffer as in the tensor, so rows are stored as vectors for any cut; unaligned masters are read as aligned words
+// around eight values and shifted in registers.
 //
-// 0.97 B parameters, H200 (copy 4.25 TB/s), over a copy of as many bytes: mxfp8 1.29 became 1.00,
-// fp8_row 1.25 .99, mxfp8/nvfp4 1.24 1.06, nvfp4 16x16 1.13 1.02. Two loads of 16 bytes that share
-// sectors, told not to stay in L1, read everything from L2 twice. Both directions' values in
-// registers at once were spilled: codes are stored a line at a time, and what one direction widened is
-// hidden from the other. Tiles within a piece look at no edges (`InnerPieceBuffers`). Factors of whole
-// lines are made once for a tile, not in each thread. Where a launch encodes both directions the copy
-// engine brings the tile (1.01; loads by threads 1.33): rows of 512 bytes at multiples of 128, a
-// barrier per warp; a pitch of 528 costs 3 %. With one direction, threads that load for themselves win
-// (fp8_block .99, copied 1.09). Blocks that stay and have their next tile copied while they encode
-// lost again (fp8_block 1.17): static shares drift pointer_table. Of one rank's eighth, 15 us are the
-// second launch, whose few tiles wait for memory and instructions, and 5 the scales.
+// 0.97 B parameters, H200 (copy 4.25 TB/s), over a copy of as many bytes: mxfp8 1.29 became 1.00, fp8_row 1.25 .99,
+// mxfp8/nvfp4 1.24 1.06, nvfp4 16x16 1.13 1.02. Two 16-byte loads that share sectors, with L1 bypassed, read L2 twice. Values
+// of both directions in registers at once spilled: codes are stored line by line, and values widened for one direction are
+// hidden from the other. Tiles inside a piece test no edges (`InnerPieceBuffers`). Factors of whole lines are computed once
+// per tile, not per thread. If a launch encodes both directions, TMA copies the tile (1.01; loads by threads 1.33): rows of
+// 512 bytes at multiples of 128, one barrier per warp; a pitch of 528 costs 3 %. With one direction, loads by threads win
+// (fp8_block .99, copied 1.09). Persistent blocks that prefetch their next tile lost (fp8_block 1.17): static shares drift
+// apart. For one rank's eighth, the second launch takes 15 us, as its few tiles wait for memory and instructions, and the
+// scales 5.
 #pragma once
 
 #include "quantize/pieces_tile.cuh"
 
 namespace fsdp_quant {
 
-// 8 fp32 values that begin at an address, of three aligned words of four, as bf16.
+// Extract 8 unaligned fp32 values from three aligned 16-byte words, as bf16.
 __device__ __forceinline__ void put_shifted(uint32_t (&to)[4], const uint4 (&raw)[3], uint32_t address) {
   const bool two = address & 8, one = address & 4;
   uint32_t w[12] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y,
@@ -38,7 +35,7 @@ __device__ __forceinline__ void put_shifted(uint32_t (&to)[4], const uint4 (&raw
   LoadBF16::put(to, words, false);
 }
 
-// 8 x 8 values of the piece as bf16, zeros around it.
+// Load 8 x 8 values as bf16; zeros outside the piece.
 __device__ __forceinline__ void load_piece(RegisterTile<BF16>& p, const Piece& t, int32_t row, int32_t col) {
   const int64_t flat = static_cast<int64_t>(row) * t.cols + col, end = flat + 7 * static_cast<int64_t>(t.cols) + 8;
   const bool wide = !t.narrow, within = col + 8 <= t.cols;
@@ -49,7 +46,7 @@ __device__ __forceinline__ void load_piece(RegisterTile<BF16>& p, const Piece& t
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k)  // both loads have half of each sector, so L1 is to keep it
+        for (int k = 0; k < 2; ++k)  // each load has half of each sector: keep them in L1
           raw[i][k] = __ldg(reinterpret_cast<const uint4*>(at + static_cast<int64_t>(i) * t.cols + 4 * k));
       }
 #pragma unroll
@@ -68,7 +65,7 @@ __device__ __forceinline__ void load_piece(RegisterTile<BF16>& p, const Piece& t
     }
     return;
   }
-  if (wide && within && flat - 4 >= t.first && end + 4 <= t.last) {  // aligned words around the eight, moved into place
+  if (wide && within && flat - 4 >= t.first && end + 4 <= t.last) {  // aligned words around the eight, shifted into place
     const auto address = [&](int i) {
       return reinterpret_cast<uintptr_t>(static_cast<const float*>(t.x) + flat + i * static_cast<int64_t>(t.cols));
     };
@@ -103,8 +100,8 @@ __device__ __forceinline__ void load_piece(RegisterTile<BF16>& p, const Piece& t
   }
 }
 
-constexpr int kPieceBlocks = 3;  // share a multiprocessor
-constexpr int kRowPitch = kTile * 4 + 16;  // bytes of a row of values, at most
+constexpr int kPieceBlocks = 3;
+constexpr int kRowPitch = kTile * 4 + 16;  // maximum bytes per row of values
 
 struct PiecesSmem : TileSmem {
   uint32_t largest[kThreads / 32];
@@ -113,13 +110,13 @@ struct PiecesSmem : TileSmem {
 };
 
 struct CopySmem : PiecesSmem {
-  uint64_t barrier[kThreads / 32];  // of the rows that a warp copies, which are those that it reads
+  uint64_t barrier[kThreads / 32];  // per warp, for the rows that it copies and reads
   alignas(128) uint8_t values[kTile * kRowPitch];
 };
 static_assert(kPieceBlocks * (sizeof(CopySmem) + 1024) <= 228 * 1024, "too large for as many blocks");
 
-// The tile lies within the piece. The copy engine takes 16 bytes at a time, so that fp32 rows which are not aligned need
-// values of the piece around them.
+// Whether the tile is inside the piece. TMA copies 16 bytes at a time, so unaligned fp32 rows need values of the piece around
+// them.
 __device__ __forceinline__ bool is_within(const Piece& t, const Tile& tile) {
   const int32_t around = t.vectors ? 0 : 4;
   const int64_t first = static_cast<int64_t>(tile.row0) * t.cols + tile.col0;
@@ -132,7 +129,7 @@ __device__ __forceinline__ const char* row_of(const Piece& t, const Tile& tile, 
   return static_cast<const char*>(t.x) + flat * (t.narrow ? 2 : 4);
 }
 
-// Rows that are not aligned begin anywhere in their first 16 bytes. Others keep to 128 bytes, which is faster.
+// Unaligned rows begin anywhere in their first 16 bytes; others use a pitch of 128 bytes, which is faster.
 __device__ __forceinline__ int pitch_of(const Piece& t) { return t.vectors ? kTile * 4 : kRowPitch; }
 
 __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, CopySmem& smem) {
@@ -149,7 +146,7 @@ __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, Co
   }
 }
 
-// 8 x 8 values of a tile that was copied.
+// Read 8 x 8 values of a copied tile.
 __device__ __forceinline__ void read_values(
     RegisterTile<BF16>& p, const Piece& t, const Tile& tile, const uint8_t* values, const Position& at) {
   const int pitch = pitch_of(t);
@@ -158,7 +155,7 @@ __device__ __forceinline__ void read_values(
 #pragma unroll
     for (int i = 0; i < 8; ++i) *reinterpret_cast<uint4*>(p.w[i]) = *reinterpret_cast<const uint4*>(from + i * pitch);
   } else if (t.vectors) {
-    const int first = at.chunk & 4 ? 16 : 0;  // lanes that are 128 bytes pointer_table begin with other halves: other banks
+    const int first = at.chunk & 4 ? 16 : 0;  // lanes 128 bytes apart begin with different halves: no bank conflict
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint4 a = *reinterpret_cast<const uint4*>(from + i * pitch + first);
@@ -179,8 +176,8 @@ __device__ __forceinline__ void read_values(
   }
 }
 
-// What all threads of a tile encode with: factors of lines whose scale spans more than it, a line a thread, and those of
-// two-level scales, a code a thread.
+// Fill the tile's shared factors: those of lines whose scale spans more than the tile, one line per thread, and those of
+// two-level scales, one code per thread.
 template <bool FourBit>
 __device__ __forceinline__ void fill_factors(const EncodingSpec (&spec)[2], const Tile& tile, PiecesSmem& smem) {
   const int d = threadIdx.x / kTile, i = threadIdx.x % kTile;
@@ -198,7 +195,7 @@ __device__ __forceinline__ void fill_factors(const EncodingSpec (&spec)[2], cons
   __syncthreads();
 }
 
-// Of a tile that lies within the piece: see InnerPieceBuffers.
+// For tiles inside the piece: see InnerPieceBuffers.
 template <bool Columnwise>
 __device__ __forceinline__ bool is_inner(const EncodingSpec& s, const PieceBuffers& b, const Tile& tile) {
   const int32_t lo = b.early[0], hi = b.early[1], row = tile.row0;
@@ -207,8 +204,8 @@ __device__ __forceinline__ bool is_inner(const EncodingSpec& s, const PieceBuffe
 }
 
 template <bool Columnwise, class P>
-__device__ __forceinline__ void encode_piece(
-    const RegisterTile<BF16>& p, const EncodingSpec& s, const InnerPieceBuffers& b, const Tile& tile, bool within, PiecesSmem& smem, const Position& at) {
+__device__ __forceinline__ void encode_piece(const RegisterTile<BF16>& p, const EncodingSpec& s, const InnerPieceBuffers& b,
+                                             const Tile& tile, bool within, PiecesSmem& smem, const Position& at) {
   if (within && is_inner<Columnwise>(s, b, tile)) {
     encode<Columnwise, P>(p, s, b, tile, nullptr, nullptr, smem, at);
   } else {
@@ -216,11 +213,11 @@ __device__ __forceinline__ void encode_piece(
   }
 }
 
-// Where both directions are encoded, what a thread does is long, and loads of its own would wait for it. Else they are faster.
+// Whether to copy the tile: with both directions, threads compute long and would wait for own loads; else loads are faster.
 template <class Row, class Col>
 constexpr bool copies_tiles = Row::kEncodes && Col::kEncodes;
 
-// Of the code that is compiled: bulk copies came with sm_90.
+// Bulk copies need sm_90.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 template <class Row, class Col>
 constexpr bool copies_here = copies_tiles<Row, Col>;
@@ -288,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
     if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.buffers[0], tile, within, smem, at);
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // else values that both directions widen stay in registers, and others are spilled
+  for (int i = 0; i < 8; ++i) {  // else values widened for both directions stay in registers and spill
 #pragma unroll
     for (int k = 0; k < BF16::kWords; ++k) asm volatile("" : "+r"(p.w[i][k]));
   }

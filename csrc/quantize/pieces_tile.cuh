@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of a tile that pieces cut: their amaxes, scales and codes. See pieces_kernel.cuh.
+// Amaxes, scales and codes of tiles that pieces cut. See pieces_kernel.cuh.
 #pragma once
 
 #include "quantize/quantize_kernel.cuh"
 
 namespace fsdp_quant {
 
-// The collected amax of a block.
+// Collected amax of a block.
 __device__ __forceinline__ float* amax_of(const PieceBuffers& b, int32_t block_row, int32_t block) {
   if (block_row == b.cut_row[0]) return b.cut_amax[0] + block;
   if (block_row == b.cut_row[1]) return b.cut_amax[1] + block;
   return b.amax + static_cast<int64_t>(block_row) * b.across + block;
 }
 
-// Where the block of line `line`, of a thread whose patch begins at `along`, lies: block row, block in it, its first row.
+// Position of the block of `line`, for a thread at `along`: block row, block in it, first row.
 struct BlockPlace {
   int32_t block_row, block, row;
 };
@@ -27,7 +27,7 @@ __device__ __forceinline__ BlockPlace block_place(const EncodingSpec& s, int32_t
 
 __device__ __forceinline__ bool is_own(const PieceBuffers& b, int32_t row) { return row >= b.own[0] && row < b.own[1]; }
 
-// A block row of the tile is cut.
+// Whether a block row of the tile is cut.
 template <bool Columnwise>
 __device__ __forceinline__ bool holds_cut(const EncodingSpec& s, const PieceBuffers& b, const Tile& tile) {
   const int32_t log2 = Columnwise ? s.contraction_log2 : s.outer_log2;
@@ -35,9 +35,10 @@ __device__ __forceinline__ bool holds_cut(const EncodingSpec& s, const PieceBuff
   return (b.cut_row[0] >= first && b.cut_row[0] <= last) || (b.cut_row[1] >= first && b.cut_row[1] <= last);
 }
 
-// The amaxes of this thread's blocks that ranks share.
+// Amaxes of this thread's blocks that ranks share.
 template <bool Columnwise>
-__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place) {
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b,
+                                                const Place& place) {
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     if (k > 0 && s.outer != 1) continue;
@@ -47,11 +48,12 @@ __device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Encoding
   }
 }
 
-// The encode factor of a line of the tile, of a scale that spans more than the tile.
+// Encode factor of a line whose scale spans more than the tile.
 template <bool Columnwise>
 __device__ __forceinline__ float line_factor(const EncodingSpec& s, const PieceBuffers& b, int32_t line) {
   if (b.enc != nullptr) return delayed_scale(s, b).enc;
-  line = Columnwise ? min(line, b.lines - 1) : max(min(line, b.rows[1] - 1), b.rows[0]);  // others' amaxes are not here
+  line =
+      Columnwise ? min(line, b.lines - 1) : max(min(line, b.rows[1] - 1), b.rows[0]);  // amaxes of other ranks are not here
   const BlockPlace at = block_place<Columnwise>(s, line, 0);
   return fp32_scale(__ldcg(amax_of(b, at.block_row, at.block)), s).enc;
 }
@@ -69,7 +71,7 @@ __device__ __forceinline__ void store_fp32_scales(
   }
 }
 
-// One-byte scales of own blocks, from shared memory.
+// Store one-byte scales of own blocks from shared memory.
 template <bool Columnwise>
 __device__ __forceinline__ void flush_piece_scales(
     const EncodingSpec& s, const PieceBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void flush_piece_scales(
   const int32_t cols_log2 = Columnwise ? s.outer_log2 : s.contraction_log2;
   const int32_t first_row = tile.row0 >> rows_log2, first_block = tile.col0 >> cols_log2, in_row = 7 - cols_log2;
   auto* out = static_cast<uint8_t*>(b.scale);
-  // Four neighbours of a block row in one store, where they are neighbours here: of lines that are rows.
+  // Rowwise: store four adjacent blocks at once where they are adjacent in memory.
   const bool words = !Columnwise && (b.across & 3) == 0 && (reinterpret_cast<uintptr_t>(out) & 3) == 0;
   const int32_t step = words ? 2 : 0;
   for (int u = threadIdx.x; u < 1 << (14 - rows_log2 - cols_log2 - step); u += kThreads) {
@@ -94,9 +96,10 @@ __device__ __forceinline__ void flush_piece_scales(
   }
 }
 
-// Codes of 8 rows of 8, of those elements that this launch makes.
+// Encode 8 rows of 8; stores the elements that this launch encodes.
 template <bool FourBit>
-__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col, int32_t cols) {
+__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col,
+                                            int32_t cols) {
   const int64_t flat = static_cast<int64_t>(row) * cols + col;
   const int32_t lo = b.early[0], hi = b.early[1];
   const bool inside = col + 8 <= cols && flat >= b.first && flat + 7 * static_cast<int64_t>(cols) + 8 <= b.last;
@@ -122,7 +125,7 @@ __device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuff
     const int32_t end = static_cast<int32_t>(min(b.last - at, static_cast<int64_t>(min(cols - col, 8))));
     if (early == static_cast<bool>(b.second) || begin >= end) continue;
     uint8_t* address = b.data + (FourBit ? at >> 1 : at);
-    if constexpr (FourBit) {  // two codes a byte; that of another rank's element is zero
+    if constexpr (FourBit) {  // two codes per byte; other ranks' elements are zero
       const uint32_t below = begin == 0 ? 0u : ~0u >> (32 - 4 * begin), upto = ~0u >> (32 - 4 * end);
       const uint32_t codes = v[k].x & upto & ~below;
 #pragma unroll
@@ -139,7 +142,7 @@ __device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuff
   }
 }
 
-// The largest magnitude of each warp.
+// Maximum of each warp.
 template <class V>
 __device__ __forceinline__ void collect_largest(const RegisterTile<V>& p, uint32_t (&largest)[kThreads / 32]) {
   Maxima<V> m = col_maxima(p);
@@ -148,10 +151,10 @@ __device__ __forceinline__ void collect_largest(const RegisterTile<V>& p, uint32
   if ((threadIdx.x & 31) == 0) largest[threadIdx.x / 32] = of_warp;
 }
 
-// Amaxes of blocks that ranks share, and those of lines that go on in other tiles.
+// Collect amaxes of blocks that ranks share, and of lines that span tiles.
 template <bool Columnwise, class V>
-__device__ __forceinline__ void collect_blocks(
-    const RegisterTile<V>& p, const EncodingSpec& s, const PieceBuffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
+__device__ __forceinline__ void collect_blocks(const RegisterTile<V>& p, const EncodingSpec& s, const PieceBuffers& b,
+                                               const Tile& tile, TileSmem& smem, const Position& at) {
   const bool crosses = crosses_tiles(s);
   if (s.whole_tensor() || !(crosses || b.all_amaxes || holds_cut<Columnwise>(s, b, tile))) return;
   const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
@@ -160,7 +163,7 @@ __device__ __forceinline__ void collect_blocks(
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     const int32_t line = place.line + k;
-    if (crosses) {  // flush_piece_lines adds them, a line a thread
+    if (crosses) {  // flush_piece_lines adds them, one line per thread
       smem.lines[Columnwise][(Columnwise ? at.col() : at.row()) + k] = bits_of(m[k]);
     } else if (place.along < b.length && line < b.lines && (s.outer <= 1 || (line & (s.outer - 1)) == 0)) {
       const BlockPlace block = block_place<Columnwise>(s, line, place.along);
@@ -170,7 +173,7 @@ __device__ __forceinline__ void collect_blocks(
   }
 }
 
-// Line maxima of both directions to memory; rows of others have none.
+// Add line maxima of both directions to memory; rows of other ranks have none.
 __device__ __forceinline__ void flush_piece_lines(
     const EncodingSpec (&spec)[2], const Piece& piece, int32_t work, const Tile& tile, const TileSmem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a quantize launch is told. Plain data: host code without a CUDA compiler includes it.
+// Arguments of quantize kernels, for host code without a CUDA compiler.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace fsdp_quant {
 
-// kE4M3, kE4M3Exact: two-level; the nearest e4m3, or 1, 1.25 or 1.5 times a power of two (formats.py, FP8_EXACT_SCALES).
+// kE4M3, kE4M3Exact: two-level; nearest e4m3, or 1, 1.25 or 1.5 times a power of two (formats.py, FP8_EXACT_SCALES).
 enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4, kE4M3Exact = 5 };
-// kCompact: [block rows, block cols]. The others are what the tensor cores read, of outer x contraction blocks:
-// whole-contraction scales [outer]; fp32 (1, 128) [contraction, outer rounded up to 4]; fp32 (128, 128)
-// [outer, contraction rounded up to 4]; one-byte scales [outer, contraction] (kHopper), or one a row of the operand in
-// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell; fp32 powers of two of 128 as well: see `spread`). kOperand, of kE4M3Exact: codes are e4m3(element * scale / 8), a byte
-// each, and the scale is 8 D, fp32 [1] (of tokens: [groups]).
+// kCompact: [block rows, block cols]. The others are layouts of tensor cores, for outer x contraction blocks:
+// whole-contraction scales [outer]; fp32 (1, 128) [contraction, outer rounded up to 4]; fp32 (128, 128) [outer, contraction
+// rounded up to 4]; one-byte scales [outer, contraction] (kHopper), or per operand row in zero-padded 128 x 4 tiles of 512
+// bytes (kBlackwell; also fp32 powers of two of 128, see `spread`). kOperand, with kE4M3Exact: codes are e4m3(element * scale
+// / 8), one byte each, and the scale is 8 D, fp32 [1] (tokens: [groups]).
 enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2, kOperand = 3 };
 enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
 
@@ -27,23 +27,23 @@ constexpr int kThreads = 256;
 constexpr int kRotationBlock = 16;
 constexpr int kMostTokenGroups = 1024;
 
-// How one direction is encoded; the same for every tensor of a launch. EncodingSpec 0 is rowwise, direction 1 columnwise. "Lines" run
-// along the axis the GEMM keeps (rows of a rowwise direction), "blocks" are counted along the axis it sums.
+// Encoding of one direction, the same for all tensors of a launch; [0] is rowwise, [1] columnwise. "Lines" run along the dim
+// that the GEMM keeps (rowwise: rows), "blocks" are counted along the dim that it sums.
 struct EncodingSpec {
-  Element element;      // kNone: the launch does not make this direction
+  Element element;  // kNone: direction absent
   ScaleKind scale;
   ScaleLayout scale_layout;
-  int32_t outer;        // lines of a block; 0 is the whole extent
-  int32_t contraction;  // elements of a block along the contraction; 0 is the whole extent
+  int32_t outer;                         // lines of a block; 0 is the whole extent
+  int32_t contraction;                   // elements of a block along the contraction; 0 is the whole extent
   int32_t outer_log2, contraction_log2;  // 31 for the whole extent: every index shifts to block 0
-  int32_t anchor_log2;  // of the run that shares an anchor (EncodingBuffers::anchor)
-  float max;            // largest finite element
+  int32_t anchor_log2;                   // of the run that shares an anchor (EncodingBuffers::anchor)
+  float max;                             // largest finite element
   float inverse_max;
-  float tensor_max;     // two-level: what the amax of the tensor is encoded to
-  float eps;            // fp32 scales: smaller amaxes count as eps
+  float tensor_max;  // two-level: value to which the tensor amax is encoded
+  float eps;         // fp32 scales: lower bound of amaxes
   bool stochastic;
   bool rotated;
-  bool transposed;      // codes as [cols, rows]
+  bool transposed;  // codes as [cols, rows]
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
@@ -55,50 +55,50 @@ struct EncodingSpec {
   __host__ __device__ bool whole() const { return contraction == 0; }
   __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
   __host__ __device__ bool byte_scales() const { return scale >= ScaleKind::kE8M0Up && !operand(); }
-  // fp32 powers of two of 128 elements are stored as e8m0 scales of 32, each four times.
+  // fp32 powers of two per 128 elements, stored as e8m0 scales of 32, each four times.
   __host__ __device__ bool spread() const {
     return scale == ScaleKind::kFp32Pow2 && scale_layout == ScaleLayout::kBlackwell && !whole();
   }
   bool stored_in_bytes() const { return byte_scales() || spread(); }
 };
 
-// An array over (line block, block), with strides in elements.
+// Strides in elements over (line block, block).
 struct Grid {
   int32_t lines, blocks;
   int32_t line_stride, block_stride;
 };
 
-// The buffers of one direction of one tensor. A null pointer is a buffer that is not wanted, or not given.
+// Buffers of one direction of one tensor; null if not given or not wanted.
 struct EncodingBuffers {
   uint8_t* data;
   void* scale;
-  float* amax;          // compact: given, or else written by the statistics phase
-  float* tensor_amax;   // [1] (of tokens: [groups]): likewise
-  const float* enc;     // [1] (of tokens: [groups]), delayed scaling: 0 without a history, and then the amax decides
-  float* record;        // [1], with enc: the largest finite amax so far
-  const int64_t* key;   // [5] (of tokens: [groups, 5]), stochastic rounding
-  const float* anchor;  // largest amax of each run of a line, whose scale takes the place of the block's
-  int32_t lines, length;            // of the codes; rotation fills the contraction
-  Grid compact;                     // of amax
-  Grid stored;                      // of scale, but for kBlackwell; its extents may exceed compact's, by zeros
-  Grid anchors;                     // of anchor
+  float* amax;            // compact: given, or computed by the statistics phase
+  float* tensor_amax;     // [1] (tokens: [groups]), likewise
+  const float* enc;       // [1] (tokens: [groups]), delayed scaling; 0: no history yet, use the amax
+  float* record;          // [1], with enc: largest finite amax so far
+  const int64_t* key;     // [5] (tokens: [groups, 5]), stochastic rounding
+  const float* anchor;    // amax per run of a line, whose scale replaces the block's
+  int32_t lines, length;  // of the codes; rotation pads the contraction
+  Grid compact;           // of amax
+  Grid stored;            // of scale, except kBlackwell; may exceed compact, padded with zeros
+  Grid anchors;           // of anchor
   bool amax_given, tensor_amax_given;
-  bool vector_store;                // rows of `data` are aligned for whole vectors
+  bool vector_store;  // rows of `data` are aligned for vectors
 };
 
-// What follows from the amaxes of tokens' delayed directions, after their codes: `amax`, `enc` and `scale` of `direction` are [groups].
+// Finish delayed scaling of grouped tokens after encoding: `amax`, `enc` and `scale` are [groups].
 struct DelayedGroups {
   EncodingSpec spec[2];
-  EncodingBuffers buffers[2];  // without enc: none
+  EncodingBuffers buffers[2];  // null enc: not delayed
   float* record[2][kMostTokenGroups];  // histories; null: none
   int32_t groups;
 };
 
-// n / divisor of 0 <= n < 2^31 by a multiplication: Granlund and Montgomery, PLDI 1994.
+// n / divisor for 0 <= n < 2^31 by multiplication: Granlund and Montgomery, PLDI 1994.
 struct Division {
   uint32_t magic, shift;
 
-  static Division by(uint32_t divisor) {  // of at least 2
+  static Division by(uint32_t divisor) {  // at least 2
     uint32_t log2 = 1;
     while ((uint64_t{1} << log2) < divisor) ++log2;
     return {static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + divisor - 1) / divisor), log2 - 1};
@@ -109,10 +109,10 @@ struct TensorArgs {
   const void* x;
   int64_t row_stride;
   int32_t rows, cols;
-  int32_t first_tile;  // of this tensor in the launch
+  int32_t first_tile;  // in the launch
   int32_t tile_rows, tile_cols;
-  Division by_band;    // by the tiles of a band, 4 * tile_cols
-  int32_t shift;       // global index of the first row, modulo the tile
+  Division by_band;  // by the tiles of a band, 4 * tile_cols
+  int32_t shift;     // global index of the first row, modulo the tile
   bool vector_load;
   EncodingBuffers buffers[2];
 };
@@ -123,30 +123,30 @@ template <int Capacity>
 struct Launch {
   EncodingSpec spec[2];
   Input input;
-  int32_t phases;        // both: one cooperative launch, one tile a block
-  int32_t count;         // tensors
-  bool shares_codes_transposed;            // the columnwise direction is the rowwise encoding, transposed
-  bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
-  bool of_codes;         // anchored codes are those of the blocks, rounded again where the anchor makes them subnormal
+  int32_t phases;                // both: one cooperative launch, one tile per block
+  int32_t count;                 // tensors
+  bool shares_codes_transposed;  // the columnwise codes are the rowwise ones, transposed
+  bool reversed;                 // last tile first: what the previous pass read last is still in L2
+  bool of_codes;                 // convert the codes of the blocks, rounded again where the anchor makes them subnormal
   int32_t tiles;
-  uint32_t* barrier;     // [2], of a cooperative launch
-  const void* up;        // the values are act(x) * up; null: x
+  uint32_t* barrier;  // [2], cooperative launches only
+  const void* up;     // values are act(x) * up; null: x
   int64_t up_stride;
-  const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h: which rows of x each 128 columnwise ones are; null: x as it lies
+  const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
   Activation activation;
-  float* sums;           // [tile rows, cols]: of each column of a tile, of bf16 values; null: not wanted
+  float* sums;  // null, or column sums [tile rows, cols] of bf16 values
   TensorArgs tensors[Capacity];
 };
 
-constexpr int kMultiTensorCapacity = 96;  // the table is a kernel parameter, of which there are 32 KiB
+constexpr int kMultiTensorCapacity = 96;  // the table is a kernel parameter, limited to 32 KiB
 static_assert(sizeof(TensorArgs) * kMultiTensorCapacity < 32000, "a group's table is too large for kernel parameters");
 
-// The values are fp32 masters (x, contiguous) after a step of Adam, rounded to bf16.
+// fp32 masters (x, contiguous) are updated by Adam and rounded to bf16 as they are loaded.
 struct AdamSource {
   const void* grad;
   void *first, *second;  // moments
   int32_t row;           // of the scalars
-  bool vectors;          // rows of every tensor are aligned to four elements
+  bool vectors;          // rows of all tensors are aligned to four elements
 };
 
 constexpr int kAdamQuantizeCapacity = 84;
@@ -157,18 +157,20 @@ struct AdamQuantizeLaunch : Launch<kAdamQuantizeCapacity> {
 };
 static_assert(sizeof(AdamQuantizeLaunch) <= 32764, "the table is too large for kernel parameters");
 
-// Whether a direction needs more than scales from its tile (or given) and rounding to nearest.
-inline bool is_full(const EncodingSpec& s, const EncodingBuffers& b) { return s.stochastic || s.rotated || b.enc != nullptr; }
+// Whether a direction needs more than tile or given scales and rounding to nearest.
+inline bool needs_full(const EncodingSpec& s, const EncodingBuffers& b) {
+  return s.stochastic || s.rotated || b.enc != nullptr;
+}
 
-// Both directions in one launch; the caller makes two launches of what does not fuse.
+// Whether one launch can encode both directions; else the caller launches twice.
 inline bool fuses(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2], Input input) {
   if (!spec[0].present() || !spec[1].present() || spec[0].bits() == spec[1].bits()) return true;
   if (spec[0].six_bit() || spec[1].six_bit()) return false;
-  if (spec[0].operand() || spec[1].operand()) return false;  // fp4_kernel.cuh alone writes operands
-  return input != Input::kF16 && input != Input::kF32 && spec[1].four_bit() && !is_full(spec[0], b[0]);
+  if (spec[0].operand() || spec[1].operand()) return false;  // only fp4_kernel.cuh writes operands
+  return input != Input::kF16 && input != Input::kF32 && spec[1].four_bit() && !needs_full(spec[0], b[0]);
 }
 
-// One block serves both directions, so that the columnwise codes are the rowwise ones, transposed.
+// Whether one block serves both directions, so that the columnwise codes are the rowwise ones, transposed.
 inline bool can_share_codes_transposed(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2]) {
   const EncodingSpec &row = spec[0], &col = spec[1];
   return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
@@ -180,14 +182,15 @@ inline bool can_share_codes_transposed(const EncodingSpec (&spec)[2], const Enco
          (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);
 }
 
-// Delayed scaling of both directions by one factor, with one set of codes, or rowwise alone.
-inline bool takes_delayed(const Launch<1>& launch) {
+// Whether launch_delayed supports a launch: one factor for both directions with shared codes, or rowwise only.
+inline bool supports_delayed(const Launch<1>& launch) {
   const EncodingSpec& row = launch.spec[0];
   return row.present() && launch.tensors[0].buffers[0].enc != nullptr && !row.stochastic &&
-         (launch.shares_codes_transposed || !launch.spec[1].present()) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16);
+         (launch.shares_codes_transposed || !launch.spec[1].present()) &&
+         (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16);
 }
 
-// The block that launch_blocks knows for what is asked of both directions; 0 if it knows none.
+// The block size that launch_blocks supports for both directions; 0 if none.
 inline int known_block(const Launch<1>& launch) {
   int block = 0;
   for (int d = 0; d < 2; ++d) {
@@ -195,16 +198,16 @@ inline int known_block(const Launch<1>& launch) {
     if (!s.present()) continue;
     const int usual = s.byte_scales() ? 32 : kTile;
     const bool known = s.bits() == 8 && s.outer == 1 && s.contraction == usual && !launch.tensors[0].buffers[d].amax_given &&
-                       !is_full(s, launch.tensors[0].buffers[d]);
+                       !needs_full(s, launch.tensors[0].buffers[d]);
     if (!known || (block != 0 && block != s.contraction)) return 0;
     block = s.contraction;
   }
   return block;
 }
 
-// Rows of a columnwise direction are gathered as `sources` says, each group with scales of its own: bf16, scales from the tile,
-// or of the whole contraction, with delayed scaling or without; or 4 bits in runs (fp4_kernel.cuh).
-inline bool takes_sources(const Launch<1>& launch) {
+// Whether grouped rows (`sources`) are supported: bf16 with scales from the tile or of the whole contraction, delayed or not;
+// or 4 bits (fp4_kernel.cuh).
+inline bool supports_sources(const Launch<1>& launch) {
   const EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
   bool whole = true, fp4 = true;
   for (int d = 0; d < 2; ++d) {
@@ -218,19 +221,19 @@ inline bool takes_sources(const Launch<1>& launch) {
                     (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr))));
 }
 
-// Values of a gated activation are made where they are quantized: bf16, of scales that need no pass over them before.
-inline bool takes_gated(const Launch<1>& launch) {
+// Whether gated activations can be computed while quantizing: bf16, scales that need no earlier pass.
+inline bool supports_gated(const Launch<1>& launch) {
   return (launch.activation == Activation::kSilu || launch.activation == Activation::kGelu) && launch.input == Input::kBF16 &&
-         (takes_delayed(launch) || known_block(launch) == kTile);
+         (supports_delayed(launch) || known_block(launch) == kTile);
 }
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
-// The amaxes of delayed directions without a history, before the codes; and what follows from the amaxes, after them.
+// Amaxes of delayed directions without a history, before encoding; scales and records, after it.
 cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const DelayedGroups& groups, cudaStream_t stream);
 cudaError_t launch_quantize_multi_tensor(const Launch<kMultiTensorCapacity>& launch, cudaStream_t stream);
-// Plain 8-bit codes of the new masters (of scales that need no pass over them before), or their statistics.
+// Plain 8-bit codes of the new masters, whose scales need no earlier pass, or their statistics.
 cudaError_t launch_adam_quantize(const AdamQuantizeLaunch& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream);
 
 }  // namespace fsdp_quant

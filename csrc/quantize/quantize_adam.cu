@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam of many masters, and their codes (or their statistics) in the same read: a tile is updated row by row as it is
-// loaded, and stays in registers as bf16.
+// Adam on many masters with quantization (or statistics) of the results in the same read: a tile is updated row by row as it
+// is loaded, and stays in registers as bf16.
 //
-// 16 x 4096^2, H200, over the copy of Adam's 28 bytes alone: codes of both directions .84 (mxfp8),
-// .90 (128x128); statistics cost nothing (.97 with and without), and with the encoding after them
-// .80 in all (fp8_tensor, nvfp4 16x16). Three blocks of one row each, with spills: .80 and .86;
-// blocks known at compile time: one to three points more, not taken.
+// 16 x 4096^2, H200, relative to a copy of Adam's 28 bytes alone: both directions .84 (mxfp8), .90 (128x128); statistics are
+// free (.97 with and without), and with the encoding after them .80 in all (fp8_tensor, nvfp4 16x16). Three blocks of one row
+// each, with spills: .80 and .86. Blocks known at compile time gained one to three points, not adopted.
 #include "optim/update.cuh"
 #include "quantize/quantize_kernel.cuh"
 
@@ -15,7 +14,7 @@ template <typename Grad, typename Moment>
 struct LoadAdam {
   using Value = BF16;
 
-  // Two neighbour lanes share 16 columns, four by four in turn, so that every access is of whole sectors.
+  // Two adjacent lanes share 16 columns, alternating every four, so that accesses are whole sectors.
   __device__ static __forceinline__ void load(
       RegisterTile<BF16>& p, const AdamQuantizeLaunch& launch, int which, int32_t row0, int32_t col0) {
     const TensorArgs& t = launch.tensors[which];
@@ -23,9 +22,9 @@ struct LoadAdam {
     const AdamScalars s(launch.step, source.row);
     const bool skipped = is_skipped(launch.step), odd = col0 & 8;
     const int32_t start = (col0 & ~15) + (odd ? 4 : 0);
-    constexpr int kRows = 2;  // on their way at once
+    constexpr int kRows = 2;  // in flight
 #pragma unroll 1
-    for (int first = 0; first < 8; first += kRows) {  // a short loop: straight code starves on instruction fetch
+    for (int first = 0; first < 8; first += kRows) {  // short loop: straight code starves on instruction fetch
 #pragma unroll
       for (int i = 0; i + kRows < 8; ++i) {
 #pragma unroll
@@ -97,9 +96,9 @@ struct LoadAdam {
             words[q][j] = *reinterpret_cast<const uint32_t*>(&pair);
           }
         }
-        uint32_t(&w)[4] = p.w[8 - kRows + k];  // moved up by those that follow
+        uint32_t(&w)[4] = p.w[8 - kRows + k];  // the next iterations shift it into place
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {  // a lane keeps the four next to its own of the other's
+        for (int j = 0; j < 2; ++j) {  // exchange so that each lane has 8 adjacent columns
           const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? words[0][j] : words[1][j], 1);
           w[j] = odd ? other : words[0][j], w[2 + j] = odd ? words[1][j] : other;
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The common block formats: bf16 values, blocks of one line, scales from the tile, rounding to nearest.
+// Common block formats: bf16 values, blocks of one line, scales from the tile, rounding to nearest.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 

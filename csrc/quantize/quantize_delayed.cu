@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Delayed scaling: bf16 values, codes of both directions by one factor, rounded to nearest, and the amax on the way.
+// Delayed scaling: bf16 values, one factor for both directions, rounding to nearest, amax computed on the way.
 //
-// A tile's amax is an atomic maximum that nobody waits for; a kernel of one thread makes the scale
-// and the history's entry after all tiles, or the first tile does where the producer left the amax.
-// A counter by which the last tile knows itself, with its fences, and codes made for each
-// direction, ran at .45 of the copy rate (H200); this runs at .88 (H100).
+// Tiles raise the amax atomically without waiting; a one-thread kernel then writes scale and history, or the first tile does
+// if the amax was given. A last-tile counter with its fences, and codes encoded per direction, ran at .45 of the copy rate
+// (H200); this runs at .88 (H100).
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 
@@ -12,11 +11,11 @@ namespace fsdp_quant {
 
 namespace {
 
-// A few blocks for all tiles, as they find almost always that there is a history.
+// Few blocks for all tiles, as there almost always is a history.
 template <class In>
 __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_constant__ Launch<1> launch) {
   const EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
-  if (needs_none(launch.spec[0], b[0]) && needs_none(launch.spec[1], b[1])) return;
+  if (needs_no_statistics(launch.spec[0], b[0]) && needs_no_statistics(launch.spec[1], b[1])) return;
   using V = typename In::Value;
   const Position at;
   uint32_t largest = 0;
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_const
     if (launch.spec[d].present() && !b[d].amax_given) atomic_max(b[d].amax, __uint_as_float(largest));
 }
 
-// Of tokens, a thread a group; histories are of either direction, or of both.
+// Grouped tokens, one thread per group; either or both directions have histories.
 __global__ void delayed_scales_of_groups_kernel(const __grid_constant__ DelayedGroups g) {
   const int group = blockIdx.x * blockDim.x + threadIdx.x;
   if (group >= g.groups) return;
@@ -58,7 +57,7 @@ cudaError_t launch_first(const Launch<1>& launch, int processors, cudaStream_t s
 
 template <class In>
 cudaError_t launch_codes(const Launch<1>& launch, cudaStream_t stream) {
-  return takes_delayed(launch) ? launch_instance<In, Delayed8, Absent, 1, 3>(launch, stream)
+  return supports_delayed(launch) ? launch_instance<In, Delayed8, Absent, 1, 3>(launch, stream)
                                : launch_instance<In, Plain8x128, Plain8x128, 1, 3>(launch, stream);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp32 and fp16 values that are quantized as they are.
+// fp32 and fp16 values, quantized without rounding to bf16.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 values to two-level 4-bit codes, or to operands made of them.
+// bf16 values to two-level 4-bit codes or operands.
 #include "quantize/instances.cuh"
 #include "quantize/fp4_kernel.cuh"
 
@@ -22,8 +22,10 @@ cudaError_t launch_kernel(const Launch<1>& launch, cudaStream_t stream) {
 template <Fp4Mode R>
 cudaError_t launch_of(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.sources != nullptr)
-    return launch.shares_codes_transposed ? launch_kernel<true, true, R>(launch, stream) : launch_kernel<false, true, R>(launch, stream);
-  return launch.shares_codes_transposed ? launch_kernel<true, false, R>(launch, stream) : launch_kernel<false, false, R>(launch, stream);
+    return launch.shares_codes_transposed ? launch_kernel<true, true, R>(launch, stream)
+                                          : launch_kernel<false, true, R>(launch, stream);
+  return launch.shares_codes_transposed ? launch_kernel<true, false, R>(launch, stream)
+                                        : launch_kernel<false, false, R>(launch, stream);
 }
 
 }  // namespace
@@ -31,7 +33,8 @@ cudaError_t launch_of(const Launch<1>& launch, cudaStream_t stream) {
 cudaError_t launch_fp4(const Launch<1>& launch, cudaStream_t stream) {
   const EncodingSpec(&spec)[2] = launch.spec;
   if (spec[0].operand() || spec[1].operand()) return launch_of<Fp4Mode::kOperands>(launch, stream);
-  return spec[0].exact() || spec[1].exact() ? launch_of<Fp4Mode::kExact>(launch, stream) : launch_of<Fp4Mode::kNearest>(launch, stream);
+  return spec[0].exact() || spec[1].exact() ? launch_of<Fp4Mode::kExact>(launch, stream)
+                                            : launch_of<Fp4Mode::kNearest>(launch, stream);
 }
 
 }  // namespace fsdp_quant

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 6 bits, in one instance for each width of the values: a direction that is absent costs a branch.
+// 6 bits, one instance per input width; an absent direction costs a branch.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 values with everything a direction can ask for.
+// bf16 values with all options.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 

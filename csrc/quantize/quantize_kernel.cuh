@@ -1,26 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantize [rows, cols] into one or both directions, each with its own format, in one read.
+// Quantize [rows, cols] in one or both directions, each with its own format, in one read.
 //
 //   amax    = largest |x| of a block                     reduced in registers, then lanes, then warps; or given
 //   enc     = encode factor of the STORED scale          see device/numeric.cuh
 //   element = saturating round of x * enc                to nearest even, or stochastically
 //
-// Bit-exact with fsdp_quant/ops/reference.py. Blocks lie on the grid of the global tensor: `shift` places the first row
-// in it, so that a shard's tiles are the whole tensor's. Statistics that leave a tile (whole rows, whole tensors,
-// anchors) are collected by integer atomic maxima in a statistics phase, which is a launch of its own for large
-// tensors, and the same launch behind a grid barrier where every tile has a resident block.
-// Block: 256 threads, a tile of 128 x 128 in registers (device/register_tile.cuh). Shared memory holds maxima that cross warps,
-// transposed codes and one-byte scales. Tails are masked, never read or written.
+// Bit-exact with fsdp_quant/ops/reference.py. Blocks are aligned to the global tensor: `shift` positions a shard's first row,
+// so that its tiles match those of the whole tensor. Statistics that span tiles (whole rows, whole tensors, anchors) use
+// integer atomic maxima in a statistics phase: a launch of its own for large tensors, or the same launch behind a grid
+// barrier if every tile has a resident block. Block: 256 threads, a tile of 128 x 128 in registers
+// (device/register_tile.cuh). Shared memory holds maxima across warps, transposed codes and one-byte scales. Tails are
+// masked, never read or written.
 //
-// Measured on an H200. Instructions per element bind this as much as bytes do: 64-bit index
-// arithmetic alone took mxfp8 from .7 of the copy rate to .4, so strides come from the host, blocks
-// are shifts, and common blocks are known at compile time. Tests for the rare (NaN, inf, amaxes
-// outside the easy range) are made once for a thread's eight scales. Maxima of whole rows and
-// columns go to memory one line per thread; a lane's eight lines at a time took half of the time. A
-// kernel that picks one of two copies of its buffers by a number keeps both in local memory
-// (statistics of tokens then ran at a third of the read rate): pick fields, not copies. Tried and
-// left: blocks that stay and copy the next tile to shared memory while they encode this one (5 to
-// 20 % slower everywhere); three blocks instead of two where that spills more than it hides.
+// Measured on an H200. Instructions per element limit this as much as bytes: 64-bit index arithmetic alone slowed mxfp8 from
+// .7 of the copy rate to .4, so strides come from the host, blocks are shifts, and common blocks are known at compile time.
+// Rare cases (NaN, inf, amaxes outside the easy range) are tested once per thread's eight scales. Maxima of whole rows and
+// columns go to memory one line per thread; eight lines per lane took half of the time. A kernel that selects one of two
+// copies of its buffers by index keeps both in local memory (statistics of tokens ran at a third of the read rate): select
+// fields, not copies. Rejected: persistent blocks that prefetch the next tile (5 to 20 % slower everywhere); three blocks
+// instead of two where that spills more than it hides.
 #pragma once
 
 #include "quantize/encode.cuh"
@@ -44,8 +42,7 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
   __syncthreads();
 }
 
-// Of a group of tokens: scales of all its rows, and their amaxes, are one set a group, as are the factors of histories, amaxes of
-// tensors and random keys.
+// Select a token group's scales, amaxes, factors and keys, which are stored per group.
 template <bool Columnwise>
 __device__ __forceinline__ void select_group(EncodingBuffers& b, const EncodingSpec& s, int32_t group) {
   if (s.two_level()) b.tensor_amax += group;
@@ -57,16 +54,17 @@ __device__ __forceinline__ void select_group(EncodingBuffers& b, const EncodingS
   if (b.enc != nullptr) b.enc += group;
 }
 
-// No statistics are wanted of this direction: it is absent, or its scale comes from a history.
-__device__ __forceinline__ bool needs_none(const EncodingSpec& s, const EncodingBuffers& b) {
+// Whether a direction needs no statistics: it is absent, or has a history.
+__device__ __forceinline__ bool needs_no_statistics(const EncodingSpec& s, const EncodingBuffers& b) {
   return !s.present() || (b.enc != nullptr && __ldcg(b.enc) > 0.0f);
 }
 
-// Statistics, or codes, of one direction; rotated values are made where they are needed.
+// Compute statistics or codes of one direction; rotates if needed.
 template <bool Columnwise, class P, class V>
-__device__ __forceinline__ void process_direction(
-    bool statistics, const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
-    const EncodingBuffers* transposed_buffers, Smem& smem, const Position& at) {
+__device__ __forceinline__ void process_direction(bool statistics, const RegisterTile<V>& p, const EncodingSpec& s,
+                                                  const EncodingBuffers& b, const Tile& tile,
+                                                  const EncodingSpec* transposed_spec,
+                                                  const EncodingBuffers* transposed_buffers, Smem& smem, const Position& at) {
   if constexpr (P::kWork == Work::kAbsent) {
     return;
   } else {
@@ -84,9 +82,9 @@ __device__ __forceinline__ void process_direction(
     };
     if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
       if (s.rotated) {
-        RegisterTile<BF16> turned;
-        rotate<Columnwise>(p, turned, at);
-        return work(turned);
+        RegisterTile<BF16> rotated_tile;
+        rotate<Columnwise>(p, rotated_tile, at);
+        return work(rotated_tile);
       }
     }
     work(p);
@@ -111,12 +109,13 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   }
   const TensorArgs& t = launch.tensors[which];
   Tile tile = tile_of(t, n - t.first_tile);
-  Tile row_tile = tile;  // of the rowwise direction, whose rows are x's
+  Tile row_tile = tile;  // rowwise direction: rows of x
   constexpr bool kTokens = std::is_same_v<In, LoadTokens>;
   using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
   Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
   if constexpr (kTokens) {
-    const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, its first
+    const int4 source =
+        reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, first padded row
     if (source.y == 0) return;
     row_tile.row0 = source.x, tile.start = source.w, row_tile.start = source.x - (tile.row0 - source.w);
     row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
-    if (launch.sums == nullptr && needs_none(row, row_buffers) && needs_none(col, col_buffers)) return;
+    if (launch.sums == nullptr && needs_no_statistics(row, row_buffers) && needs_no_statistics(col, col_buffers)) return;
   }
   RegisterTile<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     if constexpr (Row::kEncodes && !Row::kAnchored) {
       if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.buffers[0], tile, smem.scales[0]);
     }
-    using Second = std::conditional_t<Row::kSharedCodes, Row, Col>;  // what made the columnwise direction
+    using Second = std::conditional_t<Row::kSharedCodes, Row, Col>;  // encodes the columnwise direction
     if constexpr (Second::kEncodes && !Second::kAnchored) {
       if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.buffers[1], tile, smem.scales[1]);
     }
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   }
 }
 
-// Cooperative launches need the amaxes zeroed before any block adds to them: the host does it.
+// The host zeroes the amaxes of cooperative launches, as no block may add before that.
 template <class In, class Row, class Col, int Capacity, int MinBlocks>
 cudaError_t launch_instance(const typename LaunchOf<In, Capacity>::type& launch, cudaStream_t stream) {
   auto* kernel = quantize_kernel<In, Row, Col, Capacity, MinBlocks>;

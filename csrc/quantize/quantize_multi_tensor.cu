@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All shards of a parameter group, or both directions of the experts' weights, in one launch: the same tiles, found in a table
-// of tensors. Weights are rounded to nearest and not rotated.
+// Many tensors in one launch (shards of a parameter group, expert weights): the same tiles, found in a table. Weights are
+// rounded to nearest and not rotated.
 #include "quantize/quantize_kernel.cuh"
 
 namespace fsdp_quant {

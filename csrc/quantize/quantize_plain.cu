@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 values, scales from the tile or given, rounding to nearest: an instance for each pair of widths.
+// bf16 values, scales from the tile or given, rounding to nearest: one instance per pair of widths.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 
@@ -8,7 +8,7 @@ namespace fsdp_quant {
 cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream) {
   const EncodingSpec& row = launch.spec[0];
   const EncodingSpec& col = launch.spec[1];
-  if (launch.sources != nullptr) {  // of whole tensors and lines
+  if (launch.sources != nullptr) {  // whole-tensor and line scales
     if (launch.shares_codes_transposed) return launch_instance<LoadTokens, SharedCodes8, Absent, 1, 3>(launch, stream);
     if (!col.present()) return launch_instance<LoadTokens, Plain8, Absent, 1, 3>(launch, stream);
     return row.present() ? launch_instance<LoadTokens, Plain8, Plain8, 1, 3>(launch, stream)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Statistics of one tensor, and the choice of an instance.
+// Statistics of one tensor, and selection of kernel instances.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"
 
@@ -24,9 +24,10 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (row.six_bit() || col.six_bit()) return launch_fp6(launch, stream);
   if (is_wide(launch.input)) return launch_fp32_input(launch, stream);
   if (launch.up != nullptr) return launch_gated(launch, stream);
-  if (takes_delayed(launch)) return launch_delayed(launch, stream);
-  const auto asks = [&](int d) { return launch.spec[d].present() && is_full(launch.spec[d], buffers[d]); };
-  const bool full = launch.barrier != nullptr || (launch.sources == nullptr && (asks(0) || asks(1)));  // of groups: see takes_sources
+  if (supports_delayed(launch)) return launch_delayed(launch, stream);
+  const auto asks = [&](int d) { return launch.spec[d].present() && needs_full(launch.spec[d], buffers[d]); };
+  const bool full =
+      launch.barrier != nullptr || (launch.sources == nullptr && (asks(0) || asks(1)));  // grouped: see supports_sources
   if (full) return row.four_bit() || col.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
   return known_block(launch) != 0 ? launch_blocks(launch, stream) : launch_plain(launch, stream);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of 128 x 128 in the registers of a block: where it lies on the grid of blocks, and the amaxes of its blocks.
+// A 128 x 128 tile in a block's registers: its position on the grid of blocks, and the amaxes of its blocks.
 #pragma once
 
 #include "device/register_tile.cuh"
@@ -7,18 +7,18 @@
 namespace fsdp_quant {
 
 struct TileSmem {
-  uint32_t maxima[8][16][8];  // [warp][group of columns][word]
+  uint32_t maxima[8][16][8];  // [warp][chunk of columns][word]
   uint8_t scales[2][kTile][8];
-  uint32_t lines[2][kTile];   // magnitudes that atomic maxima collect, by direction
-  float factors[2][128];      // two_level_factor of every code, by direction
+  uint32_t lines[2][kTile];  // maxima to be added atomically, by direction
+  float factors[2][128];     // two_level_factor of every code, by direction
 };
 
 struct Smem : TileSmem {
-  uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
+  uint4 codes[kTile * 8];  // [column][128 bytes], 8-byte chunks swizzled
 };
 
-// Where a thread's patch lies along one direction: its first line and contraction element in the tensor (negative before
-// a shard's first row), and what places those on the block grid.
+// Position of a thread's register tile in one direction: first line and contraction element in the tensor (negative before a
+// shard's first row), and the shifts to the block grid.
 struct Place {
   int32_t line, along;
   int32_t line_shift, along_shift;
@@ -30,9 +30,9 @@ struct Place {
 };
 
 struct Tile {
-  int32_t row0, col0;  // of its first element, in the tensor: row0 may be negative
+  int32_t row0, col0;  // first element in the tensor: row0 may be negative
   int32_t shift;
-  int32_t start = 0;   // row at which what a scale of all rows serves begins: of a group of tokens, its first
+  int32_t start = 0;  // first row of a scale that covers all rows (grouped tokens: of the group)
 
   template <bool Columnwise>
   __device__ Place place(const Position& at) const {
@@ -41,7 +41,7 @@ struct Tile {
   }
 };
 
-// Down four tiles, then right: neighbours in time write neighbouring parts of rows and of transposed columns.
+// Down four tiles, then right: consecutive blocks write adjacent parts of rows and of transposed columns.
 __device__ __forceinline__ Tile tile_of(const TensorArgs& t, int32_t n) {
   const int32_t band = __umulhi(n, t.by_band.magic) >> t.by_band.shift, inside = n - band * 4 * t.tile_cols;
   const int32_t tall = min(4, t.tile_rows - 4 * band);
@@ -56,7 +56,7 @@ __device__ __forceinline__ int64_t index_of(const Grid& g, int32_t line_block, i
 
 template <class V>
 __device__ __forceinline__ void across_warps(Maxima<V>& m, TileSmem& smem, const Position& at, int warps) {
-  __syncthreads();  // an earlier use of smem.maxima
+  __syncthreads();  // smem.maxima may be in use
   if (at.half == 0) {
 #pragma unroll
     for (int k = 0; k < V::kWords; ++k) smem.maxima[at.warp][at.chunk][k] = m.w[k];
@@ -70,8 +70,8 @@ __device__ __forceinline__ void across_warps(Maxima<V>& m, TileSmem& smem, const
   }
 }
 
-// Magnitudes of the 8 outer lines of this thread, each over its block; blocks wider than a tile: over the tile.
-// A block of several outer lines gives all of them its own.
+// Amaxes of the blocks of this thread's 8 outer lines (of the tile, if blocks are wider). Lines of one block get the same
+// amax.
 template <bool Columnwise, class V>
 __device__ __forceinline__ Maxima<V> block_maxima(
     const RegisterTile<V>& p, int outer, int contraction, TileSmem& smem, const Position& at) {
@@ -91,14 +91,14 @@ __device__ __forceinline__ Maxima<V> block_maxima(
   return m;
 }
 
-// This thread writes for its outer lines: one thread of the block along the contraction, if it lies in the tile.
+// Whether this thread writes for its outer lines: one thread of the block along the contraction.
 template <bool Columnwise>
 __device__ __forceinline__ bool leads_block(int contraction, const Position& at) {
-  const int span = contraction == 16 ? 2 : contraction == 32 ? 4 : 16;  // threads of a block, rowwise
+  const int span = contraction == 16 ? 2 : contraction == 32 ? 4 : 16;  // threads per block, rowwise
   return Columnwise ? at.half == 0 && (at.warp & (span / 2 - 1)) == 0 : (at.chunk & (span - 1)) == 0;
 }
 
-// Encode factor and scale of a direction with delayed scaling; the scale is right once the tensor's amax is known.
+// Encode factor and scale in delayed scaling; the scale is valid once the tensor's amax is complete.
 template <class Buffers>
 __device__ __forceinline__ BlockScale delayed_scale(const EncodingSpec& s, const Buffers& b) {
   const float amax = __ldcg(b.amax), enc = __ldcg(b.enc);
@@ -107,7 +107,7 @@ __device__ __forceinline__ BlockScale delayed_scale(const EncodingSpec& s, const
   return {factor, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, factor) : quiet_nan())};
 }
 
-// What follows from a delayed direction's amax: one thread of a launch, or of the one after it.
+// Write the scale and record of delayed scaling: one thread, after all amaxes.
 __device__ __forceinline__ void finish_delayed(const EncodingSpec& s, const EncodingBuffers& b) {
   if (!s.present() || b.enc == nullptr) return;
   *static_cast<uint32_t*>(b.scale) = delayed_scale(s, b).stored;
@@ -115,18 +115,20 @@ __device__ __forceinline__ void finish_delayed(const EncodingSpec& s, const Enco
   if (b.record != nullptr && is_finite(amax)) atomic_max(b.record, amax);
 }
 
-// A block of one line that goes on in other tiles.
+// Whether a block of one line spans tiles.
 __device__ __forceinline__ bool crosses_tiles(const EncodingSpec& s) {
   return s.outer == 1 && (s.contraction == 0 || s.contraction > kTile);
 }
 
-// Line maxima of both directions to memory: threads of the first half the rows, of the second the columns.
-// row_tile: where the rowwise direction lies.
-__device__ __forceinline__ void flush_lines(
-    const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col, const Tile& tile, const Tile& row_tile,
-    const Smem& smem) {
+// Add line maxima of both directions to memory: the first half of the threads rows, the second columns. row_tile: position of
+// the rowwise direction.
+__device__ __forceinline__ void flush_lines(const EncodingSpec (&spec)[2], const EncodingBuffers& row,
+                                            const EncodingBuffers& col, const Tile& tile, const Tile& row_tile,
+                                            const Smem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
-  const auto of = [&](auto field) { return d ? col.*field : row.*field; };  // no address of buffers that are in registers
+  const auto of = [&](auto field) {
+    return d ? col.*field : row.*field;
+  };  // select fields: copies of buffers would leave registers
   float* const amax = of(&EncodingBuffers::amax);
   if (!spec[d].present() || !crosses_tiles(spec[d]) || amax == nullptr || of(&EncodingBuffers::amax_given)) return;
   const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0);
@@ -137,7 +139,7 @@ __device__ __forceinline__ void flush_lines(
   atomic_max(amax + place, __uint_as_float(smem.lines[d][line]));
 }
 
-// Sums of the columns of a tile: a thread's rows, then the two halves of a warp, then the warps, in order.
+// Sum the columns of a tile in a fixed order: rows of a thread, halves of a warp, warps.
 template <class V>
 __device__ __forceinline__ void sum_columns(
     const RegisterTile<V>& p, float* sums, const TensorArgs& t, const Tile& tile, Smem& smem, const Position& at) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void sum_columns(
     for (int i = 1; i < 8; ++i) sum[j] += p(i, j);
     sum[j] += __shfl_xor_sync(0xFFFFFFFFu, sum[j], 16);
   }
-  auto& of_warps = reinterpret_cast<float(&)[8][kTile]>(smem.maxima);  // in use only behind a barrier: see across_warps
+  auto& of_warps = reinterpret_cast<float(&)[8][kTile]>(smem.maxima);  // free behind the barrier in across_warps
   if (at.half == 0) {
     auto* const to = reinterpret_cast<float4*>(of_warps[at.warp] + at.col());
     to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
@@ -163,17 +165,17 @@ __device__ __forceinline__ void sum_columns(
   sums[static_cast<int64_t>((tile.row0 + tile.shift) / kTile) * t.cols + col] = total;
 }
 
-// Statistics of one direction. Threads outside the tensor take part in what crosses lanes, and write nothing.
+// Collect statistics of one direction. Threads outside the tensor take part in lane reductions and write nothing.
 template <bool Columnwise, class V>
-__device__ __forceinline__ void collect(
-    const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+__device__ __forceinline__ void collect(const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b,
+                                        const Tile& tile, Smem& smem, const Position& at) {
   if (b.amax != nullptr && !b.amax_given) {
     const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
     const Place place = tile.place<Columnwise>(at);
     if (s.whole_tensor()) {
       if (threadIdx.x == 0) atomic_max(b.amax, m[0]);
     } else if (leads_block<Columnwise>(s.contraction, at)) {
-      if (crosses_tiles(s)) {  // flush_lines adds them, a line a thread
+      if (crosses_tiles(s)) {  // flush_lines adds them, one line per thread
         const int line = Columnwise ? at.col() : at.row();
 #pragma unroll
         for (int k = 0; k < 8; ++k) smem.lines[Columnwise][line + k] = bits_of(m[k]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A gated activation in eager mode, with its autograd node.
+// Gated activation in eager mode, with its autograd node.
 #include <array>
 #include <tuple>
 #include <vector>
@@ -15,7 +15,7 @@ namespace fsdp_quant::step {
 
 namespace {
 
-// act(g) (* u), and its amaxes; deferred: its shape, with one element of memory, and no amaxes.
+// act(g) (* u) and its amaxes. deferred: only the shape, with one element of memory and no amaxes.
 std::tuple<at::Tensor, at::Tensor> activate(
     const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor&, bool deferred, bool packed) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -26,17 +26,18 @@ std::tuple<at::Tensor, at::Tensor> activate(
 }
 
 struct Operands : torch::CustomClassHolder {
-  Saved kept;
-  MaybeTensor grad_amaxes;  // where those of the gradients go
+  Saved saved;
+  MaybeTensor grad_amaxes;  // receives those of the gradients
 };
 
-// Keeps g and u, and writes their gradients over them where nobody else has them. packed: g holds both, as does its gradient.
+// Saves g and u; the backward writes the gradients over them if nothing else holds them. packed: g holds both, as does its
+// gradient.
 struct Activate : torch::autograd::Function<Activate> {
   static torch::autograd::variable_list forward(
       torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind,
       const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
     const auto operands = c10::make_intrusive<Operands>();
-    operands->kept.keep(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
+    operands->saved.save(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
     operands->grad_amaxes = grad_amaxes;
     ctx->saved_data["operands"] = c10::IValue::make_capsule(operands);
     ctx->saved_data["kind"] = kind, ctx->saved_data["packed"] = packed;
@@ -50,13 +51,13 @@ struct Activate : torch::autograd::Function<Activate> {
     torch::autograd::variable_list result(6);
     at::Tensor dh = std::move(gradients[0]);
     if (!dh.defined()) return result;
-    if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // of a collective that is under way: waits
+    if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // asynchronous collective output: waits
     const auto operands = c10::static_intrusive_pointer_cast<Operands>(ctx->saved_data["operands"].toCapsule());
-    std::vector<at::Tensor> taken = operands->kept.take();
-    const bool frees = !Saved::graph_is_kept();
+    std::vector<at::Tensor> saved_tensors = operands->saved.unpack();
+    const bool frees = !Saved::retains_graph();
     std::array<at::Tensor, 2> values, written;
-    for (size_t i = 0; i < taken.size(); ++i) {
-      values[i] = take_values(taken[i]);
+    for (size_t i = 0; i < saved_tensors.size(); ++i) {
+      values[i] = detach_values(saved_tensors[i]);
       if (frees && is_sole(values[i]) && values[i].is_contiguous()) written[i] = values[i];
     }
     {
@@ -78,21 +79,21 @@ struct Activate : torch::autograd::Function<Activate> {
         if (u.has_value()) result[1] = du;
       }
     }
-    refuse_second_derivatives(result);
+    forbid_double_backward(result);
     return result;
   }
 };
 
 std::tuple<at::Tensor, at::Tensor> activate_autograd(
     const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
-  const torch::autograd::variable_list made = Activate::apply(g, u, kind, grad_amaxes, deferred, packed);
-  return {made[0], made[1]};
+  const torch::autograd::variable_list outputs = Activate::apply(g, u, kind, grad_amaxes, deferred, packed);
+  return {outputs[0], outputs[1]};
 }
 
 }  // namespace
 
 void register_activate(torch::Library& m) {
-  // Eager mode alone: the backward writes `grad_amaxes`.
+  // Eager mode only: the backward writes `grad_amaxes`.
   m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred, bool packed) -> (Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activate));
   m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));

@@ -12,7 +12,7 @@ namespace fsdp_quant::step {
 
 namespace {
 
-// What was built and what ran; nothing is ever removed.
+// Plans and their counters; never shrinks.
 struct Registry {
   std::mutex mutex;
   std::deque<LinearPlan> plans;
@@ -20,8 +20,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* const made = new Registry;  // backward threads may outlive static destructors
-  return *made;
+  static auto* const registry = new Registry;  // backward threads may outlive static destructors
+  return *registry;
 }
 
 }  // namespace
@@ -58,8 +58,8 @@ bool wants(const LinearPlan& plan, Slot slot, Direction d, bool row, bool col) {
 
 namespace {
 
-// A plan's number. fields: direction, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
-// then what the backward saves, and what is watched of each product.
+// Register a plan and return its handle. fields: encoding, run, kind, same, factor of the input, weight and gradient, rowwise
+// and columnwise each; then what the backward saves, and which operands of each GEMM are watched.
 int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::string_view key) {
   constexpr size_t kSpecs = kSlots * kDirections;
   constexpr size_t kFields = kSpecs * kSpecFields + 1 + kGemms;
@@ -69,18 +69,19 @@ int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::strin
   LinearPlan plan;
   for (size_t i = 0; i < kSpecs; ++i) {
     const int64_t* f = fields.data() + i * kSpecFields;
-    plan.operand_specs[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
+    plan.operand_specs[i / kDirections][i % kDirections] = {
+        f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
   }
   plan.saves = static_cast<Saves>(fields[kSpecs * kSpecFields]), plan.key = std::string(key);
-  std::copy(fields.end() - kGemms, fields.end(), plan.watched);
+  std::copy(fields.end() - kGemms, fields.end(), plan.counted);
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   r.plans.push_back(std::move(plan)), r.counts.push_back({});
   return static_cast<int64_t>(r.plans.size()) - 1;
 }
 
-// What ran since the last call, int64 [plans, 9]: quantizations of the input, the weight and the gradient (rowwise,
-// columnwise each), products (fprop, dgrad, wgrad).
+// Counters since the last call, int64 [plans, 9]: quantizations of the input, weight and gradient (rowwise, columnwise),
+// GEMMs (fprop, dgrad, wgrad).
 at::Tensor linear_counts() {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);

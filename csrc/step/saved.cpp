@@ -10,8 +10,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Gradients under create_graph=True: there, but not to be differentiated.
-struct OnlyOnce : torch::autograd::Function<OnlyOnce> {
+// Raises if gradients under create_graph=True are differentiated.
+struct NotDifferentiable : torch::autograd::Function<NotDifferentiable> {
   static variable_list forward(AutogradContext*, at::TensorList gradients) { return gradients.vec(); }
   static variable_list backward(AutogradContext*, const variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -22,12 +22,12 @@ struct OnlyOnce : torch::autograd::Function<OnlyOnce> {
 
 }  // namespace
 
-void refuse_second_derivatives(variable_list& gradients) {
+void forbid_double_backward(variable_list& gradients) {
   if (!at::GradMode::is_enabled()) return;
   variable_list there;
   for (const at::Tensor& t : gradients)
     if (t.defined()) there.push_back(t.requires_grad() ? t : t.detach().requires_grad_());
-  const variable_list once = OnlyOnce::apply(at::TensorList(there));
+  const variable_list once = NotDifferentiable::apply(at::TensorList(there));
   auto next = once.begin();
   for (at::Tensor& t : gradients)
     if (t.defined()) t = *next++;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What nodes of autograd keep for their backward. Users' saved-tensor hooks see it, as they see torch's own.
+// Tensors saved by autograd nodes. Saved-tensor hooks see them, as they see torch's own.
 #pragma once
 
 #include <utility>
@@ -11,36 +11,35 @@
 
 namespace fsdp_quant {
 
-// Let go as the backward takes it, not when the backward is over, unless the graph is kept for another one.
+// Freed as the backward unpacks them, not at its end, unless the graph is retained.
 class Saved {
  public:
-  static bool graph_is_kept() { return torch::autograd::get_current_graph_task_keep_graph(); }
+  static bool retains_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
-  void keep(const std::vector<at::Tensor>& tensors) {
-    for (const at::Tensor& t : tensors) kept_.emplace_back(t, /*is_output=*/false);
+  void save(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& t : tensors) saved_.emplace_back(t, /*is_output=*/false);
   }
 
-  std::vector<at::Tensor> take() {
-    std::vector<at::Tensor> taken;
-    for (const auto& s : kept_) taken.push_back(s.unpack());
-    if (!graph_is_kept())
-      for (auto& s : kept_) s.reset_data();
-    return taken;
+  std::vector<at::Tensor> unpack() {
+    std::vector<at::Tensor> tensors;
+    for (const auto& s : saved_) tensors.push_back(s.unpack());
+    if (!retains_graph())
+      for (auto& s : saved_) s.reset_data();
+    return tensors;
   }
 
  private:
-  std::vector<torch::autograd::SavedVariable> kept_;
+  std::vector<torch::autograd::SavedVariable> saved_;
 };
 
-// Gradients of gate and up are written over them where the graph is not kept and their storage has
-// one holder. A Python wrapper counts as one until it is freed, so the values are taken out first.
-// t's values without t, which may have been the last to hold them: `is_sole` tells.
-inline at::Tensor take_values(at::Tensor& t) { return std::exchange(t, at::Tensor()).variable_data(); }
+// Detach t's values and clear t. A Python wrapper holds the storage until it is freed, so nodes do this before they test
+// `is_sole` to write gradients over gate and up.
+inline at::Tensor detach_values(at::Tensor& t) { return std::exchange(t, at::Tensor()).variable_data(); }
 
-// No other tensor shares t's memory.
+// Whether no other tensor shares t's storage.
 inline bool is_sole(const at::Tensor& t) { return t.storage().use_count() == 1; }
 
-// The gradients of a node under create_graph=True: there, but not to be differentiated.
-void refuse_second_derivatives(torch::autograd::variable_list& gradients);
+// Under create_graph=True, make gradients raise if they are differentiated.
+void forbid_double_backward(torch::autograd::variable_list& gradients);
 
 }  // namespace fsdp_quant

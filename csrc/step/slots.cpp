@@ -28,7 +28,7 @@ at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slo
 
 namespace {
 
-// The largest finite amax so far, in place.
+// Raise the newest amax of a history in place, if finite.
 void record_amax(const at::Tensor& amaxes, const at::Tensor& amax) {
   check_cuda(amaxes, "amaxes");
   check_buffer(amaxes, "amaxes", amaxes, at::kFloat, amaxes.numel());
@@ -40,17 +40,22 @@ void record_amax(const at::Tensor& amaxes, const at::Tensor& amax) {
 
 }  // namespace
 
-Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history, int64_t tensors) {
+Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history,
+                   int64_t tensors) {
   Delayed by;
   for (int d = 0; d < kDirections; ++d) {
     const int64_t i = r[d].factor;
     if (!specs[d].present() || i < 0) continue;
-    const auto of_side = [&](const std::vector<at::Tensor>& list) { return at::TensorList(list).slice(i * tensors, tensors); };
+    const auto of_direction = [&](const std::vector<at::Tensor>& list) {
+      return at::TensorList(list).slice(i * tensors, tensors);
+    };
     TORCH_CHECK_VALUE((i + 1) * tensors <= static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, " of ",
                       tensors, " tensors; got ", history.factors.size());
-    by.factors[d] = of_side(history.factors);
-    const bool recorded = d == 1 && !by.records[0].empty() && r[0].factor == i;  // directions of one storage share a history
-    if ((i + 1) * tensors <= static_cast<int64_t>(history.amaxes.size()) && !recorded) by.records[d] = of_side(history.amaxes);
+    by.factors[d] = of_direction(history.factors);
+    const bool recorded =
+        d == 1 && !by.records[0].empty() && r[0].factor == i;  // directions that share storage share a history
+    if ((i + 1) * tensors <= static_cast<int64_t>(history.amaxes.size()) && !recorded)
+      by.records[d] = of_direction(history.amaxes);
   }
   return by;
 }
@@ -59,27 +64,27 @@ namespace {
 
 template <class T>
 PointerTable<T> pointer_table(at::TensorList tensors, const char* name, int64_t numel) {
-  PointerTable<T> made = {};
-  TORCH_CHECK_VALUE(tensors.size() <= std::size(made.at), "there are ", tensors.size(), " groups; wanted at most ",
-                    std::size(made.at));
-  made.count = static_cast<int32_t>(tensors.size());
+  PointerTable<T> table = {};
+  TORCH_CHECK_VALUE(tensors.size() <= std::size(table.at), "there are ", tensors.size(), " groups; wanted at most ",
+                    std::size(table.at));
+  table.count = static_cast<int32_t>(tensors.size());
   for (size_t e = 0; e < tensors.size(); ++e) {
     check_buffer(tensors[e], name, tensors[0], c10::CppTypeToScalarType<T>::value, numel);
-    made.at[e] = tensors[e].const_data_ptr<T>();
+    table.at[e] = tensors[e].const_data_ptr<T>();
   }
-  return made;
+  return table;
 }
 
-// Factors of groups in one buffer.
-at::Tensor collected(at::TensorList factors) {
+// Factors of groups, copied to one buffer.
+at::Tensor collect_factors(at::TensorList factors) {
   const PointerTable<float> scalars = pointer_table<float>(factors, "enc", 1);
-  at::Tensor made = new_empty(factors[0], {scalars.count}, at::kFloat);
-  check_launch(launch_collect(scalars, made.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
-  return made;
+  at::Tensor enc = new_empty(factors[0], {scalars.count}, at::kFloat);
+  check_launch(launch_collect(scalars, enc.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  return enc;
 }
 
-// The random keys of groups of tokens, [groups, 5].
-at::Tensor random_keys(const LinearCall& call, Slot slot, const Tokens& tokens) {
+// Random keys of token groups, [groups, 5].
+at::Tensor random_keys(const LinearCall& call, Slot slot, const TokenTables& tokens) {
   check_buffer(call.step, "step", call.step, at::kLong, 5);
   TORCH_CHECK_VALUE(static_cast<int64_t>(call.group_ids.size()) == tokens.groups, "got the ids of ", call.group_ids.size(),
                     " groups; wanted ", tokens.groups);
@@ -93,16 +98,15 @@ at::Tensor random_keys(const LinearCall& call, Slot slot, const Tokens& tokens) 
 
 }  // namespace
 
-Encodings encode_directions(
-    const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool round_to_bf16,
-    const MaybeTensor& amax, const EncodeExtras& extras) {
+Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by,
+                            const MaybeTensor& key, bool round_to_bf16, const MaybeTensor& amax, const EncodeExtras& extras) {
   const MaybeTensor none;
   const auto given = [&](int d) -> const MaybeTensor& { return specs[d].whole_tensor() ? amax : none; };
   MaybeTensor enc[kDirections];
   for (int d = 0; d < kDirections; ++d) {
     if (by.factors[d].empty()) continue;
     const bool is_shared = d == 1 && by.factors[0].data() == by.factors[1].data();
-    enc[d] = is_shared ? enc[0] : extras.tokens != nullptr ? collected(by.factors[d]) : by.factors[d][0];
+    enc[d] = is_shared ? enc[0] : extras.tokens != nullptr ? collect_factors(by.factors[d]) : by.factors[d][0];
   }
   const auto known_of = [&](int d) -> GivenAmaxes {
     if (extras.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
@@ -113,21 +117,23 @@ Encodings encode_directions(
 }
 
 void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int64_t cols) {
-  const bool turned = d == kColumnwise;
-  const EncodingSizes<int64_t> sizes = encoding_sizes<int64_t>(r.spec, turned, rows, cols, 0);  // rotation fills rows or columns
+  const bool columnwise = d == kColumnwise;
+  const EncodingSizes<int64_t> sizes =
+      encoding_sizes<int64_t>(r.spec, columnwise, rows, cols, 0);  // rotation pads rows or columns
   std::tie(codes.data, codes.scale) =
-      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, turned, turned, r.run == kOfTensor, sizes.cols,
+      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, columnwise, columnwise, r.run == kOfTensor, sizes.cols,
                    std::max<int64_t>(r.run, 0));
 }
 
-EncodingSpec turned(EncodingSpec spec) {
+EncodingSpec k_major_spec(EncodingSpec spec) {
   spec.transposed = true;
   if (!spec.operand()) spec.scale_layout = ScaleLayout::kHopper;
   return spec;
 }
 
-Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, EncodeExtras extras) {
-  const Tokens* const tokens = extras.tokens;
+Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known,
+                        EncodeExtras extras) {
+  const TokenTables* const tokens = extras.tokens;
   const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -141,7 +147,7 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
       anchors[d] = r[d].packed;
     } else {
       TORCH_CHECK_NOT_IMPLEMENTED(tokens == nullptr || !r[d].is_anchored(), "codes of groups of tokens are not anchored");
-      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].spec) : r[d].spec;
+      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? k_major_spec(r[d].spec) : r[d].spec;
       if (r[d].is_anchored()) plain[d].transposed = false;
       if (r[d].spec.stochastic && !key.has_value())
         key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
@@ -150,36 +156,36 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
   const Delayed by = delayed_of(r, plain, history, tokens != nullptr ? tokens->groups : 1);
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
   const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
-  const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of one tensor
-  if (extras.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], encs, *extras.gated))) {
+  const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of ungrouped tensors
+  if (extras.gated != nullptr && (is_anchored || !can_encode_gated(x, plain[0], plain[1], encs, *extras.gated))) {
     const auto [h, amaxes] = activation(x, extras.gated->up, static_cast<int64_t>(extras.gated->kind));
     x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), extras.gated = nullptr;
   }
-  Encodings made;
+  Encodings encoded;
   if (plain[0].present() || plain[1].present()) {
-    made = encode_directions(plain, x, by, key, false, extras.tokens == nullptr ? known.whole : std::nullopt, extras);
+    encoded = encode_directions(plain, x, by, key, false, extras.tokens == nullptr ? known.whole : std::nullopt, extras);
     extras.column_sums = nullptr;
     for (const Direction d : {kRowwise, kColumnwise})
-      if (plain[d].present() && r[d].is_anchored()) anchor(made[d], r[d], d, x.size(0), x.size(1));
+      if (plain[d].present() && r[d].is_anchored()) anchor(encoded[d], r[d], d, x.size(0), x.size(1));
   }
   if (is_anchored) {
     const MaybeTensor none;
     if (anchors[1] == 0) extras.tokens = nullptr;
-    auto specs = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
+    auto tensors = encode_anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
                           anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, extras);
-    auto next = specs.begin();
+    auto next = tensors.begin();
     for (int d = 0; d < kDirections; ++d)
-      if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
+      if (anchors[d] != 0) encoded[d].data = std::move(*next++), encoded[d].scale = std::move(*next++);
   }
-  return made;
+  return encoded;
 }
 
-Operand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const Operand* other) {
-  if (!r.is_quantized()) return {d == kColumnwise ? e.data.t() : e.data};
+LinearOperand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const LinearOperand* other) {
+  if (!r.is_quantized()) return {{d == kColumnwise ? e.data.t() : e.data}};
   const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
-  const bool outside = r.decodes() && r.spec.whole();  // the scale of the whole tensor
-  Operand o;
+  const bool outside = r.decodes() && r.spec.whole();  // the whole-tensor scale multiplies the GEMM
+  LinearOperand o;
   if (outside) o.factor = {pointer(e.scale), 0.0f};
   if (e.tensor_amax.defined() && r.has_tensor_amax()) o.factor = {pointer(e.tensor_amax), r.spec.tensor_max};
   if (!r.decodes()) {
@@ -199,19 +205,13 @@ Operand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const Op
   return o;
 }
 
-void watch(
-    const LinearCall& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
-    const MaybeTensor& b_scale, int64_t b_kind) {
-  const int64_t counted = call.plan->watched[product];
+void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b) {
+  const int64_t counted = call.plan->counted[gemm];
   if (!call.guard.has_value() || counted == 0) return;
-  product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, call.step, *call.guard, product);
+  product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm);
 }
 
-void watch(const LinearCall& call, int product, const Operand& a, const Operand& b) {
-  watch(call, product, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
-}
-
-at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias) {
+at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias) {
   MaybeTensor alpha;
   if (b.alpha.defined()) {
     alpha = b.alpha;
@@ -220,7 +220,7 @@ at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, co
     check_launch(launch_alpha(a.factor, b.factor, alpha->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
                  "linear_step");
   } else if (a.kind == 0 && b.kind == 0) {
-    return at::linear(a.data, b.data, bias);  // exactly torch's
+    return at::linear(a.data, b.data, bias);  // the same bytes as torch
   }
   return gemm(a.data, b.data, a.scale, b.scale, a.kind, b.kind, dtype, bias, alpha);
 }
@@ -230,7 +230,7 @@ void append(std::vector<at::Tensor>& list, const OperandSpec& r, const Encoded& 
     if (t->defined() && (t != &e.tensor_amax || r.has_tensor_amax())) list.push_back(*t);
 }
 
-Encoded take(const std::vector<at::Tensor>& list, size_t& at, const OperandSpec& r) {
+Encoded next_encoded(const std::vector<at::Tensor>& list, size_t& at, const OperandSpec& r) {
   Encoded e;
   const size_t fields = r.is_quantized() ? 2 + r.has_tensor_amax() : 1;
   TORCH_CHECK_VALUE(at + fields <= list.size(), "got ", list.size(), " buffers of codes; more are wanted");
@@ -249,7 +249,7 @@ at::Tensor matrix(const at::Tensor& x) {
 void register_slots(torch::Library& m) {
   m.def("random_key(Tensor step, Tensor ids, int slot, SymInt rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key), compliant());
-  // after: a gradient, behind which a graph reads the step.
+  // after: a gradient that orders reading the step in graphs.
   m.def("random_key.after(Tensor step, Tensor ids, int slot, SymInt rows, Tensor after) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows,
                                                    const at::Tensor&) { return random_key(step, ids, slot, rows); }),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the headers of CUDA's runtime ask of crt/host_defines.h when a C++ compiler reads them. The packages beside torch hold those
-// headers and not this one, which comes with nvcc (ops/build.py takes this folder where there is none).
+// The macros that CUDA's runtime headers need from crt/host_defines.h. PyPI packages ship those headers without this file,
+// which is part of nvcc; ops/build.py adds this folder if it is missing.
 #pragma once
 
 #define CUDARTAPI
