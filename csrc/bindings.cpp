@@ -6,10 +6,10 @@ namespace fsdp_quant {
 void register_encoding(torch::Library& m);
 void register_quantize(torch::Library& m);
 void register_anchored(torch::Library& m);
-void register_quantize_group(torch::Library& m);
+void register_multi_tensor(torch::Library& m);
 void register_layout(torch::Library& m);
 void register_gemm(torch::Library& m);
-void register_parts(torch::Library& m);
+void register_grouped_gemm(torch::Library& m);
 void register_norm(torch::Library& m);
 void register_optim(torch::Library& m);
 void register_pieces(torch::Library& m);
@@ -25,8 +25,8 @@ void register_activate(torch::Library& m);
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   using namespace fsdp_quant;
-  for (const auto add : {register_encoding, register_quantize, register_anchored, register_quantize_group, register_layout,
-                         register_gemm, register_parts, register_norm, register_optim, register_pieces, step::register_plan,
+  for (const auto add : {register_encoding, register_quantize, register_anchored, register_multi_tensor, register_layout,
+                         register_gemm, register_grouped_gemm, register_norm, register_optim, register_pieces, step::register_plan,
                          step::register_slots, step::register_weight, step::register_linear, step::register_grouped,
                          step::register_activate})
     add(m);

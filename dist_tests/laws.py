@@ -22,9 +22,9 @@ from fsdp_quant.ops.capability import (
     unsupported_reason,
 )
 from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS, NATIVE, SPREAD, operand_format
-from fsdp_quant.ops.reference import product_error
+from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.quantizer import Quantizer
-from fsdp_quant.storage import Storage
+from fsdp_quant.storage import Storage, to_layout
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def assert_same_storage(got: Storage | None, want: Storage | None, what: str = "
         want.direction,
         tuple(want.shape),
     ), f"{what}: got {got.describe()}, want {want.describe()}"
-    want = want.to_gemm_operand(got.layout)
+    want = to_layout(want, got.layout)
     assert got.buffers().keys() == want.buffers().keys(), (
         f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
     )
@@ -219,7 +219,7 @@ def recorded_saves():
 def kept_step():
     """Leave the step, and who counts it, as they are; layers without names are named as in a new
     process."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "followers")}
+    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "restarted")}
     offset, named = STEP.token_offset, dict(rng._MADE)
     rng._MADE.clear()
     try:
@@ -248,7 +248,7 @@ class Travelled(torch.autograd.Function):
 def assert_lost_rows_are_counted(
     quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
 ) -> None:
-    """`reference.product_error` fires on products by one exponent per tensor whose rows lost a
+    """`ops.product_error` fires on products by one exponent per tensor whose rows lost a
     tenth of their formats' error, and on none that lost a hundredth.
 
     Half of the rows of x [shape] are 2^-power of the others, for powers to 15; w has x's shape.
@@ -259,7 +259,7 @@ def assert_lost_rows_are_counted(
     for power in range(16):  # some rows are zero beyond
         rows = x * torch.where(below, 2.0**-power, 1.0)[:, None].to(x.dtype)
         of = [quantizer.storage(rows, ROWWISE), of_w]
-        operands = [s.to_gemm_operand(ANCHORED_TENSOR) for s in of]
+        operands = [to_layout(s, ANCHORED_TENSOR) for s in of]
         given = ((s.data, None, s.operand_format) for s in operands)
         extra, own = product_error(*given, (counted,) * 2).tolist()
         want, formats, made = (

@@ -60,8 +60,8 @@ TARGETS = {
     "fsdp_hooks": ("tensor/fsdp_hooks.py", OF_SHARDS),
     "gather_group": ("tensor/gather_group.py", OF_SHARDS),
     "gathered_weight": ("tensor/gathered_weight.py", OF_SHARDS),
-    "hooks": ("hooks.py", f"{SINGLE}hooks.py {SINGLE}cast_plan.py"),
-    "checkpoint": ("checkpoint.py", f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"),
+    "hooks": ("weight_sync/sync.py", f"{SINGLE}hooks.py {SINGLE}cast_plan.py"),
+    "checkpoint": ("checkpoint/files.py", f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"),
 }
 
 

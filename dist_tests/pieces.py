@@ -76,7 +76,7 @@ class Piece(ctypes.Structure):
         return whole.to(torch.bfloat16).view(self.rows, self.cols)
 
 
-class ScaleRun(ctypes.Structure):
+class ScaleSegment(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("source", "out", "tensor_amax", "enc", "record", "count")),
         ("narrow", _INT),
@@ -191,7 +191,7 @@ def cast_scales(
     runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None
 ) -> None:
     """See `native.cast_scales`."""
-    table = _rows(runs, ScaleRun)
+    table = _rows(runs, ScaleSegment)
     assert len(encodings) <= native.SCALE_SIDES
     for index, chunk in chunks.tolist() if skip is None or not skip else ():
         run = table[index]

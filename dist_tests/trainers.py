@@ -108,6 +108,14 @@ def loop(
     return losses
 
 
+def overflow_once(model: nn.Module) -> torch.amp.GradScaler:
+    """Let the model's first gradient overflow. The scaler then takes 2^-16 of its scale, as those
+    of trainers do on a GPU."""
+    factors = [float("inf"), *[1.0] * 100]
+    model.lm_head.weight.register_hook(lambda grad: grad * factors.pop(0))
+    return torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=2.0**-16)
+
+
 def whole(
     model: nn.Module, of: Callable[[str, Tensor], bool] = lambda name, parameter: True
 ) -> dict[str, Tensor]:

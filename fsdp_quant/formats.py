@@ -25,13 +25,17 @@ import functools
 import math
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
+from typing import TypeVar
 
 import torch
+from typing_extensions import dataclass_transform
 
+_T = TypeVar("_T")
 FLT_MAX = torch.finfo(torch.float32).max
 
 
-def value_class(cls: type) -> type:
+@dataclass_transform(frozen_default=True)
+def value_class(cls: type[_T]) -> type[_T]:
     """A frozen dataclass that computes its hash once, and its canonical text: values are the keys
     of caches that every call reads.
 

@@ -21,19 +21,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .counters import counters
+from .encoded_matrix import EncodedMatrix
 from .formats import IDENTITY, ROWWISE, Direction, check_pair
+from .gemm_operand import GemmOperand
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
 from .ops.layout import ANCHORED, ANCHORS
 from .ops.reference import bf16_product
-from .storage import Storage, has_tensor_amax
+from .storage import Storage, to_gemm_operand, to_storage
 
 
 class Watch(NamedTuple):
     """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2]
     (`native.product_error`).
 
-    counted:  of a, of b, as `reference.product_error` has it. step: int64 [5]
+    counted:  of a, of b, as `ops.product_error` has it. step: int64 [5]
               (`context.STEP_FIELDS`).
     """
 
@@ -57,8 +59,8 @@ class StaleWeightError(RuntimeError):
 
 
 def gemm(
-    a: Storage,
-    b: Storage,
+    a: EncodedMatrix,
+    b: EncodedMatrix,
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -71,8 +73,7 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
-    a, b:        in the layout of the domain (`Storage.to_gemm_operand`), or compact: brought into
-                 it.
+    a, b:        `Storage`, or `GemmOperand` in the layout of the domain: others are brought into it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].
@@ -124,18 +125,27 @@ def gemm(
     codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
     if codes:
         _check_compiled(a, b, domain)
-    anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
-    a, b = (
-        s.to_gemm_operand(operand_layout(s.fmt, other.fmt, domain, arch, anchored))
-        for s, other in ((a, b), (b, a))
-    )
     if codes and m * n * k_a > 0:
-        result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha, watch)
+        anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
+        result = _multiply(
+            to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored)),
+            to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored)),
+            out_dtype,
+            out,
+            accumulate,
+            bias,
+            alpha,
+            watch,
+        )
     else:
-        if tracing and not native.runs(a.data):
-            result = _recorded(a, b, out_dtype, bias, alpha, domain)
+        if codes:  # an empty product
+            result = _reference(a, b, out_dtype, bias, alpha)
         else:
-            result = _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+            compact = to_storage(a), to_storage(b)
+            if tracing and not native.runs(a.data):
+                result = _recorded(*compact, out_dtype, bias, alpha, domain)
+            else:
+                result = _DOMAINS[domain](*compact, out_dtype, bias, alpha)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
@@ -144,7 +154,7 @@ def gemm(
     return result
 
 
-def _check_there(*operands: Storage) -> None:
+def _check_there(*operands: EncodedMatrix) -> None:
     """Raise StaleWeightError for codes that were freed."""
     for name, storage in zip("ab", operands):
         if storage.is_freed:
@@ -155,7 +165,7 @@ def _check_there(*operands: Storage) -> None:
             )
 
 
-def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
+def _check_compiled(a: EncodedMatrix, b: EncodedMatrix, domain: str) -> None:
     arch = arch_of(a.data.device)
     if gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
         raise ValueError(
@@ -165,8 +175,8 @@ def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
 
 
 def _multiply(
-    a: Storage,
-    b: Storage,
+    a: GemmOperand,
+    b: GemmOperand,
     out_dtype: torch.dtype,
     out: Tensor | None,
     accumulate: bool,
@@ -174,26 +184,26 @@ def _multiply(
     alpha: Tensor | None,
     watch: Watch | None,
 ) -> Tensor:
-    """Codes in the layout of their domain, by the tensor cores: partial sums in fp32."""
-    for scale in (
-        dispatch.tensor_decode_scale(s.tensor_amax, s.fmt)
-        for s in (a, b)
-        if s.tensor_amax is not None
-    ):
-        alpha = scale if alpha is None else alpha * scale
-    operands = [native.Operand(s.data, s.scale, s.operand_format) for s in (a, b)]
+    """The product on the tensor cores, with partial sums in fp32."""
+    for operand in (a, b):
+        if operand.tensor_amax is not None:
+            scale = dispatch.tensor_decode_scale(operand.tensor_amax, operand.fmt)
+            alpha = scale if alpha is None else alpha * scale
+    left = native.Operand(a.data, a.scale, a.operand_format)
+    right = native.Operand(b.data, b.scale, b.operand_format)
     if watch is not None and any(watch.counted):
-        native.product_error(*operands, *watch)
-    return native.gemm(*operands, out_dtype, out, accumulate, bias, alpha)
+        native.product_error(left, right, *watch)
+    return native.gemm(left, right, out_dtype, out, accumulate, bias, alpha)
 
 
 def _native(
-    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+    a: Storage,
+    b: Storage,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: Tensor | None,
 ) -> Tensor:
-    """Both operands in their own dtype: exactly torch's linear; or an empty product. A wider result
-    is rounded once, to it."""
-    if a.fmt.is_quantized or b.fmt.is_quantized:
-        return _reference(a, b, out_dtype, bias, alpha)
+    """Both operands in their own dtype: exactly torch's linear. A wider result is rounded once."""
     x, w = a.operand(), b.operand()
     if out_dtype is torch.float32 and x.dtype is w.dtype is not out_dtype:
         return (_bf16 if x.dtype is torch.bfloat16 else _reference)(a, b, out_dtype, bias, alpha)
@@ -214,7 +224,11 @@ def _native(
 
 
 def _bf16(
-    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+    a: Storage,
+    b: Storage,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: Tensor | None,
 ) -> Tensor:
     """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction
     multiply after.
@@ -250,7 +264,11 @@ def _bf16(
 
 
 def _reference(
-    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+    a: EncodedMatrix,
+    b: EncodedMatrix,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: Tensor | None,
 ) -> Tensor:
     """Both operands decoded to fp32 with all their scales, one fp32 product."""
     return _finish(a.operand().float().mm(b.operand().float().t()), out_dtype, bias, alpha)
@@ -280,7 +298,7 @@ def _finish(
     return y.to(out_dtype)
 
 
-_DOMAINS = {"native": _native, "anchored": _native, "bf16": _bf16, "reference": _reference}
+_DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
 
 
 # The reference in graphs #
@@ -303,28 +321,19 @@ def _recorded(
     )
 
 
-def _operand(
+def _storage_over(
     buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Storage:
-    direction, layout, fmt = what.split("|", 2)
-    fmt = opaque.format_from(fmt)
-    data, *rest = buffers
-    tensor_amax = rest.pop() if has_tensor_amax(fmt, layout) else None
-    return Storage(
-        fmt,
-        Direction(direction),
-        tuple(shape),
-        data,
-        rest[0] if rest else None,
-        tensor_amax,
-        dtype,
-        0,
-        layout,
+    direction, _, text = what.split("|", 2)
+    rows, cols = shape
+    return Storage.over(
+        buffers, opaque.format_from(text), Direction(direction), (rows, cols), dtype
     )
 
 
 def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
-    a, b = _operand(a, a_is, shapes[:2], a_dtype), _operand(b, b_is, shapes[2:], b_dtype)
+    a = _storage_over(a, a_is, shapes[:2], a_dtype)
+    b = _storage_over(b, b_is, shapes[2:], b_dtype)
     _check_there(a, b)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
     with torch.no_grad():

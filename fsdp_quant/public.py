@@ -13,7 +13,7 @@ import fsdp_quant.optim as optim
 import fsdp_quant.parallel as parallel
 import fsdp_quant.recipe as recipes
 
-from .context import autocast, begin_step, quantized_model_init, skip_step, sync, token_offset
+from .context import autocast, quantized_model_init, token_offset
 from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
 from .gemm import StaleWeightError, gemm
 from .inspection.advise import advise
@@ -31,6 +31,7 @@ from .modules.linear import Linear
 from .modules.norm import Norm
 from .modules.quantize import Quantize
 from .modules.training_state import load_state_dict, share_amaxes, state_dict
+from .modules.training_steps import begin_step, skip_step, sync
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role
 from .recipe import custom as CustomRecipe

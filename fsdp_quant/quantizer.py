@@ -7,6 +7,7 @@ keys with the step. One quantizer may serve any number of tensors, and both side
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
@@ -14,11 +15,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .encoded_matrix import EncodedMatrix
 from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of, value_class
 from .ops import dispatch
+from .ops.dispatch import Encoded, Statistics
 from .ops.layout import COMPACT
 from .scaling import DelayedScaling
-from .storage import Storage
+from .storage import Storage, encoded_matrix, to_layout, to_storage
 from .tensor.quantized_tensor import QuantizedTensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
@@ -187,7 +190,10 @@ class HybridQuantizer:
         return tuple(d for d in self.encodings if self.side(d).is_delayed)
 
     def derive_columnwise(
-        self, rowwise: Storage, compute_dtype: torch.dtype | None = None, key=None
+        self,
+        rowwise: EncodedMatrix,
+        compute_dtype: torch.dtype | None = None,
+        key: Tensor | None = None,
     ) -> Storage:
         """The columnwise storage of the decoded rowwise one (decoded in fp32, rounded once).
 
@@ -201,7 +207,7 @@ class HybridQuantizer:
         )
         return replace(storage, dtype=dtype)
 
-    def columnwise_of(self, rowwise: Storage, key=None) -> Storage:
+    def columnwise_of(self, rowwise: Storage, key: Tensor | None = None) -> Storage:
         """The columnwise storage, where it is not encoded from the values: the rowwise one itself,
         or derived from it."""
         return (
@@ -213,32 +219,74 @@ class HybridQuantizer:
     def storages(
         self,
         x: Tensor,
-        directions=tuple(Direction),
+        directions: Collection[Direction] = tuple(Direction),
         *,
         key: Tensor | None = None,
         factors: dict[Direction, Tensor] | None = None,
-        layouts: dict[Direction, str] | None = None,
-        statistics: dict[Direction, dispatch.Statistics] | None = None,
+        statistics: dict[Direction, Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
         """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes
         seen.
 
-        key:      int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
-        factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
-        layouts:  of the results, by direction (`ops.layout`); None: compact.
+        key:         int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
+        factors:     fp32 [1] per direction from the history of a delayed side (0: no history yet).
         statistics:  of the tensor that x is a part of, by encoded direction, where they differ from
                      x's.
-        returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
+        returns:     (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
         """
-        layouts = layouts or {}
+        encodings = self._encodings_for(directions, {})
+        encoded, amaxes = self._encode(x, encodings, key, factors, {}, statistics)
+        made = {d: Storage.of(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()}
+        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
+            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE], key)
+        return {d: s for d, s in made.items() if d in directions}, amaxes
+
+    def operands(
+        self,
+        x: Tensor,
+        directions: Collection[Direction] = tuple(Direction),
+        *,
+        layouts: dict[Direction, str],
+        key: Tensor | None = None,
+        factors: dict[Direction, Tensor] | None = None,
+        statistics: dict[Direction, Statistics] | None = None,
+    ) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
+        """`storages` in the layouts (`ops.layout`) in which GEMMs read each direction."""
+        encodings = self._encodings_for(directions, layouts)
+        encoded, amaxes = self._encode(
+            x, encodings, key, factors, {} if self.is_derived else layouts, statistics
+        )
+        made = {
+            d: encoded_matrix(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()
+        }
+        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
+            made[COLUMNWISE] = self.columnwise_of(to_storage(made[ROWWISE]), key)
+        return {
+            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in made.items() if d in directions
+        }, amaxes
+
+    def _encodings_for(
+        self, directions: Collection[Direction], layouts: dict[Direction, str]
+    ) -> dict[Direction, Encoding]:
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
             if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-                # the same codes, laid out otherwise
+                # the same codes in another layout
                 encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
-        # whose history scales it
+        return encodings
+
+    def _encode(
+        self,
+        x: Tensor,
+        encodings: dict[Direction, Encoding],
+        key: Tensor | None,
+        factors: dict[Direction, Tensor] | None,
+        layouts: dict[Direction, str],
+        statistics: dict[Direction, Statistics] | None,
+    ) -> tuple[dict[Direction, Encoded], dict[Direction, Tensor]]:
+        # the direction whose statistics and history scale each one
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}
         encoded = dispatch.encode(
             x,
@@ -246,21 +294,14 @@ class HybridQuantizer:
             [statistics.get(source[d]) for d in encodings] if statistics else None,
             keys=[key] * len(encodings),
             encs=[factors.get(source[d]) for d in encodings] if factors else None,
-            layouts=[layouts.get(d, COMPACT) for d in encodings]
-            if layouts and not self.is_derived
-            else None,
+            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts else None,
         )
-        made = {
-            d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)
+        amaxes = {
+            source[d]: one.amax
+            for d, one in zip(encodings, encoded)
+            if one.amax is not None and source[d] in self.delayed_directions
         }
-        amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}
-        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
-            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE].to_gemm_operand(COMPACT), key)
-        return {
-            d: s.to_gemm_operand(layouts.get(d, COMPACT))
-            for d, s in made.items()
-            if d in directions
-        }, amaxes
+        return dict(zip(encodings, encoded)), amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: which quantizer each tensor of a linear layer gets.
+"""Recipes: the quantizer of each tensor of a linear layer.
 
-The three products of y = x W^T read six storages; a recipe names the quantizer of each:
+The three GEMMs of y = x W^T read six storages; a recipe names the quantizer of each:
 
     fprop  y  = x.rowwise          weight.rowwise
     dgrad  dx = grad_output.rowwise    weight.columnwise
@@ -9,14 +9,12 @@ The three products of y = x W^T read six storages; a recipe names the quantizer 
 
     recipe           input            weight                 grad_output
     identity()       identity         identity               identity
-    fp8_current()    fp8_tensor       fp8_tensor             fp8_tensor (grad_element="e5m2"
-    optional)
-    fp8_delayed()    fp8_tensor       fp8_tensor             fp8_tensor e5m2, all with delayed
-    scaling
+    fp8_current()    fp8_tensor       fp8_tensor             fp8_tensor (or grad_element="e5m2")
+    fp8_delayed()    fp8_tensor       fp8_tensor             fp8_tensor e5m2; all delayed scaling
     fp8_row()        fp8_row          fp8_row                fp8_row
     fp8_block()      fp8_1x128        fp8_128x128            fp8_1x128
     mxfp8()          mxfp8            mxfp8                  mxfp8
-    mxfp6()          mxfp6            mxfp6                  mxfp6 (grad_element="e3m2" optional)
+    mxfp6()          mxfp6            mxfp6                  mxfp6 (or grad_element="e3m2")
     mxfp4()          mxfp4 / +RHT     mxfp4                  mxfp4+SR / +SR+RHT
     nvfp4()          nvfp4 / +RHT     nvfp4_16x16            nvfp4+SR / +SR+RHT
     hybrid(F, B)     F / B            F / B                  B / B
@@ -30,89 +28,52 @@ mxfp8 / nvfp4
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 
-from .formats import FAMILIES, IDENTITY, SCALE_RULES, canonical_text, family_of, format_of
+from .formats import FAMILIES, SCALE_RULES, Format, canonical_text, family_of, format_of
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
+from .roles import (
+    BACKWARD_OVERRIDES,
+    QUANTIZED_TYPES,
+    Role,
+    default_override,
+    matches,
+    overridden,
+)
 from .scaling import DelayedScaling
 
-TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
-QUANTIZED_TYPES, BOUNDARY_TYPES = TENSOR_TYPES[:3], TENSOR_TYPES[3:]
-BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
-OVERRIDE_VARIABLE = "FSDP_QUANT_BACKWARD_OVERRIDE"
-
-
-@functools.cache
-def default_override() -> str | None:
-    """`backward_override` of recipes that do not say: FSDP_QUANT_BACKWARD_OVERRIDE, read once."""
-    value = os.environ.get(OVERRIDE_VARIABLE) or None
-    if value not in BACKWARD_OVERRIDES:
-        wanted = " or ".join(map(repr, BACKWARD_OVERRIDES[1:]))
-        raise ValueError(
-            f"{OVERRIDE_VARIABLE}={value!r} in the environment; wanted {wanted}, or leave it out"
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a quantizer is asked for.
-
-    module_type:  "linear"; "grouped_linear" of an expert of `fq.GroupedLinear`; "quantize" of
-                  `fq.Quantize`.
-    tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A
-                  module asks for the slots it has: `fq.Linear` and experts the first three, and the
-                  other two of a recipe with boundary_slots=True; `fq.Quantize` the other two.
-    name:         the module's qualified name.
-
-    >>> fq.Role("linear", "weight", "layers.0.up").name
-    'layers.0.up'
-    """
-
-    module_type: str
-    tensor_type: str
-    name: str = ""
-
-    def __post_init__(self):
-        if self.tensor_type not in TENSOR_TYPES:
-            raise ValueError(
-                f"tensor_type must be one of {', '.join(TENSOR_TYPES)}, got {self.tensor_type!r}"
-            )
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named `qfactory(role)` and the options of the products, compared by value.
+    """A named `qfactory(role)` and the options of the GEMMs, compared by value.
 
     qfactory:             module-level function (role, **arguments) -> Format, its name, Quantizer,
                           HybridQuantizer or None (boundary slots).
     arguments:            its keyword arguments, sorted (name, value) pairs.
     backward_override:    None; "high_precision": the backward multiplies the original values;
-                          "dequantized": it multiplies what the forward decoded. grad_output and
-                          grad_input are not quantized in either. A recipe that does not say takes
-                          `default_override()`.
+                          "dequantized": it multiplies the decoded operands of the forward. Neither
+                          quantizes grad_output and grad_input. Default: `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
-    anchor_tolerance:     error that anchors may add to a product, over that of its formats, before
-                          it goes a rung further down (`modules.plan.LADDER`), in all layers alike,
-                          as a step begins.
-    save_original_input:  None: what the plan says; True: the input is saved and quantized again in
-                          the backward. Under backward_override="dequantized" never: the backward
-                          multiplies the saved codes of the forward.
-    strict:               what runs is what the plan says, or it raises; False warns once and
+    anchor_tolerance:     error that anchors may add to a GEMM, relative to that of its formats,
+                          before all layers use the next rung (`modules.plan.LADDER`) from the next
+                          step on.
+    save_original_input:  None: the plan decides; True: save the input and quantize it again in the
+                          backward. backward_override="dequantized" always saves codes.
+    strict:               raise if something other than the plan would run; False warns once and
                           counts.
-    require_native:       refuse products that no tensor core computes, when the recipe is applied.
+    require_native:       refuse GEMMs that no tensor core computes, when the recipe is applied.
     compute_dtype:        dtype that the weight's quantizer sees (None: the master's own).
-    tail:                 share of the converted layers, the last ones, that stay in identity.
-    boundary_slots:       linear layers ask for "output" and "grad_input" too, and hand on decoded
+    tail:                 share of the converted layers, the last ones, that run in identity.
+    boundary_slots:       linear layers quantize "output" and "grad_input" too, and return decoded
                           values.
-    key:                  a text that stands for the recipe while a graph is traced (`recipe_of`).
 
     >>> fq.recipes.mxfp8() == fq.recipes.mxfp8(accuracy="fast")
     True
@@ -137,9 +98,8 @@ class Recipe:
         qualified = getattr(self.qfactory, "__qualname__", "")
         if not qualified or "<lambda>" in qualified or "<locals>" in qualified:
             raise ValueError(
-                "qfactory must be a module-level function, because recipes are pickled and "
-                f"compared; got {qualified or self.qfactory!r}: move it to a module and pass it by "
-                "name"
+                "recipes are pickled and compared, so qfactory must be a module-level function; "
+                f"got {qualified or self.qfactory!r}: move it to a module and pass it by name"
             )
         if self.backward_override == "environment":
             object.__setattr__(self, "backward_override", default_override())
@@ -152,15 +112,17 @@ class Recipe:
             raise ValueError(f"accuracy must be 'fast' or 'exact', got {self.accuracy!r}")
         if not 0.0 <= self.tail <= 1.0:
             raise ValueError(f"tail is a share of the layers between 0 and 1, got {self.tail}")
-        self._register()
+        _RECIPES[self.key] = self
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._register()  # files of before keys have none
-
-    def _register(self) -> None:
-        object.__setattr__(self, "key", f"{self.name} {self.fingerprint()}")
+        self.__dict__.pop("key", None)
         _RECIPES[self.key] = self
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A text that stands for the recipe while a graph is traced (`recipe_of`)."""
+        return f"{self.name} {self.fingerprint()}"
 
     def hybrid(self, role: Role) -> HybridQuantizer | None:
         """The quantizer of this role, `backward_override` applied; None for an empty boundary
@@ -174,46 +136,37 @@ class Recipe:
                 )
             return None
         try:
-            return _overridden(hybrid_of(value), role.tensor_type, self.backward_override)
+            return overridden(hybrid_of(value), role.tensor_type, self.backward_override)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{role.name}: {role.tensor_type}: {self.name} gave {value!r}: {error}"
             ) from error
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each layer in order: identity for the last `tail` of them (a part of a
-        layer counts as one)."""
+        """The recipe of each layer in order: identity for the last `tail` of them, rounded up."""
         keep = len(names) - math.ceil(self.tail * len(names) - 1e-9)
         rest = identity(compute_dtype=self.compute_dtype, strict=self.strict)
         return [self if i < keep else rest for i in range(len(names))]
 
     def at(self, step: int) -> Recipe:
-        """What runs in a step: always this."""
+        """The recipe of a step."""
         return self
 
     @property
     def phases(self) -> tuple[Recipe]:
-        """Everything that `at` may return."""
+        """All values of `at`."""
         return (self,)
 
     def fingerprint(self) -> str:
         """A text that is equal for equal recipes, in any process."""
         factory = f"{self.qfactory.__module__}.{self.qfactory.__qualname__}"
-        options = [
-            (f, getattr(self, f))
-            for f in self.__dataclass_fields__
-            if f not in ("name", "qfactory", "arguments")
-        ]
+        options = [(f.name, getattr(self, f.name)) for f in fields(self)[3:]]
         return f"{factory}{canonical_text(self.arguments)} {canonical_text(options)}"
 
     def __repr__(self) -> str:
-        given = list(self.arguments)
         defaults = {f.name: f.default for f in fields(self)[3:]} | {"backward_override": None}
-        given += [
-            (name, getattr(self, name))
-            for name, default in defaults.items()
-            if getattr(self, name) != default
-        ]
+        options = [(name, getattr(self, name)) for name in defaults]
+        given = [*self.arguments, *(o for o in options if o[1] != defaults[o[0]])]
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given)})"
 
 
@@ -221,8 +174,8 @@ _RECIPES: dict[str, Recipe] = {}  # by key, of this process
 
 
 def recipe_of(key: str) -> Recipe:
-    """The recipe of a key. Raises ValueError for one that was made in a compiled region, where it
-    is no object yet."""
+    """The recipe of a key. Raises ValueError for a recipe that is created in a compiled region, where
+    it is no object yet."""
     if key not in _RECIPES:
         raise ValueError(
             f"the recipe {key.split()[0]} is made inside a compiled region; make it outside, and "
@@ -231,29 +184,12 @@ def recipe_of(key: str) -> Recipe:
     return _RECIPES[key]
 
 
-def _overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:
-    """`backward_override` as a rewrite of one slot: the same for every recipe and module."""
-    if override is None:
-        return hybrid
-    if tensor_type in ("grad_output", "grad_input"):
-        return hybrid_of(IDENTITY)
-    if tensor_type not in ("input", "weight"):
-        return hybrid
-    source = "rowwise_dequantized" if override == "dequantized" else "original"
-    return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
-
-
 # Recipes by layer and by step #
-
-
-def matches(pattern: str, name: str) -> bool:
-    """A layer's qualified name, its last component, or a glob."""
-    return fnmatch.fnmatch(name, pattern) or name.rpartition(".")[2] == pattern
 
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A recipe by layer: by name, else among the first or the last layers, else `default`. Made by
+    """A recipe per layer: by name, else among the first or the last layers, else `default`; see
     `per_layer`.
 
     named:        (pattern, recipe) pairs; the first that matches decides.
@@ -267,38 +203,47 @@ class PerLayer:
 
     def __post_init__(self):
         _check_recipe("per_layer(default)", self.default)
-        for what, (key, recipe) in [("named", n) for n in self.named] + [
-            (what, rule) for what in ("first", "last") if (rule := getattr(self, what)) is not None
-        ]:
+        for what, key, recipe in self._rules:
             _check_recipe(f"per_layer({what}: {key!r})", recipe)
             if recipe.tail:
                 raise ValueError(
                     f"per_layer({what}: {key!r}) is {recipe}; tail belongs to the default, or say "
                     "last="
                 )
-            if what != "named" and key < 1:
-                raise ValueError(f"per_layer({what}=): a number of layers is positive, got {key}")
+        for what, count, _ in self._ends:
+            if count < 1:
+                raise ValueError(f"per_layer({what}=): a number of layers is positive, got {count}")
+
+    @property
+    def _ends(self) -> list[tuple[str, int, Recipe]]:
+        rules = ("first", self.first), ("last", self.last)
+        return [(what, *rule) for what, rule in rules if rule is not None]
+
+    @property
+    def _rules(self) -> list[tuple[str, int | str, Recipe]]:
+        return [*(("named", *rule) for rule in self.named), *self._ends]
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each layer in order. Raises ValueError for a rule that takes no layer, or
-        takes too many."""
+        """The recipe of each layer in order. Raises ValueError for a pattern without layers, and
+        for first and last layers that overlap."""
         result = self.default.for_layers(names)
-        ends = [n for rule in (self.first, self.last) if rule is not None for n in rule[:1]]
-        if sum(ends) > len(names):
+        counts = [count for _, count, _ in self._ends]
+        if sum(counts) > len(names):
             raise ValueError(
-                f"{self} takes {' and '.join(map(str, ends))} of {len(names)} layers; they overlap"
+                f"{self} takes {' and '.join(map(str, counts))} of {len(names)} layers; they "
+                "overlap"
             )
-        for rule, layers in ((self.first, range(len(names))), (self.last, range(len(names))[::-1])):
-            for i in layers[: rule[0]] if rule is not None else ():
-                result[i] = rule[1]
+        for what, count, recipe in self._ends:
+            for i in range(count):
+                result[i if what == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
             found = [i for i, name in enumerate(names) if matches(pattern, name)]
+            for i in found:
+                result[i] = recipe
             if not found:
                 raise ValueError(
                     f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}"
                 )
-            for i in found:
-                result[i] = recipe
         return result
 
     def at(self, step: int) -> PerLayer:
@@ -309,22 +254,13 @@ class PerLayer:
         return (self,)
 
     def fingerprint(self) -> str:
-        rules = [("default", "", self.default), *(("named", *n) for n in self.named)]
-        rules += [
-            (what, *rule) for what in ("first", "last") if (rule := getattr(self, what)) is not None
-        ]
+        rules = [("default", "", self.default), *self._rules]
         return " ".join(f"{what} {key}: {recipe.fingerprint()};" for what, key, recipe in rules)
 
     def __repr__(self) -> str:
-        given = [
-            repr(self.default),
-            *(["{" + ", ".join(f"{k!r}: {r}" for k, r in self.named) + "}"] if self.named else []),
-        ]
-        given += [
-            f"{what}={rule}"
-            for what in ("first", "last")
-            if (rule := getattr(self, what)) is not None
-        ]
+        named = ", ".join(f"{k!r}: {r}" for k, r in self.named)
+        given = [repr(self.default), *(["{" + named + "}"] if named else [])]
+        given += [f"{what}={(count, recipe)}" for what, count, recipe in self._ends]
         return f"per_layer({', '.join(given)})"
 
 
@@ -334,27 +270,28 @@ def per_layer(
     first: tuple[int, Recipe | str] | None = None,
     last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
-    """`default`, but others by name pattern (as `fq.convert(skip=)` takes them), for the first and
+    """`default`, with other recipes by name pattern (as in `fq.convert(skip=)`) and for the first and
     the last layers.
 
     Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
     """
-    ends = [
-        None if rule is None else (rule[0], as_recipe(rule[1], "per_layer", Recipe))
-        for rule in (first, last)
-    ]
     rules = tuple(
-        (pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe))
+        (pattern, _given(recipe, f"per_layer({pattern!r})", Recipe))
         for pattern, recipe in (named or {}).items()
     )
-    return PerLayer(as_recipe(default, "per_layer(default)", Recipe), rules, *ends)
+    return PerLayer(
+        _given(default, "per_layer(default)", Recipe),
+        rules,
+        None if first is None else (first[0], _given(first[1], "per_layer", Recipe)),
+        None if last is None else (last[0], _given(last[1], "per_layer", Recipe)),
+    )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A recipe by step. Made by `schedule`.
+    """A recipe per step; see `schedule`.
 
-    switches:  (first step, step behind the last or None, recipe), in order; `base` runs in all
+    switches:  (first step, step after the last or None, recipe), in order; `base` runs in all
                other steps.
     """
 
@@ -375,7 +312,7 @@ class Schedule:
                 )
 
     def at(self, step: int) -> Recipe | PerLayer:
-        """What runs in a step."""
+        """The recipe of a step."""
         for start, stop, recipe in self.switches:
             if start <= step and (stop is None or step < stop):
                 return recipe
@@ -386,32 +323,29 @@ class Schedule:
         return (self.base, *(recipe for *_, recipe in self.switches))
 
     def fingerprint(self) -> str:
-        return f"{self.base.fingerprint()} " + " ".join(
-            f"[{a}, {b}) {r.fingerprint()}" for a, b, r in self.switches
-        )
+        switches = " ".join(f"[{a}, {b}) {r.fingerprint()}" for a, b, r in self.switches)
+        return f"{self.base.fingerprint()} {switches}"
 
     def __repr__(self) -> str:
-        return (
-            f"schedule({self.base}, {', '.join(f'({a}, {b}, {r})' for a, b, r in self.switches)})"
-        )
+        switches = ", ".join(f"({a}, {b}, {r})" for a, b, r in self.switches)
+        return f"schedule({self.base}, {switches})"
 
 
 def schedule(
     base: Recipe | PerLayer | str, *switches: tuple, total_steps: int | None = None
 ) -> Schedule:
-    """`base`, but other recipes in ranges of steps: (first, behind the last or None for the end,
+    """`base`, with other recipes in ranges of steps: (first, after the last or None for the end,
     recipe).
 
-    first, behind the last:  steps (int), or fractions of `total_steps` (float; 1.0 is the end, and
-                             stays).
+    first, after the last:  steps (int), or fractions of `total_steps` (float; 1.0: no end).
 
-    The step is `fq.begin_step`'s, else the number of training forwards of the model: every rank
-    switches before the same one. A model that torch.compile traces as a whole, or that runs by
+    The step is that of `fq.begin_step`, else the number of training forwards of the model: every
+    rank switches before the same one. A model that torch.compile traces as a whole, or that runs in
     pieces, needs `fq.begin_step`. Raises ValueError for ranges that overlap or hold no step, and
     for fractions of an unknown total.
     """
 
-    def step_of(at):
+    def step_of(at: float | None) -> int | None:
         if at is None or at == 1.0 and isinstance(at, float):
             return None
         if not isinstance(at, float):
@@ -423,40 +357,45 @@ def schedule(
             )
         return math.ceil(at * total_steps - 1e-9)
 
-    kinds = Recipe, PerLayer
-    made = [
-        (step_of(start), step_of(stop), as_recipe(recipe, "schedule", *kinds))
-        for start, stop, recipe in switches
-    ]
-    if any(start is None for start, *_ in made):
-        raise ValueError("schedule: a range needs a first step; the end has none")
-    return Schedule(as_recipe(base, "schedule", *kinds), tuple(sorted(made, key=lambda s: s[0])))
+    made: list[tuple[int, int | None, Recipe | PerLayer]] = []
+    for start, stop, recipe in switches:
+        first = step_of(start)
+        if first is None:
+            raise ValueError("schedule: a range needs a first step; the end has none")
+        made.append((first, step_of(stop), _given(recipe, "schedule", Recipe, PerLayer)))
+    made.sort(key=lambda switch: switch[0])
+    return Schedule(_given(base, "schedule", Recipe, PerLayer), tuple(made))
 
 
-def _check_recipe(what: str, value, *others: type) -> None:
+def _check_recipe(what: str, value: object, *others: type) -> None:
     if not isinstance(value, (Recipe, *others)):
         raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
 
 
-def as_recipe(value, what: str = "recipe", *kinds: type) -> Recipe | PerLayer | Schedule:
-    """A recipe that is given, or that a text names (`by_name`).
+def as_recipe(
+    value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
+) -> Recipe | PerLayer | Schedule:
+    """The recipe `value`, or the one that a text names (`by_name`).
 
-    what:   who asks, for errors.
-    kinds:  classes that it takes (default: `Recipe`, `PerLayer` and `Schedule`).
+    what:   names the caller in errors.
+    kinds:  accepted classes (default: `Recipe`, `PerLayer` and `Schedule`).
 
     Raises ValueError for unknown names and for everything else.
     """
-    kinds = kinds or (Recipe, PerLayer, Schedule)
-    if isinstance(value, str):
-        return _by_text(value)
-    if isinstance(value, kinds):
-        return value
-    if any(value is made for made in _RECIPE_FUNCTIONS):
-        name = value.__name__
-        raise ValueError(
-            f"{what}: got the function fq.recipes.{name}, which makes a recipe; call it: "
-            f"fq.recipes.{name}()"
-        )
+    return _given(value, what, *(kinds or (Recipe, PerLayer, Schedule)))
+
+
+def _given(value: object, what: str, *kinds: type[_R]) -> _R:
+    recipe = _by_text(value) if isinstance(value, str) else value
+    if isinstance(recipe, kinds):
+        return recipe
+    for function in _RECIPE_FUNCTIONS:
+        if value is function:
+            name = function.__name__
+            raise ValueError(
+                f"{what}: got the function fq.recipes.{name}, which makes a recipe; call it: "
+                f"fq.recipes.{name}()"
+            )
     if isinstance(value, (PerLayer, Schedule)):
         raise ValueError(
             f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give "
@@ -487,9 +426,8 @@ def by_families(
     f, b = family_of(forward), family_of(backward)
     if role.tensor_type == "weight":
         pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
-        return HybridQuantizer(
-            *(_quantizer(fmt, pow2, scale_rounding, delayed, scale_rule) for fmt in pair)
-        )
+        row, column = (_quantizer(fmt, pow2, scale_rounding, delayed, scale_rule) for fmt in pair)
+        return HybridQuantizer(row, column)
     row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
     element = grad_element if role.tensor_type == "grad_output" else None
     rowwise, columnwise = (
@@ -503,8 +441,15 @@ def by_families(
     return HybridQuantizer(rowwise, columnwise)
 
 
-def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> Quantizer:
-    changes = {}
+def _quantizer(
+    fmt: Format,
+    pow2: bool | None,
+    scale_rounding: str | None,
+    delayed: DelayedScaling | None,
+    scale_rule: str | None,
+    element: str | None = None,
+) -> Quantizer:
+    changes: dict[str, object] = {}
     if pow2 is not None and fmt.has_fp32_scales:
         changes["pow2"] = pow2
     if scale_rounding is not None and fmt.scale == "e8m0":
@@ -517,12 +462,11 @@ def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> 
 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
-    families = family_of(forward), family_of(backward)  # unknown names are refused here
+    families = family_of(forward), family_of(backward)  # refuses unknown names
     known = [f.name for f in fields(Recipe)[3:]]
-    if unknown := options.keys() - set(known):
+    if unknown := ", ".join(sorted(options.keys() - set(known))):
         raise ValueError(
-            f"{name} has no option {', '.join(sorted(unknown))}; options of all recipes: "
-            f"{', '.join(known)}"
+            f"{name} has no option {unknown}; options of all recipes: {', '.join(known)}"
         )
     rule = arguments.get("scale_rule")
     if rule is not None and rule not in SCALE_RULES:
@@ -535,15 +479,9 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
             f"scale_rule={rule!r} would choose"
         )
     if options.get("boundary_slots"):
-        raise ValueError(
-            f"{name} has no output and no grad_input; boundary_slots=True is for an "
-            "fq.CustomRecipe that has"
-        )
-    given = {
-        "forward": forward,
-        "backward": backward,
-        **{k: v for k, v in arguments.items() if v is not None},
-    }
+        raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
+    given = {"forward": forward, "backward": backward}
+    given |= {k: v for k, v in arguments.items() if v is not None}
     return Recipe(name, by_families, tuple(sorted(given.items())), **options)
 
 
@@ -556,7 +494,7 @@ bf16 = identity
 
 
 def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
-    """One fp32 scale a tensor, from its own amax."""
+    """One fp32 scale per tensor, from its own amax."""
     return _named(
         "fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2
     )
@@ -565,20 +503,13 @@ def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options)
 def fp8_delayed(
     length: int = 1024, margin: int = 0, use: str = "max", grad_element: str = "e5m2", **options
 ) -> Recipe:
-    """One fp32 scale a tensor, from a history of amaxes."""
-    delayed = DelayedScaling(length, margin, use)
-    return _named(
-        "fp8_delayed",
-        "fp8_tensor",
-        "fp8_tensor",
-        options,
-        grad_element=grad_element,
-        delayed=delayed,
-    )
+    """One fp32 scale per tensor, from a history of amaxes."""
+    chosen = {"grad_element": grad_element, "delayed": DelayedScaling(length, margin, use)}
+    return _named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
 
 
 def fp8_row(pow2: bool | None = None, **options) -> Recipe:
-    """One fp32 scale a row of each GEMM operand."""
+    """One fp32 scale per row of each GEMM operand."""
     return _named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
 
 
@@ -618,8 +549,8 @@ def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe
 
 
 def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
-    """One family for the forward, another for the backward; hybrid(F, F) is F. scale_rule: of
-    `nvfp4`, in either."""
+    """One family for the forward, another for the backward; hybrid(F, F) is F. scale_rule: as of
+    `nvfp4`."""
     return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
@@ -635,29 +566,16 @@ def custom(qfactory: Callable, **options) -> Recipe:
     return Recipe(name, qfactory, **options)
 
 
-# Functions whose recipes are `by_families` of their arguments.
-NAMED = (
-    "identity",
-    "fp8_current",
-    "fp8_delayed",
-    "fp8_row",
-    "fp8_block",
-    "mxfp8",
-    "mxfp6",
-    "mxfp4",
-    "nvfp4",
-    "hybrid",
-)
-_BY_NAME = {
-    f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
-} | {"bf16": identity}
-_WITHOUT_EXPERTS = {f.__name__: f for f in (mxfp6, mxfp4)}
-_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_WITHOUT_EXPERTS.values(), hybrid)
+_WITH_EXPERTS = (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
+_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid)
+# Names of functions whose recipes are `by_families` of their arguments.
+NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
+_BY_NAME = {f.__name__: f for f in (*_WITH_EXPERTS, mxfp6, mxfp4)} | {"bf16": identity}
 
 
 def names() -> list[str]:
-    """Names that `by_name` takes, of recipes whose experts multiply in one product."""
-    return sorted(_BY_NAME)
+    """Names for `by_name` of recipes whose experts run as one grouped GEMM."""
+    return sorted(["bf16", *(f.__name__ for f in _WITH_EXPERTS)])
 
 
 def by_name(name: str, **options) -> Recipe:
@@ -666,13 +584,12 @@ def by_name(name: str, **options) -> Recipe:
 
     Raises ValueError with the list of known names.
     """
-    made = _BY_NAME.get(name) or _WITHOUT_EXPERTS.get(name)
-    if made is not None:
-        return made(**options)
+    if name in _BY_NAME:
+        return _BY_NAME[name](**options)
     sides = [side.strip() for side in name.split("/")]
     if len(sides) == 2:
         return hybrid(*sides, **options)
-    known = ", ".join(sorted([*_BY_NAME, *_WITHOUT_EXPERTS]))
+    known = ", ".join(sorted(_BY_NAME))
     raise ValueError(
         f"unknown recipe {name!r}; known recipes: {known}, or forward/backward of the families "
         f"{', '.join(FAMILIES)}"

@@ -2,9 +2,11 @@
 // Checks that every operator makes before it launches; each error says what was got and wanted.
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -42,9 +44,16 @@ void check_launch(cudaError_t error, const char* name, const Of&... of) {
   TORCH_CHECK(false, "fsdp_quant::", name, ": ", cudaGetErrorString(error), sizeof...(of) > 0 ? ", of " : "", of...);
 }
 
-// On the device of `like`, without the dispatcher: half of the microseconds of at::empty.
+// On the device of `like`, without the dispatcher: half of the microseconds of at::empty. Filled with NaN, or with bits that
+// are all set, where torch.utils.deterministic.fill_uninitialized_memory is in force.
 inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return at::Tensor(at::detail::empty_cuda(sizes, dtype, like.device(), std::nullopt));
+  at::Tensor result(at::detail::empty_cuda(sizes, dtype, like.device(), std::nullopt));
+  const at::Context& context = at::globalContext();
+  if (C10_UNLIKELY(context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())) {
+    const bool floating = at::isFloatingType(dtype);
+    result.fill_(floating ? at::Scalar(NAN) : at::Scalar(dtype == at::kByte ? 255 : -1));
+  }
+  return result;
 }
 
 inline bool is_aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

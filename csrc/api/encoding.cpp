@@ -79,19 +79,19 @@ using Symbols = std::vector<c10::SymInt>;
 std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
     int64_t packed, bool columnwise, c10::SymInt rows, c10::SymInt cols, c10::SymInt row0,
     std::optional<int64_t> run) {
-  const Side side = unpack_encoding(packed, 0.0, "encoding");
-  TORCH_CHECK_VALUE(side.present(),
+  const EncodingSpec spec = unpack_encoding(packed, 0.0, "encoding");
+  TORCH_CHECK_VALUE(spec.present(),
                     "encoding is 0: a direction that is not quantized has no buffers");
-  const EncodingSizes<c10::SymInt> s = encoding_sizes(side, columnwise, rows, cols, row0);
+  const EncodingSizes<c10::SymInt> s = encoding_sizes(spec, columnwise, rows, cols, row0);
   const Symbols data = {s.data_rows, s.data_cols}, amax = {s.scale_rows, s.scale_cols};
   if (run.has_value()) {
     const EncodingSizes<c10::SymInt> of_runs =
-        encoding_sizes(runs_of(side, *run), columnwise, rows, cols, row0);
+        encoding_sizes(runs_of(spec, *run), columnwise, rows, cols, row0);
     const Symbols scale = {of_runs.scale_rows, of_runs.scale_cols};
     return {data, scale, scale, false, false, false};
   }
-  const Symbols scale = side.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
-  return {data, scale, amax, side.stored_in_bytes(), side.two_level(), side.whole()};
+  const Symbols scale = spec.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
+  return {data, scale, amax, spec.stored_in_bytes(), spec.two_level(), spec.whole()};
 }
 
 }  // namespace
@@ -107,8 +107,8 @@ int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow
          kTransposed.holding(transposed) | kScaleLayout.holding(scale_layout);
 }
 
-Side unpack_encoding(int64_t packed, double eps, const char* name) {
-  Side s = {};
+EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name) {
+  EncodingSpec s = {};
   if (packed == 0) return s;
   const int32_t element = kElement.of(packed), scale = kScale.of(packed),
                 layout = kScaleLayout.of(packed);
@@ -143,11 +143,11 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   return s;
 }
 
-Side runs_of(const Side& side, int64_t run) {
+EncodingSpec runs_of(const EncodingSpec& spec, int64_t run) {
   TORCH_CHECK_VALUE(run == kOfTensor || (run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0), "anchor run is ", run,
                     "; wanted 0 (the whole contraction), a power of two of ", kTile, " or more, or ", kOfTensor,
                     " (the tensor)");
-  Side line = side;
+  EncodingSpec line = spec;
   if (run == kOfTensor) {
     line.outer = line.contraction = 0, line.outer_log2 = line.contraction_log2 = log2_of(0);
     return line;
@@ -158,7 +158,7 @@ Side runs_of(const Side& side, int64_t run) {
 }
 
 template <class Int>
-EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& rows, const Int& cols,
+EncodingSizes<Int> encoding_sizes(const EncodingSpec& s, bool columnwise, const Int& rows, const Int& cols,
                                   const Int& row0) {
   const bool is_of_any_rows =
       !s.transposed && s.scale_layout == ScaleLayout::kCompact && !(s.rotated && columnwise);
@@ -193,9 +193,9 @@ EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& row
   return g;
 }
 
-template EncodingSizes<int64_t> encoding_sizes(const Side&, bool, const int64_t&, const int64_t&,
+template EncodingSizes<int64_t> encoding_sizes(const EncodingSpec&, bool, const int64_t&, const int64_t&,
                                                const int64_t&);
-template EncodingSizes<c10::SymInt> encoding_sizes(const Side&, bool, const c10::SymInt&,
+template EncodingSizes<c10::SymInt> encoding_sizes(const EncodingSpec&, bool, const c10::SymInt&,
                                                    const c10::SymInt&, const c10::SymInt&);
 
 void register_encoding(torch::Library& m) {

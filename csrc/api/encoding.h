@@ -21,25 +21,25 @@ int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow
                       int64_t scale_layout);
 
 // What kernels are told of it; kNone of 0. name: of the argument, for errors.
-Side unpack_encoding(int64_t packed, double eps, const char* name);
+EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name);
 
 // Bytes of a row of so many codes, packed as `PACKINGS` of formats.py says; of operands a byte each.
 template <class Int>
-Int bytes_of(const Side& side, const Int& codes) {
-  if (side.six_bit()) return (codes + 3) / 4 * 3;
-  return side.four_bit() && !side.operand() ? (codes + 1) / 2 : codes;
+Int bytes_of(const EncodingSpec& spec, const Int& codes) {
+  if (spec.six_bit()) return (codes + 3) / 4 * 3;
+  return spec.four_bit() && !spec.operand() ? (codes + 1) / 2 : codes;
 }
 
 // Codes that so many bytes hold.
-inline int64_t codes_of(const Side& side, int64_t bytes) {
-  return side.six_bit() ? bytes / 3 * 4 : side.four_bit() && !side.operand() ? bytes * 2 : bytes;
+inline int64_t codes_of(const EncodingSpec& spec, int64_t bytes) {
+  return spec.six_bit() ? bytes / 3 * 4 : spec.four_bit() && !spec.operand() ? bytes * 2 : bytes;
 }
 
 // What shares an anchor: a run of so many elements of one line, 0 is its whole contraction; or the tensor.
 constexpr int64_t kOfTensor = -2;
 
-// The side whose blocks share an anchor each.
-Side runs_of(const Side& side, int64_t run);
+// The direction whose blocks share an anchor each.
+EncodingSpec runs_of(const EncodingSpec& spec, int64_t run);
 
 // Sizes of the buffers of one direction of a tensor [rows, cols]. Int: int64_t, or c10::SymInt
 // where a length is symbolic.
@@ -54,7 +54,7 @@ struct EncodingSizes {
 
 // row0: global index of the first row of a shard. Raises ValueError for a layout that no shard has.
 template <class Int>
-EncodingSizes<Int> encoding_sizes(const Side& side, bool columnwise, const Int& rows,
+EncodingSizes<Int> encoding_sizes(const EncodingSpec& spec, bool columnwise, const Int& rows,
                                   const Int& cols, const Int& row0);
 
 }  // namespace fsdp_quant

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of products: check, allocate, launch. Nothing here reads the device.
+// Host direction of products: check, allocate, launch. Nothing here reads the device.
 #include "api/gemm.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "api/checks.h"
 #include "api/operands.h"
 #include "gemm/cublaslt.h"
-#include "gemm/hopper.h"
+#include "gemm/sm90_gemm.h"
 #include "gemm/product_error.h"
 
 namespace fsdp_quant {
@@ -33,29 +33,29 @@ struct Arguments {
 
 CodeKind code_kind_of(int64_t kind) { return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)}; }
 
-void check_pair(const Product& p, const Arguments& given, int device) {
+void check_pair(const GemmProblem& p, const Arguments& given, int device) {
   const Operand &a = p.a, &b = p.b;
   const CodeKind left = code_kind_of(given.a_kind), right = code_kind_of(given.b_kind);
   const bool values = is_half(a.type) && a.type == b.type && a.scaling == b.scaling && a.scaling == Scaling::kNone;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      values || takes_pair(left, right), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ",
+      values || supports_pair(left, right), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ",
       given.b.scalar_type(), " of kind ", given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
   if (values) return;
   const int capability = capability_of(device);
   const Scaling most = std::max(a.scaling, b.scaling);
   const char* const wanted = has_byte_scales(most) ? "sm_100 or sm_120" : most <= Scaling::kTensor ? "sm_89, 90, 100 or 120" : "sm_90";
-  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(left, right, capability), "scaling ", static_cast<int>(most), " needs ", wanted,
+  TORCH_CHECK_NOT_IMPLEMENTED(supports_scales(left, right, capability), "scaling ", static_cast<int>(most), " needs ", wanted,
                               "; the device is sm_", capability);
 }
 
 bool gemm_takes(int64_t a_kind, int64_t b_kind, int64_t major, int64_t minor) {
   for (const auto& [kind, name] : {std::pair(a_kind, "a"), std::pair(b_kind, "b")}) operand_of_kind(kind, name);
   const CodeKind a = code_kind_of(a_kind), b = code_kind_of(b_kind);
-  return takes_pair(a, b) && takes_scales(a, b, static_cast<int>(10 * major + minor));
+  return supports_pair(a, b) && supports_scales(a, b, static_cast<int>(10 * major + minor));
 }
 
 // The bias that cuBLASLt adds: of out's dtype, and none to a float32 product of codes.
-void set_bias(Product& p, const at::Tensor& bias, const at::Tensor& a, at::ScalarType out_dtype) {
+void set_bias(GemmProblem& p, const at::Tensor& bias, const at::Tensor& a, at::ScalarType out_dtype) {
   const bool codes = !is_half(p.a.type);
   TORCH_CHECK_NOT_IMPLEMENTED(!codes || out_dtype != at::kFloat, "bias is ", bias.scalar_type(), "; to a ", out_dtype,
                               " product of codes cuBLASLt adds none, add it afterwards");
@@ -66,8 +66,8 @@ void set_bias(Product& p, const at::Tensor& bias, const at::Tensor& a, at::Scala
   p.bias_type = p.out_type;
 }
 
-Product product_of(const Arguments& given, at::ScalarType out_dtype, int device) {
-  Product p = {};
+GemmProblem product_of(const Arguments& given, at::ScalarType out_dtype, int device) {
+  GemmProblem p = {};
   p.a = operand_of(given.a, given.a_kind, "a"), p.b = operand_of(given.b, given.b_kind, "b");
   TORCH_CHECK_VALUE(given.a.device() == given.b.device(), "a is on ", given.a.device(), " and b on ", given.b.device());
   const auto k_of = [](const at::Tensor& x, const Operand& o) {
@@ -100,7 +100,7 @@ Product product_of(const Arguments& given, at::ScalarType out_dtype, int device)
   return p;
 }
 
-void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
+void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
   if (out.numel() == 0) return;
   if (p.k == 0) {  // an empty sum
     if (!p.accumulate) out.zero_();
@@ -111,10 +111,10 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
   p.out_ld = p.m > 1 ? out.stride(0) : p.n;
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   if (p.a.scaling == Scaling::k1x512) {  // of an sm_90, as the pair was checked; cuBLASLt does not take them
-    const char* const reason = hopper::why_not(p);
+    const char* const reason = sm90::unsupported_reason(p);
     TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, "operands have 1x512 scales, and ", reason);
-    const hopper::Schedule schedule = hopper::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
-    return check_launch(hopper::launch(p, {}, schedule, stream), "gemm", "[", p.m, ", ", p.n, "] over K ", p.k);
+    const sm90::Schedule schedule = sm90::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
+    return check_launch(sm90::launch(p, {}, schedule, stream), "gemm", "[", p.m, ", ", p.n, "] over K ", p.k);
   }
   at::Tensor row_scale;
   if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
@@ -126,7 +126,7 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
     o.scale = row_scale.const_data_ptr(), o.scaling = Scaling::kRow;
   }
   try {
-    Plan& plan = plan_of(p, stream.device_index());
+    MatmulPlan& plan = matmul_plan_of(p, stream.device_index());
     // From the pool of the stream, or of the graph that it captures: nothing that runs beside it has the same memory.
     const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace());
     plan.launch(p, workspace.get(), stream);
@@ -143,7 +143,7 @@ at::Tensor gemm(
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
-  Product p = product_of(given, out_dtype, a.get_device());
+  GemmProblem p = product_of(given, out_dtype, a.get_device());
   at::Tensor out = new_empty(a, {p.m, p.n}, out_dtype);
   multiply(p, out, given);
   return out;
@@ -158,7 +158,7 @@ void gemm_out(
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
-  Product p = product_of(given, out.scalar_type(), a.get_device());
+  GemmProblem p = product_of(given, out.scalar_type(), a.get_device());
   p.accumulate = accumulate;
   TORCH_CHECK_VALUE(out.device() == a.device() && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n, "out is ",
                     out.sizes(), " on ", out.device(), "; wanted [", p.m, ", ", p.n, "] on ", a.device());

@@ -14,14 +14,14 @@
 
 namespace fsdp_quant {
 
-inline Input input_of(const at::Tensor& x, bool through_bf16) {
+inline Input input_of(const at::Tensor& x, bool round_to_bf16) {
   switch (x.scalar_type()) {
     case at::kBFloat16:
       return Input::kBF16;
     case at::kHalf:
       return Input::kF16;
     case at::kFloat:
-      return through_bf16 ? Input::kF32AsBF16 : Input::kF32;
+      return round_to_bf16 ? Input::kF32AsBF16 : Input::kF32;
     default:
       TORCH_CHECK_VALUE(false, "x is ", x.scalar_type(), "; quantize takes bfloat16, float16 and float32");
   }
@@ -52,7 +52,7 @@ inline TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
 }
 
 // Sets the rows of tiles too: those that a rotation fills beyond the tensor have tiles.
-inline int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
+inline int32_t tiles_of(TensorArgs& t, const EncodingSpec* col = nullptr) {
   const bool fills = col != nullptr && col->present() && col->rotated;
   const int64_t rows = fills ? ceil_div(t.rows, kRotationBlock) * kRotationBlock : t.rows;
   t.tile_rows = static_cast<int32_t>(std::max<int64_t>(ceil_div(rows + t.shift, kTile), 1));
@@ -61,7 +61,7 @@ inline int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
   return static_cast<int32_t>(tiles);
 }
 
-// The rows of the columnwise side, which sources gather into tiles; x's own without.
+// The rows of the columnwise direction, which sources gather into tiles; x's own without.
 inline int64_t set_tokens(Launch<1>& launch, const Tokens* tokens) {
   TensorArgs& t = launch.tensors[0];
   if (tokens == nullptr) return t.rows;
@@ -77,19 +77,19 @@ inline void check_tokens(const Launch<1>& launch) {
                               "rows of bfloat16 are gathered for blocks of (1, 128), anchors, scales of all rows, rounded to nearest, and for 4 bits");
 }
 
-inline bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
+inline bool stores_vectors(const EncodingSpec& s, const void* data, const Geometry& g) {
   const int64_t width = s.transposed || s.operand() ? 16 : s.four_bit() ? 4 : s.six_bit() ? 2 : 8;
   return is_aligned(data, width) && g.data_cols % width == 0;
 }
 
-inline void set_geometry(SideBuffers& b, const Geometry& g, bool columnwise) {
+inline void set_geometry(EncodingBuffers& b, const Geometry& g, bool columnwise) {
   b.lines = static_cast<int32_t>(columnwise ? g.cols : g.rows);
   b.length = static_cast<int32_t>(columnwise ? g.rows : g.cols);
   b.compact = g.compact, b.stored = g.stored;
 }
 
 // One fp32 workspace for everything that atomic maxima start from: zeroed by one memset.
-class Zeroed {
+class ZeroedWorkspace {
  public:
   // Reserve `count` words; the pointer is known after `allocate`.
   int64_t reserve(int64_t count) { return std::exchange(size_, size_ + std::max<int64_t>(ceil_div(count, 4) * 4, 4)); }
@@ -152,30 +152,30 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
 
 // Launches over tables of as many tensors as one takes.
 template <class Table>
-class GroupLaunch {
+class MultiTensorLaunch {
  public:
-  GroupLaunch(const Side (&side)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> run) : run_(run) {
-    launch_.side[0] = side[0], launch_.side[1] = side[1];
+  MultiTensorLaunch(const EncodingSpec (&spec)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> launch) : launch_table_(launch) {
+    launch_.spec[0] = spec[0], launch_.spec[1] = spec[1];
     launch_.input = input, launch_.phases = phase;
   }
   Table& table() { return launch_; }
   // The tensor's place in the table.
-  int32_t add(const at::Tensor& x, int64_t row0, const SideBuffers (&buffers)[2]) {
+  int32_t add(const at::Tensor& x, int64_t row0, const EncodingBuffers (&buffers)[2]) {
     if (launch_.count == static_cast<int32_t>(std::size(launch_.tensors))) flush();
     TensorArgs& t = launch_.tensors[launch_.count] = tensor_args(x, row0);
     t.first_tile = launch_.tiles;
-    t.side[0] = buffers[0], t.side[1] = buffers[1];
+    t.buffers[0] = buffers[0], t.buffers[1] = buffers[1];
     launch_.tiles += tiles_of(t);
     return launch_.count++;
   }
   void flush() {
-    if (launch_.count > 0) check_launch(run_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
+    if (launch_.count > 0) check_launch(launch_table_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
     launch_.count = 0, launch_.tiles = 0;
   }
 
  private:
   Table launch_ = {};
-  std::function<cudaError_t(const Table&)> run_;
+  std::function<cudaError_t(const Table&)> launch_table_;
 };
 
 }  // namespace fsdp_quant

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
+// Host direction of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
 #include "api/layout.h"
 
 #include <cmath>
@@ -14,7 +14,7 @@
 #include <torch/library.h>
 
 #include "api/checks.h"
-#include "api/parts.h"
+#include "api/grouped_gemm.h"
 #include "api/quantize.h"
 #include "layout/layout.h"
 #include "layout/scalars.h"
@@ -22,14 +22,14 @@
 namespace fsdp_quant {
 
 at::Tensor decode(
-    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha) {
   check_cuda(data, "data");
-  const Side side = unpack_encoding(spec, 0.0, "side");
+  const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "dtype is ", dtype,
                     "; wanted float32, bfloat16 or float16");
   TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes]");
-  const int64_t rows = data.size(0), row_bytes = bytes_of(side, cols);
+  const int64_t rows = data.size(0), row_bytes = bytes_of(spec, cols);
   check_buffer(data, "data", data, at::kByte, rows * row_bytes);
   const c10::cuda::CUDAGuard guard(data.device());
   const at::Tensor out = new_empty(data, {rows, cols}, dtype);
@@ -39,11 +39,11 @@ at::Tensor decode(
   a.out = out.mutable_data_ptr();
   TORCH_CHECK_VALUE(rows < (int64_t{1} << 31) && cols < (int64_t{1} << 31), "[", rows, ", ", cols, "] is too large");
   a.rows = static_cast<int32_t>(rows), a.cols = static_cast<int32_t>(cols);
-  const int32_t row_block = columnwise ? side.contraction : side.outer;
-  a.row_log2 = columnwise ? side.contraction_log2 : side.outer_log2;
-  a.col_log2 = columnwise ? side.outer_log2 : side.contraction_log2;
+  const int32_t row_block = columnwise ? spec.contraction : spec.outer;
+  a.row_log2 = columnwise ? spec.contraction_log2 : spec.outer_log2;
+  a.col_log2 = columnwise ? spec.outer_log2 : spec.contraction_log2;
   a.shift = row_block ? static_cast<int32_t>(row0 % row_block) : 0;
-  a.element = side.element, a.scale_kind = side.two_level() ? ScaleKind::kE4M3 : side.scale;
+  a.element = spec.element, a.scale_kind = spec.two_level() ? ScaleKind::kE4M3 : spec.scale;
   a.output = dtype == at::kFloat ? Output::kF32 : dtype == at::kHalf ? Output::kF16 : Output::kBF16;
   a.vectors = is_aligned(a.data, 16) && cols % 8 == 0;
   a.threads = cols <= 64 * 8 ? 64 : 256;
@@ -51,13 +51,13 @@ at::Tensor decode(
   if (scale.has_value()) {
     const int64_t block_rows = row_block ? ceil_div(a.shift + rows, row_block) : 1;
     const int64_t block_cols = ((cols - 1) >> a.col_log2) + 1;
-    check_buffer(*scale, "scale", data, side.byte_scales() ? at::kByte : at::kFloat, block_rows * block_cols);
+    check_buffer(*scale, "scale", data, spec.byte_scales() ? at::kByte : at::kFloat, block_rows * block_cols);
     a.scale = scale->const_data_ptr();
     a.vectors = a.vectors && is_aligned(a.scale, 16);
   }
   if (tensor_amax.has_value()) {
     check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
-    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = side.tensor_max;
+    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = spec.tensor_max;
   }
   if (alpha != nullptr) a.alpha = alpha->out, a.factors[0] = alpha->factors[0], a.factors[1] = alpha->factors[1];
   check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize", out.sizes());
@@ -90,25 +90,25 @@ AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, 
 }
 
 // `Element.operand_shift` of formats.py.
-int32_t operand_shift(const Side& side) { return side.bits() == 8 ? 0 : std::ilogb(448.0f / side.max); }
+int32_t operand_shift(const EncodingSpec& spec) { return spec.bits() == 8 ? 0 : std::ilogb(448.0f / spec.max); }
 
 // What anchors the codes of data; without elements nothing does.
 std::optional<AnchorCodes> anchor_of(
-    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
+    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, int64_t run, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
     std::vector<at::Tensor>& kept) {
   const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
-  const Side side = unpack_encoding(spec, 0.0, "side");
+  const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
   const bool whole = run == kOfTensor;
-  const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
-  const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
-  const bool exact = side.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
-  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32)), "side is ", spec,
+  const bool e8m0 = spec.scale == ScaleKind::kE8M0Up || spec.scale == ScaleKind::kE8M0Floor;
+  const bool powers = spec.scale == ScaleKind::kFp32Pow2 && spec.outer == kTile && whole;
+  const bool exact = spec.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
+  TORCH_CHECK_VALUE(spec.present() && (powers || exact || (e8m0 && spec.contraction == 32)), "side is ", encoding,
                     "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128), or 4-bit codes "
                     "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
-  const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
-  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * bytes_of(side, cols));
+  const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(spec, columnwise, shape.rows, shape.cols, 0);
+  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * bytes_of(spec, cols));
   check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.scale[0] * shape.scale[1]);
@@ -119,7 +119,7 @@ std::optional<AnchorCodes> anchor_of(
   AnchorCodes a = {};
   if (exact) {
     check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
-    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = side.tensor_max;
+    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = spec.tensor_max;
   }
   if (powers) {
     TORCH_CHECK_VALUE(shape.matrices == 1, "one matrix of (128, 128) blocks at a time is anchored");
@@ -130,18 +130,18 @@ std::optional<AnchorCodes> anchor_of(
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
   a.matrices = static_cast<int32_t>(shape.matrices);
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
-  a.outer_log2 = side.outer_log2, a.contraction_log2 = side.contraction_log2, a.element = side.element;
-  a.run_log2 = runs_of(side, run).contraction_log2, a.scale_ld = run > 0 ? static_cast<int32_t>(shape.scale[1]) : 0;
-  a.two_level = exact, a.shift = exact ? 0 : operand_shift(side);
+  a.outer_log2 = spec.outer_log2, a.contraction_log2 = spec.contraction_log2, a.element = spec.element;
+  a.run_log2 = runs_of(spec, run).contraction_log2, a.scale_ld = run > 0 ? static_cast<int32_t>(shape.scale[1]) : 0;
+  a.two_level = exact, a.shift = exact ? 0 : operand_shift(spec);
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
-  a.vector_load = is_aligned(a.data, side.six_bit() ? 2 : side.bits()) && shape.cols % 8 == 0;
+  a.vector_load = is_aligned(a.data, spec.six_bit() ? 2 : spec.bits()) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   return a;
 }
 
 void anchor_group(
-    at::TensorList data, at::TensorList scale, at::TensorList tensor_amax, int64_t side, bool columnwise, bool transposed,
+    at::TensorList data, at::TensorList scale, at::TensorList tensor_amax, int64_t encoding, bool columnwise, bool transposed,
     bool whole, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale, int64_t run) {
   const size_t n = data.size();
   TORCH_CHECK_VALUE(n > 0 && scale.size() == n && cols.size() == n && out.size() == n && line_scale.size() == n &&
@@ -151,17 +151,17 @@ void anchor_group(
   const c10::cuda::CUDAGuard guard(data[0].device());
   if (whole) run = kOfTensor;
   if (run != 0) at::_foreach_zero_(line_scale);
-  AnchorGroup group = {};
+  AnchorMultiTensor group = {};
   std::vector<at::Tensor> kept;
   auto flush = [&] {
-    if (group.count > 0) check_launch(launch_anchor_group(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
+    if (group.count > 0) check_launch(launch_anchor_multi_tensor(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
     group.count = 0;
   };
   for (size_t i = 0; i < n; ++i) {
     TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, row bytes]");
     const MaybeTensor amax = tensor_amax.empty() ? MaybeTensor() : MaybeTensor(tensor_amax[i]);
     const auto one =
-        anchor_of(data[i], scale[i], amax, side, columnwise, transposed, run, cols[i], out[i], line_scale[i], kept);
+        anchor_of(data[i], scale[i], amax, encoding, columnwise, transposed, run, cols[i], out[i], line_scale[i], kept);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -172,7 +172,7 @@ void anchor_group(
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, bool whole, int64_t cols, int64_t run) {
   if (whole) run = kOfTensor;
   const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
@@ -185,7 +185,7 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   if (run != 0 && line_scale.numel() > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
   std::vector<at::Tensor> kept;
-  const auto a = anchor_of(data, scale, tensor_amax, side, columnwise, transposed, run, cols, out, line_scale, kept);
+  const auto a = anchor_of(data, scale, tensor_amax, encoding, columnwise, transposed, run, cols, out, line_scale, kept);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes", data.sizes(), " bytes");
   return {out, line_scale};
 }
@@ -193,14 +193,14 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
 namespace {
 
 at::Tensor dequantize(
-    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype) {
-  return decode(data, scale, tensor_amax, side, columnwise, cols, row0, dtype, nullptr);
+  return decode(data, scale, tensor_amax, encoding, columnwise, cols, row0, dtype, nullptr);
 }
 
 }  // namespace
 
-at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side) {
+at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t encoding) {
   check_cuda(tensor_amax, "tensor_amax");
   const int64_t count = tensor_amax.numel();
   check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, count);
@@ -208,8 +208,8 @@ at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side) {
                     "; wanted one or more");
   const c10::cuda::CUDAGuard guard(tensor_amax.device());
   const at::Tensor out = new_empty(tensor_amax, {count}, at::kFloat);
-  const Side of = unpack_encoding(side, 0.0, "side");
-  TORCH_CHECK_VALUE(of.two_level(), "side is ", side, "; wanted two levels of scales");
+  const EncodingSpec of = unpack_encoding(encoding, 0.0, "side");
+  TORCH_CHECK_VALUE(of.two_level(), "side is ", encoding, "; wanted two levels of scales");
   check_launch(launch_decode_scales(tensor_amax.const_data_ptr<float>(), of.tensor_max, static_cast<int32_t>(count),
                                     out.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
   return out;
@@ -322,7 +322,7 @@ void relayout_group(
   RelayoutLaunch<kRelayoutCapacity> launch = {};
   auto flush = [&] {
     if (launch.count > 0)
-      check_launch(launch_relayout_group(launch, c10::cuda::getCurrentCUDAStream()), "relayout_group");
+      check_launch(launch_relayout_multi_tensor(launch, c10::cuda::getCurrentCUDAStream()), "relayout_group");
     launch.count = 0, launch.tiles = 0;
   };
   for (size_t i = 0; i < n; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of norms and activations: check, allocate, launch. Nothing here reads the device.
+// Host direction of norms and activations: check, allocate, launch. Nothing here reads the device.
 #include "api/norm.h"
 
 #include <array>

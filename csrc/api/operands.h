@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "api/checks.h"
-#include "gemm/product.h"
+#include "gemm/gemm_problem.h"
 
 namespace fsdp_quant {
 

@@ -32,34 +32,34 @@ void cast_pieces(
   PiecesLaunch launch = {};
   launch.pieces = static_cast<const Piece*>(rows_of(pieces, "pieces", sizeof(Piece), pieces));
   launch.tiles = static_cast<const int4*>(rows_of(tiles, "tiles", sizeof(int4), pieces));
-  launch.side[0] = unpack_encoding(row, row_eps, "row"), launch.side[1] = unpack_encoding(col, col_eps, "col");
+  launch.spec[0] = unpack_encoding(row, row_eps, "row"), launch.spec[1] = unpack_encoding(col, col_eps, "col");
   launch.count = static_cast<int32_t>(tiles.size(0)), launch.second = second, launch.skip = flag_of(skip, pieces);
   bool four_bit = false;
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact && !s.six_bit(),
                       "pieces are of 8 or 4 bits, rounded to nearest, not rotated, and compact");
     four_bit |= launch.encodes(d) && s.four_bit();
   }
-  TORCH_CHECK_VALUE(launch.side[0].present() || launch.side[1].present(), "there is no direction to make");
+  TORCH_CHECK_VALUE(launch.spec[0].present() || launch.spec[1].present(), "there is no direction to make");
   if (launch.count == 0) return;
   const c10::cuda::CUDAGuard guard(pieces.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   check_launch(four_bit ? launch_pieces4(launch, stream) : launch_pieces8(launch, stream), "cast_pieces");
 }
 
-// Scales of collected amaxes, and values in another dtype. runs: rows of `ScaleRun`. chunks: int32 [chunks, 2].
+// Scales of collected amaxes, and values in another dtype. runs: rows of `ScaleSegment`. chunks: int32 [chunks, 2].
 void cast_scales(
-    const at::Tensor& runs, const at::Tensor& chunks, at::IntArrayRef sides, at::ArrayRef<double> eps, const MaybeTensor& skip) {
-  TORCH_CHECK_VALUE(sides.size() <= kScaleSides && eps.size() == sides.size(),
-                    sides.size(), " sides with ", eps.size(), " eps; wanted ", kScaleSides, " at most, an eps each");
+    const at::Tensor& segments, const at::Tensor& chunks, at::IntArrayRef specs, at::ArrayRef<double> eps, const MaybeTensor& skip) {
+  TORCH_CHECK_VALUE(specs.size() <= kScaleSpecs && eps.size() == specs.size(),
+                    specs.size(), " sides with ", eps.size(), " eps; wanted ", kScaleSpecs, " at most, an eps each");
   ScalesLaunch launch = {};
-  launch.runs = static_cast<const ScaleRun*>(rows_of(runs, "runs", sizeof(ScaleRun), runs));
-  launch.chunks = static_cast<const int2*>(rows_of(chunks, "chunks", sizeof(int2), runs));
-  for (size_t i = 0; i < sides.size(); ++i) launch.side[i] = unpack_encoding(sides[i], eps[i], "side");
-  launch.count = static_cast<int32_t>(chunks.size(0)), launch.skip = flag_of(skip, runs);
+  launch.segments = static_cast<const ScaleSegment*>(rows_of(segments, "runs", sizeof(ScaleSegment), segments));
+  launch.chunks = static_cast<const int2*>(rows_of(chunks, "chunks", sizeof(int2), segments));
+  for (size_t i = 0; i < specs.size(); ++i) launch.spec[i] = unpack_encoding(specs[i], eps[i], "side");
+  launch.count = static_cast<int32_t>(chunks.size(0)), launch.skip = flag_of(skip, segments);
   if (launch.count == 0) return;
-  const c10::cuda::CUDAGuard guard(runs.device());
+  const c10::cuda::CUDAGuard guard(segments.device());
   check_launch(launch_cast_scales(launch, c10::cuda::getCurrentCUDAStream()), "cast_scales");
 }
 

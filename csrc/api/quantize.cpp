@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
+// Host direction of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -19,22 +19,22 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-bool collects(const Side& s, const SideBuffers& b) {
+bool collects(const EncodingSpec& s, const EncodingBuffers& b) {
   return s.present() && ((b.amax != nullptr && !b.amax_given) || (b.tensor_amax != nullptr && !b.tensor_amax_given));
 }
 
 // Statistics in their own launch, or in the encoding one where it has a barrier; then codes. The first launch sums columns.
-void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
+void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
   const TensorArgs& t = launch.tensors[0];
-  SideBuffers(&b)[2] = launch.tensors[0].side;
-  const bool both = fuses(launch.side, b, launch.input);
-  launch.twins = are_twins(launch.side, b);
-  const bool needs = collects(launch.side[0], b[0]) || collects(launch.side[1], b[1]);
-  const auto has = [&](int d, bool history) { return launch.side[d].present() && (b[d].enc != nullptr) == history; };
+  EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
+  const bool both = fuses(launch.spec, b, launch.input);
+  launch.shares_codes_transposed = can_share_codes_transposed(launch.spec, b);
+  const bool needs = collects(launch.spec[0], b[0]) || collects(launch.spec[1], b[1]);
+  const auto has = [&](int d, bool history) { return launch.spec[d].present() && (b[d].enc != nullptr) == history; };
   const bool delayed = has(0, true) || has(1, true), all_delayed = !has(0, false) && !has(1, false);
-  const bool mixed = launch.side[0].present() && launch.side[1].present() &&
-                     launch.side[0].four_bit() != launch.side[1].four_bit();
-  const bool operands = launch.side[0].operand() || launch.side[1].operand();
+  const bool mixed = launch.spec[0].present() && launch.spec[1].present() &&
+                     launch.spec[0].four_bit() != launch.spec[1].four_bit();
+  const bool operands = launch.spec[0].operand() || launch.spec[1].operand();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
   const bool fits = launch.barrier != nullptr && launch.tiles <= processors && !is_capturing(stream);
@@ -47,10 +47,10 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   if (needs) {
     launch.phases = kStatistics;
     Launch<1> statistics = launch;
-    if (launch.twins && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.side[1].element = Element::kNone;
+    if (launch.shares_codes_transposed && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.spec[1].element = Element::kNone;
     const bool of_groups = launch.sources != nullptr;
     if (of_groups && !takes_delayed(launch))  // their codes are made without amaxes on the way
-      for (SideBuffers& one : statistics.tensors[0].side) one.enc = nullptr;
+      for (EncodingBuffers& one : statistics.tensors[0].buffers) one.enc = nullptr;
     check_launch(all_delayed && !of_groups ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name, t.rows, " x ", t.cols);
     if (!all_delayed) launch.sums = nullptr;
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
@@ -58,7 +58,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   launch.phases = kEncode;
   if (operands && launch.sums != nullptr) {  // the kernel of operands sums no columns
     Launch<1> sums = launch;
-    sums.phases = kStatistics, sums.side[0].element = sums.side[1].element = Element::kNone;
+    sums.phases = kStatistics, sums.spec[0].element = sums.spec[1].element = Element::kNone;
     check_launch(launch_quantize(sums, stream), name, t.rows, " x ", t.cols);
     launch.sums = nullptr;
   }
@@ -67,7 +67,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   } else {
     for (int d = 0; d < 2; ++d) {
       Launch<1> one = launch;
-      one.side[1 - d].element = Element::kNone;
+      one.spec[1 - d].element = Element::kNone;
       check_launch(launch_quantize(one, stream), name, t.rows, " x ", t.cols);
       launch.sums = nullptr;
     }
@@ -76,14 +76,14 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
     check_launch(launch_delayed_scales(launch, stream), name, t.rows, " x ", t.cols);
 }
 
-void finish_groups(const Launch<1>& launch, const Known (&known)[2], int64_t groups, cudaStream_t stream) {
+void finish_groups(const Launch<1>& launch, const GivenAmaxes (&known)[2], int64_t groups, cudaStream_t stream) {
   DelayedGroups g = {};
   g.groups = static_cast<int32_t>(groups);
   bool any = false;
   for (int d = 0; d < 2; ++d) {
-    if (!launch.side[d].present()) continue;
-    g.how[d] = launch.side[d], g.side[d] = launch.tensors[0].side[d];
-    any = any || g.side[d].enc != nullptr;
+    if (!launch.spec[d].present()) continue;
+    g.spec[d] = launch.spec[d], g.buffers[d] = launch.tensors[0].buffers[d];
+    any = any || g.buffers[d].enc != nullptr;
     const at::TensorList records = known[d].records;
     for (size_t e = 0; e < records.size(); ++e) g.record[d][e] = records[e].mutable_data_ptr<float>();
   }
@@ -93,31 +93,31 @@ void finish_groups(const Launch<1>& launch, const Known (&known)[2], int64_t gro
 }  // namespace
 
 bool encodes_gated(
-    const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated) {
+    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2], const GatedInput& gated) {
   Launch<1> launch = {};
   launch.input = input_of(x, false), launch.activation = gated.kind;
-  launch.side[0] = row, launch.side[1] = col;
-  SideBuffers(&b)[2] = launch.tensors[0].side;
+  launch.spec[0] = row, launch.spec[1] = col;
+  EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
   for (int d = 0; d < 2; ++d)
     if (enc[d].has_value()) b[d].enc = enc[d]->const_data_ptr<float>();
-  launch.twins = are_twins(launch.side, b);
+  launch.shares_codes_transposed = can_share_codes_transposed(launch.spec, b);
   return takes_gated(launch) && x.size(1) % 8 == 0 && tensor_args(x, 0).vector_load && tensor_args(gated.up, 0).vector_load;
 }
 
 Encodings encode(
-    const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Beside& beside) {
-  const Gated* const gated = beside.gated;
-  const Tokens* tokens = beside.tokens;
+    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2], int64_t row0, bool round_to_bf16,
+    bool wants_amax, const Encodings* out, const EncodeExtras& extras) {
+  const GatedInput* const gated = extras.gated;
+  const Tokens* tokens = extras.tokens;
   if (!col.present() && !row.whole_tensor() && !row.two_level()) tokens = nullptr;  // no scale serves rows of two groups
   if (tokens != nullptr && row.present() && col.present() &&
       !(row.whole()      ? col.whole() && known[0].enc.has_value() == known[1].enc.has_value()
         : row.four_bit() ? col.four_bit()
                          : row.outer == 1 && row.contraction == kTile && !col.whole() && !col.four_bit())) {  // no launch for both
-    const Side none = {};
-    const Beside alone = {nullptr, tokens};
-    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out, alone)[0],
-            encode(x, none, col, known, row0, through_bf16, wants_amax, out, alone)[1]};
+    const EncodingSpec none = {};
+    const EncodeExtras alone = {nullptr, tokens};
+    return {encode(x, row, none, known, row0, round_to_bf16, wants_amax, out, alone)[0],
+            encode(x, none, col, known, row0, round_to_bf16, wants_amax, out, alone)[1]};
   }
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
@@ -125,8 +125,8 @@ Encodings encode(
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};
-  launch.input = input_of(x, through_bf16);
-  launch.side[0] = row, launch.side[1] = col;
+  launch.input = input_of(x, round_to_bf16);
+  launch.spec[0] = row, launch.spec[1] = col;
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
   launch.tiles = tiles_of(t, &col);
@@ -139,18 +139,18 @@ Encodings encode(
     launch.activation = gated->kind;
   }
 
-  Zeroed zeroed;
+  ZeroedWorkspace workspace;
   Encodings made;
   Geometry g[2];
   int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1};
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     TORCH_CHECK_VALUE(!s.operand() || (s.transposed == (d == 1) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16) &&
                                        !known[d].amax.has_value()),
                       "operands are made of bfloat16 (or float32 through bfloat16) of which no amax is known, along the contraction");
     g[d] = geometry_of(s, d, rows[d], t.cols, row0);
-    SideBuffers& b = t.side[d];
+    EncodingBuffers& b = t.buffers[d];
     set_geometry(b, g[d], d);
     if (tokens != nullptr && (d ? s.whole() : s.whole_tensor())) g[d].scale_rows *= tokens->groups, g[d].scale_numel *= tokens->groups;
     b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
@@ -173,14 +173,14 @@ Encodings encode(
       if (s.two_level() && !b.tensor_amax_given) made[d].tensor_amax = new_zeros(x, {groups}, stream);
       continue;
     }
-    const bool is_shared = d == 1 && are_twins(launch.side, t.side);  // the first one's
-    if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
-    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(groups);
+    const bool is_shared = d == 1 && can_share_codes_transposed(launch.spec, t.buffers);  // the first one's
+    if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(g[d].scale_rows * g[d].scale_cols);
+    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = workspace.reserve(groups);
   }
-  const auto crosses = [](const Side& s) { return s.present() && (s.whole() || s.two_level()); };
-  const int64_t barrier_at = crosses(row) || crosses(col) ? zeroed.reserve(2) : -1;
-  zeroed.allocate(x, stream);
-  if (barrier_at >= 0) launch.barrier = reinterpret_cast<uint32_t*>(zeroed.at(barrier_at));
+  const auto crosses = [](const EncodingSpec& s) { return s.present() && (s.whole() || s.two_level()); };
+  const int64_t barrier_at = crosses(row) || crosses(col) ? workspace.reserve(2) : -1;
+  workspace.allocate(x, stream);
+  if (barrier_at >= 0) launch.barrier = reinterpret_cast<uint32_t*>(workspace.at(barrier_at));
   check_tokens(launch);
 
   auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
@@ -189,9 +189,9 @@ Encodings encode(
     return to.mutable_data_ptr();
   };
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
-    SideBuffers& b = t.side[d];
+    EncodingBuffers& b = t.buffers[d];
     const Encoded* given = out != nullptr ? &(*out)[d] : nullptr;
     b.data = static_cast<uint8_t*>(take(
         made[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
@@ -203,26 +203,26 @@ Encodings encode(
                   : take(made[d].scale, scale, {g[d].scale_numel}, scale_dtype, "out scale");
     b.vector_store = stores_vectors(s, b.data, g[d]);
     if (tensor_at[d] >= 0) {
-      b.tensor_amax = zeroed.at(tensor_at[d]);
-      made[d].tensor_amax = zeroed.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
+      b.tensor_amax = workspace.at(tensor_at[d]);
+      made[d].tensor_amax = workspace.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
     }
-    if (amax_at[d] >= 0) b.amax = zeroed.at(amax_at[d]);
+    if (amax_at[d] >= 0) b.amax = workspace.at(amax_at[d]);
     if (made[d].amax.defined()) b.amax = made[d].amax.mutable_data_ptr<float>();
     if (wants_amax && made[d].tensor_amax.defined()) b.tensor_amax = made[d].tensor_amax.mutable_data_ptr<float>();
   }
-  for (int d = 0; d < 2; ++d) {  // the other side of a square block is made for the kernel alone
-    if (!launch.side[d].operand() || launch.side[d].outer == 1 || launch.side[1 - d].present()) continue;
-    Side& other = launch.side[1 - d] = launch.side[d];
+  for (int d = 0; d < 2; ++d) {  // the other direction of a square block is made for the kernel alone
+    if (!launch.spec[d].operand() || launch.spec[d].outer == 1 || launch.spec[1 - d].present()) continue;
+    EncodingSpec& other = launch.spec[1 - d] = launch.spec[d];
     other.transposed = d == 0;
-    SideBuffers& b = t.side[1 - d];
+    EncodingBuffers& b = t.buffers[1 - d];
     set_geometry(b, geometry_of(other, 1 - d, rows[1 - d], t.cols, row0), 1 - d);
-    b.tensor_amax = t.side[d].tensor_amax, b.tensor_amax_given = t.side[d].tensor_amax_given;
+    b.tensor_amax = t.buffers[d].tensor_amax, b.tensor_amax_given = t.buffers[d].tensor_amax_given;
   }
-  // The kernels of delayed scaling take the amax of both sides once, where the first one's lies.
-  const bool shares_amax = t.side[1].enc != nullptr && made[1].amax.defined() && are_twins(launch.side, t.side);
-  if (shares_amax) t.side[1].amax = t.side[0].amax;
-  const ColumnSums sums(x, launch, beside.column_sums);
-  run(launch, stream, "quantize");
+  // The kernels of delayed scaling take the amax of both directions once, where the first one's lies.
+  const bool shares_amax = t.buffers[1].enc != nullptr && made[1].amax.defined() && can_share_codes_transposed(launch.spec, t.buffers);
+  if (shares_amax) t.buffers[1].amax = t.buffers[0].amax;
+  const ColumnSums sums(x, launch, extras.column_sums);
+  launch_phases(launch, stream, "quantize");
   sums.finish(stream);
   if (shares_amax) made[1].amax.copy_(made[0].amax, /*non_blocking=*/true);
   if (tokens != nullptr) finish_groups(launch, known, tokens->groups, stream);
@@ -246,9 +246,9 @@ at::Tensor column_sums(const at::Tensor& x) {
 
 namespace {
 
-// The amax of a side with one scale, of those of parts of x [parts, 1]; of other sides as it is.
-MaybeTensor of_all_parts(const at::Tensor& x, const Side& side, const MaybeTensor& amax) {
-  if (!amax.has_value() || !side.whole_tensor() || amax->numel() <= 1) return amax;
+// The amax of a direction with one scale, of those of parts of x [parts, 1]; of other directions as it is.
+MaybeTensor max_over_parts(const at::Tensor& x, const EncodingSpec& spec, const MaybeTensor& amax) {
+  if (!amax.has_value() || !spec.whole_tensor() || amax->numel() <= 1) return amax;
   check_buffer(*amax, "amax", x, at::kFloat, amax->numel());
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor most = new_empty(x, {1, 1}, at::kFloat);
@@ -257,51 +257,51 @@ MaybeTensor of_all_parts(const at::Tensor& x, const Side& side, const MaybeTenso
   return most;
 }
 
-// data, scale of each side, its tensor amax (two-level formats) and amax (scales that span the contraction) unless they
+// data, scale of each direction, its tensor amax (two-level formats) and amax (scales that span the contraction) unless they
 // were given. An amax of one scale may be those of parts of x.
 std::vector<at::Tensor> quantize(
-    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
+    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool round_to_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
     const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
     const MaybeTensor& col_enc, const MaybeTensor& col_key) {
-  const Side sides[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
-  const MaybeTensor row_most = of_all_parts(x, sides[0], row_amax);
-  const bool is_same = row_amax.has_value() && col_amax.has_value() && sides[0].whole_tensor() && sides[1].whole_tensor() &&
+  const EncodingSpec specs[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
+  const MaybeTensor row_most = max_over_parts(x, specs[0], row_amax);
+  const bool is_same = row_amax.has_value() && col_amax.has_value() && specs[0].whole_tensor() && specs[1].whole_tensor() &&
                        row_amax->is_same(*col_amax);
-  const MaybeTensor col_most = is_same ? row_most : of_all_parts(x, sides[1], col_amax);
-  const Known known[2] = {{row_most, row_tensor_amax, row_enc, row_key}, {col_most, col_tensor_amax, col_enc, col_key}};
+  const MaybeTensor col_most = is_same ? row_most : max_over_parts(x, specs[1], col_amax);
+  const GivenAmaxes known[2] = {{row_most, row_tensor_amax, row_enc, row_key}, {col_most, col_tensor_amax, col_enc, col_key}};
   std::vector<at::Tensor> result;
   result.reserve(8);
-  for (Encoded& one : encode(x, sides[0], sides[1], known, row0, through_bf16, true, nullptr))
+  for (Encoded& one : encode(x, specs[0], specs[1], known, row0, round_to_bf16, true, nullptr))
     for (at::Tensor* t : {&one.data, &one.scale, &one.tensor_amax, &one.amax})
       if (t->defined()) result.push_back(std::move(*t));
   return result;
 }
 
-// Block amaxes of each side, and tensor amaxes of two-level formats.
+// Block amaxes of each direction, and tensor amaxes of two-level formats.
 std::vector<at::Tensor> statistics(
-    const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool through_bf16) {
+    const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool round_to_bf16) {
   check_input(x);
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};
-  launch.input = input_of(x, through_bf16);
-  launch.side[0] = unpack_encoding(row, 0.0, "row"), launch.side[1] = unpack_encoding(col, 0.0, "col");
+  launch.input = input_of(x, round_to_bf16);
+  launch.spec[0] = unpack_encoding(row, 0.0, "row"), launch.spec[1] = unpack_encoding(col, 0.0, "col");
   launch.count = 1, launch.phases = kStatistics;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
-  launch.tiles = tiles_of(t, &launch.side[1]);
+  launch.tiles = tiles_of(t, &launch.spec[1]);
   std::vector<at::Tensor> result;
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     const Geometry g = geometry_of(s, d, t.rows, t.cols, row0);
     const int64_t sizes[] = {g.scale_rows, g.scale_cols};
     result.push_back(s.whole() ? new_zeros(x, sizes, stream) : new_empty(x, sizes, at::kFloat));  // maxima start from zeros
-    set_geometry(t.side[d], g, d);
-    t.side[d].amax = result.back().mutable_data_ptr<float>();
+    set_geometry(t.buffers[d], g, d);
+    t.buffers[d].amax = result.back().mutable_data_ptr<float>();
     if (!s.two_level()) continue;
     result.push_back(new_zeros(x, {1}, stream));
-    t.side[d].tensor_amax = result.back().mutable_data_ptr<float>();
+    t.buffers[d].tensor_amax = result.back().mutable_data_ptr<float>();
   }
   check_launch(launch_quantize(launch, stream), "statistics", x.sizes());
   return result;
@@ -309,7 +309,7 @@ std::vector<at::Tensor> statistics(
 
 }  // namespace
 
-Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0) {
+Geometry geometry_of(const EncodingSpec& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0) {
   Geometry g = {encoding_sizes(s, columnwise, rows, cols, row0)};
   const auto at = [](int64_t n) { return static_cast<int32_t>(n); };
   const int32_t line_blocks = at(columnwise ? g.scale_cols : g.scale_rows);

@@ -18,22 +18,22 @@ struct Geometry : EncodingSizes<int64_t> {
   Grid compact, stored;  // over lines and blocks: the compact grid, and the scale buffer's
 };
 
-// What the caller may know of a side. record: fp32, its first the largest finite amax so far, with enc. Of groups of tokens
+// What the caller may know of a direction. record: fp32, its first the largest finite amax so far, with enc. Of groups of tokens
 // there is one of each a group; records has one a group, or none.
-struct Known {
+struct GivenAmaxes {
   const MaybeTensor &amax, &tensor_amax, &enc, &key;
   const at::Tensor* record = nullptr;
   at::TensorList records = {};
 };
 
 // The values are act(x) * up.
-struct Gated {
+struct GatedInput {
   at::Tensor up;
   Activation kind;
 };
 
-// Rows of x in groups whose scales are their own (`sources` of layout/groups.h): the columnwise side has each group's rows
-// from a multiple of 128 on, zeros behind them (of none: nothing is written); the rowwise side keeps x's rows.
+// Rows of x in groups whose scales are their own (`sources` of layout/token_groups.h): the columnwise direction has each group's rows
+// from a multiple of 128 on, zeros behind them (of none: nothing is written); the rowwise direction keeps x's rows.
 struct Tokens {
   const int32_t *sources, *offsets;
   int64_t tiles, groups;
@@ -42,13 +42,13 @@ struct Tokens {
 // What goes with the encoding of x. gated: see encodes_gated. tokens: scales that span rows are one set a group,
 // [groups, lines] or [groups], as are amaxes of tensors. column_sums: set to column_sums(x), which the first launch that reads x makes on the way; not of
 // gated values or tokens.
-struct Beside {
-  const Gated* gated = nullptr;
+struct EncodeExtras {
+  const GatedInput* gated = nullptr;
   const Tokens* tokens = nullptr;
   at::Tensor* column_sums = nullptr;
 };
 
-// What is made of a side. Undefined: a side that is not made; tensor_amax and amax also where they were given, tensor_amax
+// What is made of a direction. Undefined: a direction that is not made; tensor_amax and amax also where they were given, tensor_amax
 // of formats of one level, amax of scales that do not span the contraction.
 struct Encoded {
   at::Tensor data, scale, tensor_amax, amax;
@@ -57,35 +57,35 @@ using Encodings = std::array<Encoded, 2>;
 
 // Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
 Encodings encode(
-    const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Beside& beside = {});
+    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2], int64_t row0, bool round_to_bf16,
+    bool wants_amax, const Encodings* out, const EncodeExtras& extras = {});
 
-// Histories of delayed sides, one a matrix, or none.
+// Histories of delayed directions, one a matrix, or none.
 struct StackedHistories {
   at::TensorList enc, record;
 };
 
 // Codes and scales of matrices [count, rows, cols], each by itself, stacked: 8 bits, rounded to nearest, of scales of one level.
 Encodings encode_stacked(
-    const at::Tensor& x, const Side& row, const Side& col, bool through_bf16, const StackedHistories (&histories)[2]);
+    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16, const StackedHistories (&histories)[2]);
 
 // `encode` makes these values itself: bf16 [rows, cols], both with rows of 16 bytes.
 bool encodes_gated(
-    const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated);
+    const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2], const GatedInput& gated);
 
 // Anchors of tensors are made of these values as `anchor_codes` makes them of their codes.
-bool anchors_codes(const at::Tensor& x, const Side& side, bool through_bf16);
+bool anchors_codes(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16);
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
-// loop. Returns data and scale of each side. A run of kOfTensor: what `anchor_codes` makes of the sides' codes, of both or of
+// loop. Returns data and scale of each direction. A run of kOfTensor: what `anchor_codes` makes of the directions' codes, of both or of
 // neither. beside: not gated; with tokens, the columnwise run is not the whole contraction.
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const Beside& beside = {});
+    const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras = {});
 
 // Sums over the rows of x [rows, cols], bf16: added up in fp32 in tiles of 128 rows, rounded once. [cols].
 at::Tensor column_sums(const at::Tensor& x);
 
-Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0);
+Geometry geometry_of(const EncodingSpec& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0);
 
 }  // namespace fsdp_quant

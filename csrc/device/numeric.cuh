@@ -35,21 +35,21 @@ __device__ __forceinline__ float encode_factor(float amax, float max, float eps,
 }
 
 // Biased exponent of a block: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF; rounded up, or by the OCP floor rule.
-__device__ __forceinline__ uint32_t e8m0_code(float amax, const Side& side) {
-  if (side.scale == ScaleKind::kE8M0Floor) {  // the exponent of the maximum, less that of the largest element
+__device__ __forceinline__ uint32_t e8m0_code(float amax, const EncodingSpec& spec) {
+  if (spec.scale == ScaleKind::kE8M0Floor) {  // the exponent of the maximum, less that of the largest element
     const uint32_t bits = bits_of(amax);
     if (bits >= 0x7F800000u) return bits == 0x7F800000u ? 0xFEu : 0xFFu;
-    const int code = static_cast<int>(bits >> 23) - static_cast<int>((bits_of(side.max) >> 23) - 127);
+    const int code = static_cast<int>(bits >> 23) - static_cast<int>((bits_of(spec.max) >> 23) - 127);
     return code > 0 ? code : 0;
   }
-  if constexpr (ptx::kHardwareCasts) return ptx::cvt_ue8m0(__fmul_rn(amax, side.inverse_max));
+  if constexpr (ptx::kHardwareCasts) return ptx::cvt_ue8m0(__fmul_rn(amax, spec.inverse_max));
   // Adding all mantissa bits carries into the exponent unless they are zero; inf and NaN come out one too large.
-  const uint32_t v = bits_of(__fmul_rn(amax, side.inverse_max));
+  const uint32_t v = bits_of(__fmul_rn(amax, spec.inverse_max));
   const uint32_t up = ((v + 0x7FFFFFu) >> 23) - (v >= 0x7F800000u);
   return v > 0x400000u ? up : 0;
 }
 
-// S of a two-level format: tensor_max (Side) /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
+// S of a two-level format: tensor_max (EncodingSpec) /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
 __device__ __forceinline__ float tensor_encode_factor(float tensor_amax, float tensor_max) {
   return encode_factor(tensor_amax, tensor_max, 0.0f, false);
 }
@@ -69,44 +69,44 @@ struct BlockScale {
   uint32_t stored;
 };
 
-__device__ __forceinline__ BlockScale e8m0_scale(float amax, const Side& side) {
-  const uint32_t code = e8m0_code(amax, side);
+__device__ __forceinline__ BlockScale e8m0_scale(float amax, const EncodingSpec& spec) {
+  const uint32_t code = e8m0_code(amax, spec);
   return {power_of_two(code == 255 ? 255 : 254 - code), code};
 }
 
 // The same for finite amaxes, rounded up: their code is at most 253.
-__device__ __forceinline__ BlockScale e8m0_scale_of_finite(float amax, const Side& side) {
-  const uint32_t v = bits_of(__fmul_rn(amax, side.inverse_max)), code = v > 0x400000u ? (v + 0x7FFFFFu) >> 23 : 0;
+__device__ __forceinline__ BlockScale e8m0_scale_of_finite(float amax, const EncodingSpec& spec) {
+  const uint32_t v = bits_of(__fmul_rn(amax, spec.inverse_max)), code = v > 0x400000u ? (v + 0x7FFFFFu) >> 23 : 0;
   return {__uint_as_float((254u - code) << 23), code};
 }
 
-__device__ __forceinline__ BlockScale fp32_scale(float amax, const Side& side) {
-  const bool pow2 = side.scale == ScaleKind::kFp32Pow2;
-  const float enc = encode_factor(amax, side.max, side.eps, pow2);
+__device__ __forceinline__ BlockScale fp32_scale(float amax, const EncodingSpec& spec) {
+  const bool pow2 = spec.scale == ScaleKind::kFp32Pow2;
+  const float enc = encode_factor(amax, spec.max, spec.eps, pow2);
   return {enc, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, enc) : quiet_nan())};
 }
 
 // The same for powers of two, and amaxes that `has_easy_power` takes. The difference of the bits borrows from the
 // exponents where amax has the larger mantissa, which is where the quotient's exponent is one less.
-__device__ __forceinline__ BlockScale easy_power(float amax, const Side& side) {
-  const int exponent = (static_cast<int>(bits_of(side.max) - bits_of(amax)) >> 23) + 127;
+__device__ __forceinline__ BlockScale easy_power(float amax, const EncodingSpec& spec) {
+  const int exponent = (static_cast<int>(bits_of(spec.max) - bits_of(amax)) >> 23) + 127;
   return {__uint_as_float(exponent << 23), static_cast<uint32_t>(254 - exponent) << 23};
 }
 
-__device__ __forceinline__ bool has_easy_power(float least, float largest, const Side& side) {
-  return least >= 1e-30f && least >= side.eps && largest <= 1e30f;  // false for NaN
+__device__ __forceinline__ bool has_easy_power(float least, float largest, const EncodingSpec& spec) {
+  return least >= 1e-30f && least >= spec.eps && largest <= 1e30f;  // false for NaN
 }
 
 // Two-level scales are e4m3 codes, so there are 128 encode factors for a tensor: enc = 1 /rn fl(code * fl(1 / S)).
-__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const Side& side) {
-  const float factor = tensor_encode_factor(tensor_amax, side.tensor_max);
+__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
+  const float factor = tensor_encode_factor(tensor_amax, spec.tensor_max);
   const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, factor)));
   return enc > kFltMax ? kFltMax : enc;
 }
 
 // What takes a block's amax to the target of its scale: fl(S * fl(1 / 6)).
-__device__ __forceinline__ float two_level_target(float tensor_amax, const Side& side) {
-  return __fmul_rn(tensor_encode_factor(tensor_amax, side.tensor_max), 1.0f / 6.0f);
+__device__ __forceinline__ float two_level_target(float tensor_amax, const EncodingSpec& spec) {
+  return __fmul_rn(tensor_encode_factor(tensor_amax, spec.tensor_max), 1.0f / 6.0f);
 }
 
 // 1, 1.25, 1.5 or 2 times the target's power of two: the significands 1.15, 1.4 and 1.8 begin the next; round_up: not below it.
@@ -163,28 +163,28 @@ struct InSteps {
 
 // Of elements of 8 or 6 bits; v is no NaN.
 template <int Bits>
-__device__ __forceinline__ InSteps in_steps(float v, const Side& side) {
-  const bool two = side.element == (Bits == 8 ? Element::kE5M2 : Element::kE3M2);  // bits of the mantissa; else three
+__device__ __forceinline__ InSteps in_steps(float v, const EncodingSpec& spec) {
+  const bool two = spec.element == (Bits == 8 ? Element::kE5M2 : Element::kE3M2);  // bits of the mantissa; else three
   const uint32_t mantissa = two ? 2 : 3, smallest = Bits == 8 ? (two ? 127 - 14 : 127 - 6) : (two ? 127 - 2 : 127);
-  const float magnitude = fminf(fabsf(v), side.max);
+  const float magnitude = fminf(fabsf(v), spec.max);
   const uint32_t exponent = max(bits_of(magnitude) >> 23, smallest);
   return {__fmul_rn(magnitude, __uint_as_float((254 - exponent + mantissa) << 23)), (exponent - smallest) << mantissa};
 }
 
 // Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: elements of 8 or 6 bits.
 template <int Bits>
-__device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const Side& side) {
+__device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const EncodingSpec& spec) {
   if (v != v) return (1u << (Bits - 1)) - 1;  // NaN; without one in the element its largest number
-  const InSteps s = in_steps<Bits>(v, side);
+  const InSteps s = in_steps<Bits>(v, spec);
   const uint32_t low = static_cast<uint32_t>(s.ratio);
   const bool up = static_cast<float>(random) + 0.5f < __fmul_rn(__fsub_rn(s.ratio, static_cast<float>(low)), 256.0f);
   return (low + up + s.base) | ((bits_of(v) >> 31) << (Bits - 1));
 }
 
 // Code of v rounded to nearest even, saturating: elements of 6 bits.
-__device__ __forceinline__ uint32_t nearest_code6(float v, const Side& side) {
+__device__ __forceinline__ uint32_t nearest_code6(float v, const EncodingSpec& spec) {
   if (v != v) return 0x1Fu;
-  const InSteps s = in_steps<6>(v, side);
+  const InSteps s = in_steps<6>(v, spec);
   return (__float2uint_rn(s.ratio) + s.base) | ((bits_of(v) >> 31) << 5);
 }
 

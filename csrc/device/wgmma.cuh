@@ -7,7 +7,7 @@
 namespace fsdp_quant::ptx {
 
 // Describes a K-major operand in shared memory: rows of 128 bytes, in the 128-byte swizzle, 8 rows a 1024-byte atom,
-// atoms 1024 bytes apart. `address` is a row that begins an atom, plus a multiple of 32 bytes along K: the swizzle is a
+// atoms 1024 bytes pointer_table. `address` is a row that begins an atom, plus a multiple of 32 bytes along K: the swizzle is a
 // function of address bits, so a start inside a row needs no base offset. The leading offset is not used here.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kLeading = 1, kStride = 1024 >> 4, kSwizzle128 = 1;

@@ -48,7 +48,7 @@ const char* name_of(Scaling scaling) {
   return kNames[static_cast<int>(scaling)];
 }
 
-std::string describe(const Product& p) {
+std::string describe(const GemmProblem& p) {
   std::ostringstream text;
   const auto operand = [&](const char* name, const Operand& o, int64_t outer) {
     text << name << " [" << outer << ", " << p.k << "] " << name_of(o.type) << ", " << name_of(o.scaling) << " scales, "
@@ -63,7 +63,7 @@ std::string describe(const Product& p) {
   return text.str();
 }
 
-void check(cublasStatus_t status, const Product& p) {
+void check(cublasStatus_t status, const GemmProblem& p) {
   if (status != CUBLAS_STATUS_SUCCESS)
     throw std::runtime_error(std::string("cuBLASLt: ") + cublasLtGetStatusString(status) + ", of " + describe(p));
 }
@@ -85,7 +85,7 @@ struct Hash {
   }
 };
 
-Key key_of(const Product& p, int device) {
+Key key_of(const GemmProblem& p, int device) {
   uint64_t traits = 0, places = 0;
   const auto add = [](uint64_t& word, int bits, auto value) { word = word << bits | static_cast<uint64_t>(value); };
   for (const Operand* o : {&p.a, &p.b}) {
@@ -112,7 +112,7 @@ cublasLtMatmulMatrixScale_t scale_mode(Scaling scaling) {
 }
 
 // One a device, never destroyed: at exit the driver may be gone before it.
-cublasLtHandle_t handle_of(const Product& p, int device) {
+cublasLtHandle_t handle_of(const GemmProblem& p, int device) {
   static std::mutex mutex;
   static std::map<int, cublasLtHandle_t> handles;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -135,7 +135,7 @@ class Relaxed {
 
 }  // namespace
 
-struct Plan::State {
+struct MatmulPlan::State {
   cublasLtHandle_t handle;
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t left, right, out;
@@ -144,11 +144,11 @@ struct Plan::State {
   const float* beta;
 };
 
-Plan::~Plan() = default;
+MatmulPlan::~MatmulPlan() = default;
 
-size_t Plan::workspace() const { return state_->workspace; }
+size_t MatmulPlan::workspace() const { return state_->workspace; }
 
-void Plan::set_addresses(const Product& p) {
+void MatmulPlan::set_addresses(const GemmProblem& p) {
   State& own = *state_;
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void* address) {
     if (address != nullptr)
@@ -159,7 +159,7 @@ void Plan::set_addresses(const Product& p) {
   set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
 }
 
-Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
+MatmulPlan::MatmulPlan(const GemmProblem& p, int device) : state_(std::make_unique<State>()) {
   State& own = *state_;
   const Relaxed relaxed;
   own.handle = handle_of(p, device);
@@ -200,7 +200,7 @@ Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
     check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)), p);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceLimit);
-  // Parts of a sum are added in fp32, never in a 16-bit out.
+  // Grouping of a sum are added in fp32, never in a 16-bit out.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1u << alignment_log2(p.b.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 1u << alignment_log2(p.a.data));
@@ -218,7 +218,7 @@ Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
   own.workspace = result.workspaceSize;
 }
 
-void Plan::launch(const Product& p, void* workspace, cudaStream_t stream) {
+void MatmulPlan::launch(const GemmProblem& p, void* workspace, cudaStream_t stream) {
   State& own = *state_;
   set_addresses(p);
   const float* alpha = p.alpha != nullptr ? p.alpha : &kFactors[1];
@@ -226,8 +226,8 @@ void Plan::launch(const Product& p, void* workspace, cudaStream_t stream) {
                        p.out, &own.out, &own.algorithm, workspace, own.workspace, stream), p);
 }
 
-Plan& plan_of(const Product& p, int device) {
-  thread_local std::unordered_map<Key, Plan, Hash> plans;
+MatmulPlan& matmul_plan_of(const GemmProblem& p, int device) {
+  thread_local std::unordered_map<Key, MatmulPlan, Hash> plans;
   const Key key = key_of(p, device);
   if (const auto found = plans.find(key); found != plans.end()) return found->second;
   if (plans.size() == kPlans) plans.clear();

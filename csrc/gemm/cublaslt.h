@@ -9,24 +9,24 @@
 
 #include <cuda_runtime_api.h>
 
-#include "gemm/product.h"
+#include "gemm/gemm_problem.h"
 
 namespace fsdp_quant {
 
 // What products that differ in addresses alone share. cuBLASLt reads scales and bias from the descriptor of the
 // operation, so a plan belongs to one thread and is never copied.
-class Plan {
+class MatmulPlan {
  public:
-  Plan(const Product& p, int device);
-  ~Plan();
+  MatmulPlan(const GemmProblem& p, int device);
+  ~MatmulPlan();
 
   size_t workspace() const;  // bytes
   // `workspace`: that many bytes, aligned to 256.
-  void launch(const Product& p, void* workspace, cudaStream_t stream);
+  void launch(const GemmProblem& p, void* workspace, cudaStream_t stream);
 
  private:
   struct State;  // cuBLASLt's
-  void set_addresses(const Product& p);
+  void set_addresses(const GemmProblem& p);
 
   const std::unique_ptr<State> state_;
 };
@@ -38,6 +38,6 @@ struct Unsupported : std::runtime_error {
 
 // The calling thread's plan, made where it has none; valid until its next call. `device` is the current one. Throws
 // Unsupported, and std::runtime_error when cuBLASLt fails.
-Plan& plan_of(const Product& p, int device);
+MatmulPlan& matmul_plan_of(const GemmProblem& p, int device);
 
 }  // namespace fsdp_quant

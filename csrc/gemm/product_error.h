@@ -39,7 +39,7 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of what lines of the product lost, sums[1] += those of their formats' own errors, each against the
-// sum of both: see `reference.product_error`. In one of kProbedSteps.
+// sum of both: see ops/product_error.py. In one of kProbedSteps.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;

@@ -3,9 +3,9 @@
 // E = max(0, max(e) - shift) over the line, run or tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles,
 // 8 x 8 a thread. y of a grid: the matrix, z: the run; blocks behind the last of theirs do nothing.
 // Two-level codes whose scales are kE4M3Exact: q' = e4m3(q * s / 8), and 8 D for the tensor; the second launch does both.
-#include "device/patch.cuh"
+#include "device/register_tile.cuh"
 #include "device/rescale.cuh"
-#include "layout/codes.cuh"
+#include "layout/decode_codes.cuh"
 #include "layout/layout.h"
 
 namespace fsdp_quant {
@@ -45,7 +45,7 @@ __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   return a;
 }
 
-__device__ __forceinline__ const AnchorCodes& matrix_of(const AnchorGroup& group) { return group.items[blockIdx.y]; }
+__device__ __forceinline__ const AnchorCodes& matrix_of(const AnchorMultiTensor& group) { return group.items[blockIdx.y]; }
 
 __device__ __forceinline__ uint32_t byte_of(uint2 v, int e) { return ((e < 4 ? v.x : v.y) >> (8 * (e & 3))) & 0xFF; }
 
@@ -340,7 +340,7 @@ cudaError_t launch_anchor_codes(const AnchorCodes& a, cudaStream_t stream) {
   return launch(a, a, blocks_of(a), a.matrices, stream);
 }
 
-cudaError_t launch_anchor_group(const AnchorGroup& group, cudaStream_t stream) {
+cudaError_t launch_anchor_multi_tensor(const AnchorMultiTensor& group, cudaStream_t stream) {
   Blocks largest = {};
   for (int i = 0; i < group.count; ++i) {
     const Blocks own = blocks_of(group.items[i]);

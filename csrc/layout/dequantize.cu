@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "device/values.cuh"
-#include "layout/codes.cuh"
+#include "layout/decode_codes.cuh"
 #include "layout/factor.cuh"
 
 namespace fsdp_quant {

@@ -15,7 +15,7 @@ enum class Output : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 // A factor of a product: a decode scale, or the amax that a second-level scale comes from. Null: 1.
 struct Factor {
   const float* value;
-  float tensor_max;  // of the amax's side; 0: a decode scale
+  float tensor_max;  // of the amax's direction; 0: a decode scale
 };
 
 // Codes [rows, row bytes] to [rows, cols] of `output`; a null scale or tensor amax leaves that factor out.
@@ -23,7 +23,7 @@ struct Dequantize {
   const uint8_t* data;
   const void* scale;
   const float* tensor_amax;
-  float tensor_max;            // of its side
+  float tensor_max;            // of its direction
   void* out;
   int32_t rows, cols;
   int32_t row_log2, col_log2;  // of the block of one scale; 31 is the whole extent
@@ -58,7 +58,7 @@ struct RelayoutItem {
   int32_t outer_block;   // swizzles: operand rows of one scale
   int64_t outer;         // swizzles: operand rows
   bool vector_load, vector_store;
-  const int32_t* sources;  // byte transposes: [rows / 128, 4], see layout/groups.h; null: the rows as they lie
+  const int32_t* sources;  // byte transposes: [rows / 128, 4], see layout/token_groups.h; null: the rows as they lie
 };
 
 constexpr int kRelayoutCapacity = 256;
@@ -78,7 +78,7 @@ struct AnchorCodes {
   const uint8_t* data;
   const uint8_t* scale;       // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
   const float* tensor_amax;   // two-level: [1]
-  float tensor_max;           // of its side
+  float tensor_max;           // of its direction
   const float* powers;        // null; else fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
   uint8_t* exponents;         // what scale points to, where powers does
   uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
@@ -99,15 +99,15 @@ struct AnchorCodes {
 constexpr int kAnchorCapacity = 32;
 
 // Of one element and direction, each of one matrix.
-struct AnchorGroup {
+struct AnchorMultiTensor {
   int32_t count;
   AnchorCodes items[kAnchorCapacity];
 };
 
 cudaError_t launch_dequantize(const Dequantize& args, cudaStream_t stream);
 cudaError_t launch_anchor_codes(const AnchorCodes& args, cudaStream_t stream);
-cudaError_t launch_anchor_group(const AnchorGroup& group, cudaStream_t stream);
+cudaError_t launch_anchor_multi_tensor(const AnchorMultiTensor& group, cudaStream_t stream);
 cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream);
-cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);
+cudaError_t launch_relayout_multi_tensor(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);
 
 }  // namespace fsdp_quant

@@ -2,7 +2,7 @@
 // Transposes of bytes and nibbles, and scales into padded 128 x 4 tiles: one matrix, or all of a parameter group, in
 // one launch. Transposes move a 128 x 128 tile through registers (8 x 8 a thread) and swizzled shared memory, so that
 // every access to memory is a whole segment.
-#include "device/patch.cuh"
+#include "device/register_tile.cuh"
 #include "layout/layout.h"
 
 namespace fsdp_quant {
@@ -114,7 +114,7 @@ cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream
   return cudaGetLastError();
 }
 
-cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream) {
+cudaError_t launch_relayout_multi_tensor(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream) {
   relayout_kernel<kRelayoutCapacity><<<static_cast<unsigned>(launch.tiles), kThreads, 0, stream>>>(launch);
   return cudaGetLastError();
 }

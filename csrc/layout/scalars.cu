@@ -21,7 +21,7 @@ __global__ void random_key_kernel(const int64_t* step, const int64_t* id, int64_
 }
 
 __global__ void random_keys_kernel(
-    const int64_t* step, const __grid_constant__ Apart<int64_t> ids, const int32_t* offsets, int64_t* keys) {
+    const int64_t* step, const __grid_constant__ PointerTable<int64_t> ids, const int32_t* offsets, int64_t* keys) {
   const int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e < ids.count) make_key(step, ids.at[e], offsets[e + 1] - offsets[e], keys + 5 * e);
 }
@@ -47,7 +47,7 @@ __global__ void largest_kernel(const float* amaxes, int64_t count, float* out) {
 
 unsigned blocks_of(int32_t count) { return (count + kBlock - 1) / kBlock; }
 
-__global__ void collect_kernel(const __grid_constant__ Apart<float> scalars, float* out) {
+__global__ void collect_kernel(const __grid_constant__ PointerTable<float> scalars, float* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < scalars.count) out[i] = *scalars.at[i];
 }
@@ -64,13 +64,13 @@ cudaError_t launch_random_key(const int64_t* step, const int64_t* id, int64_t ro
   return cudaGetLastError();
 }
 
-cudaError_t launch_collect(const Apart<float>& scalars, float* out, cudaStream_t stream) {
+cudaError_t launch_collect(const PointerTable<float>& scalars, float* out, cudaStream_t stream) {
   collect_kernel<<<blocks_of(scalars.count), kBlock, 0, stream>>>(scalars, out);
   return cudaGetLastError();
 }
 
 cudaError_t launch_random_keys(
-    const int64_t* step, const Apart<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream) {
+    const int64_t* step, const PointerTable<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream) {
   random_keys_kernel<<<blocks_of(ids.count), kBlock, 0, stream>>>(step, ids, offsets, keys);
   return cudaGetLastError();
 }

@@ -15,18 +15,18 @@ cudaError_t launch_alpha(const Factor& a, const Factor& b, float* out, cudaStrea
 // key[5] of stochastic rounding (`RandomKey`) from step[5] (seed, step, micro-batch, token offset or -1, rank) and id + (first
 // column << 32); without an offset a rank's rows follow those of the rank before.
 cudaError_t launch_random_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key, cudaStream_t stream);
-// What lies apart, of groups.
+// What lies pointer_table, of groups.
 template <class T>
-struct Apart {
+struct PointerTable {
   const T* at[kMostTokenGroups];
   int32_t count;
 };
 // out[i] = *at[i].
-cudaError_t launch_collect(const Apart<float>& scalars, float* out, cudaStream_t stream);
+cudaError_t launch_collect(const PointerTable<float>& scalars, float* out, cudaStream_t stream);
 // keys[groups, 5] of groups whose rows are from offsets[e] to offsets[e + 1]: that of a tensor of those rows.
 cudaError_t launch_random_keys(
-    const int64_t* step, const Apart<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
-// The decode scales of a two-level side (tensor_max) of `count` tensor amaxes.
+    const int64_t* step, const PointerTable<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
+// The decode scales of a two-level direction (tensor_max) of `count` tensor amaxes.
 cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream);
 // *out = the largest of |amaxes|; NaN if one is.
 cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream);

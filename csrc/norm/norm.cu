@@ -74,7 +74,7 @@ __device__ __forceinline__ void team_sum(float& one, float& other, float (&smem)
   if constexpr (Two) other = __shfl_sync(0xFFFFFFFFu, v, 16);
 }
 
-// A row that is copied ahead; a thread has kVectors of it to itself, blockDim.x apart.
+// A row that is copied ahead; a thread has kVectors of it to itself, blockDim.x pointer_table.
 template <class T>
 struct Ahead {
   static constexpr int kParts = Eight<T>::kWords / 4;

@@ -18,7 +18,7 @@ namespace fsdp_quant {
 // Random bytes of the 8 outer lines of this thread: byte e of line k is of contraction element e.
 template <bool Columnwise>
 struct RandomLines {
-  uint32_t k0, k1, step, stream, line, run;
+  uint32_t k0, k1, step, stream, line, block;
   int offset;     // of the thread's first element in its run of 16
   bool aligned;   // two threads share each run: always, rowwise; columnwise unless the global row is no multiple of 16
 
@@ -27,7 +27,7 @@ struct RandomLines {
     const int64_t row = key.row0 + tile.row0 + at.row(), col = key.col0 + tile.col0 + at.col(), along = Columnwise ? row : col;
     k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
     step = static_cast<uint32_t>(key.step), stream = stream_of(key, Columnwise);
-    line = static_cast<uint32_t>(Columnwise ? col : row), run = static_cast<uint32_t>(along >> 4);
+    line = static_cast<uint32_t>(Columnwise ? col : row), block = static_cast<uint32_t>(along >> 4);
     offset = along & 15;
     aligned = !Columnwise || ((along - at.half * 8) & 15) == 0;
   }
@@ -37,7 +37,7 @@ struct RandomLines {
     const bool upper = offset & 8;
     uint4 drawn[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) drawn[n] = make_uint4(run, line + (upper ? k + n + 4 : k + n), step, stream);
+    for (int n = 0; n < 2; ++n) drawn[n] = make_uint4(block, line + (upper ? k + n + 4 : k + n), step, stream);
     philox4x32(drawn, k0, k1);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -54,7 +54,7 @@ struct RandomLines {
   __device__ __forceinline__ void draw_unaligned(uint32_t (&random)[8][2]) const {
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {
-      uint4 drawn[2] = {make_uint4(run, line + k, step, stream), make_uint4(run + 1, line + k, step, stream)};
+      uint4 drawn[2] = {make_uint4(block, line + k, step, stream), make_uint4(block + 1, line + k, step, stream)};
       philox4x32(drawn, k0, k1);
       uint32_t lo = 0, hi = 0;
 #pragma unroll 1
@@ -74,14 +74,14 @@ struct RandomLines {
 
 // Buffers of a tensor of which a launch makes a piece, cut at any element: see pieces_kernel.cuh.
 template <class Buffers>
-constexpr bool kIsPiece = std::is_base_of_v<PieceSide, Buffers>;
+constexpr bool kIsPiece = std::is_base_of_v<PieceBuffers, Buffers>;
 template <bool FourBit>
-__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide& b, int32_t row, int32_t col, int32_t cols);
+__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col, int32_t cols);
 template <bool Columnwise>
-__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place);
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place);
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
-    const uint32_t (&stored)[8], const Side& s, const PieceSide& b, const Place& place);
+    const uint32_t (&stored)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place);
 
 // What turns the values of a patch into codes: encode factors of its 8 outer lines, and those of their codes (kOfCodes).
 struct LineFactors {
@@ -89,7 +89,7 @@ struct LineFactors {
   CodeFactor<Element::kE4M3> of_codes[8];
 };
 
-// How codes are rounded: the parts of a side that the inner loop is compiled for.
+// How codes are rounded: the parts of a direction that the inner loop is compiled for.
 enum class Rounding { kE4M3, kE4M3Twice, kE5M2, kE2M1, kNearest6, kStochastic8, kStochastic6, kStochastic4 };
 
 // Bits of a code: bytes of eight of them.
@@ -101,7 +101,7 @@ constexpr int kBitsOf = R == Rounding::kE2M1 || R == Rounding::kStochastic4     
 // Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
 template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers, class Shared>
 __device__ __forceinline__ void emit_codes(
-    const Patch<V>& p, const LineFactors& f, const Side& s, const Buffers& b, const Tile& tile, Shared& smem,
+    const RegisterTile<V>& p, const LineFactors& f, const EncodingSpec& s, const Buffers& b, const Tile& tile, Shared& smem,
     const Position& at) {
   constexpr bool kFourBit = kBitsOf<R> == 4, kSixBit = kBitsOf<R> == 6;
   constexpr int kBytes = kBitsOf<R>;  // of 8 codes
@@ -176,7 +176,7 @@ __device__ __forceinline__ void emit_codes(
       uint32_t sign[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) sign[e] = p.word(row_of(k, e), col_of(k, e));
-      const int even = Patch<V>::sign_byte(col_of(k, 0)), odd = Patch<V>::sign_byte(col_of(k, 1));
+      const int even = RegisterTile<V>::sign_byte(col_of(k, 0)), odd = RegisterTile<V>::sign_byte(col_of(k, 1));
       const int n = kSigns == 8 ? k : 0;
       lo = e2m1_nibbles<R == Rounding::kStochastic4, true>(magnitude, threshold) |
            (bytes_of(sign[0], sign[2], sign[4], sign[6], even) >> 4 & low_signs[n]) |
@@ -224,13 +224,13 @@ __device__ __forceinline__ void emit_codes(
     }
   };
   if constexpr (Transposed) {
-    uint8_t* staged = reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.group)) * kBytes;
+    uint8_t* staged = reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.chunk)) * kBytes;
     each_line([&](int k) { store(staged + k * 16 * kBytes, line(k)); });
   } else {
     const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : kSixBit ? ((cols_end + 3) >> 2) * 3 : cols_end;
     const int32_t offset = (col >> 3) * kBytes;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
-    if constexpr (std::is_same_v<Buffers, InnerSide>) {  // a line is stored as it is made: eight would be spilled
+    if constexpr (std::is_same_v<Buffers, InnerPieceBuffers>) {  // a line is stored as it is made: eight would be spilled
       each_line([&](int k) { store(address, line(k)), address += row_bytes; });
       return;
     }

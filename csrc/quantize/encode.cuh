@@ -6,8 +6,8 @@
 
 namespace fsdp_quant {
 
-// Powers of two of a tile as e8m0 scales (`Side::spread`): a thread along the contraction has 8 lines, of each a word of four.
-__device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8], const SideBuffers& b, const Place& place) {
+// Powers of two of a tile as e8m0 scales (`EncodingSpec::spread`): a thread along the contraction has 8 lines, of each a word of four.
+__device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8], const EncodingBuffers& b, const Place& place) {
   const int64_t tile = static_cast<int64_t>(place.line / kTile) * b.compact.blocks + place.along / kTile;
   uint8_t* const out = static_cast<uint8_t*>(b.scale) + tile * 512;
 #pragma unroll
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8],
 // fp32 scales of a tile: one thread along the contraction for each line, or one for the tile.
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
-    const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Place& place, int32_t start, bool is_anchored) {
+    const uint32_t (&stored)[8], const EncodingSpec& s, const EncodingBuffers& b, const Place& place, int32_t start, bool is_anchored) {
   if (s.spread() && !is_anchored) return store_spread_scales(stored, b, place);
   const int32_t outer = is_anchored ? 1 : s.outer, log2 = is_anchored ? s.anchor_log2 : s.contraction_log2;
   const int32_t grid = place.along + place.along_shift;  // the tile's first, along the contraction
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_fp32_scales(
 // Scales of a direction: fp32 to memory, bytes to shared memory.
 template <bool Columnwise, class P, class Buffers>
 __device__ __forceinline__ void store_scales(
-    const uint32_t (&stored)[8], const Side& s, const Buffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
+    const uint32_t (&stored)[8], const EncodingSpec& s, const Buffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
   if (P::kAnchored || !P::byte_scales(s)) {
     if (leads_block<Columnwise>(kTile, at)) {
       if constexpr (kIsPiece<Buffers>) {
@@ -61,11 +61,11 @@ __device__ __forceinline__ void store_scales(
 }
 
 // Encode factors of this thread's lines; scales go to memory, those of one byte to shared memory.
-// twin: the columnwise side of Work::kTwin, which is stored from the same codes.
+// twin: the columnwise direction of Work::kSharedCodes, which is stored from the same codes.
 template <bool Columnwise, class P, class V, class Buffers, class Shared>
 __device__ __forceinline__ void find_factors(
-    LineFactors& f, const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
-    const SideBuffers* twin, Shared& smem, const Position& at) {
+    LineFactors& f, const RegisterTile<V>& p, const EncodingSpec& s, const Buffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
+    const EncodingBuffers* transposed_buffers, Shared& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
   const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void find_factors(
   }
   const float tile_amax = amax[0];
   if constexpr (kIsPiece<Buffers>) {
-    if constexpr (std::is_same_v<Buffers, PieceSide>) read_cut_amaxes<Columnwise>(amax, s, b, place);
+    if constexpr (std::is_same_v<Buffers, PieceBuffers>) read_cut_amaxes<Columnwise>(amax, s, b, place);
   } else if (P::reads_amax(s, b)) {
     const int32_t block = place.block(s.contraction_log2, inside);
 #pragma unroll
@@ -167,40 +167,40 @@ __device__ __forceinline__ void find_factors(
     }
   }
   if (!delayed) store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
-  if constexpr (P::kTwin) store_scales<true, P>(stored, *twin_side, *twin, tile, smem, at);
+  if constexpr (P::kSharedCodes) store_scales<true, P>(stored, *transposed_spec, *transposed_buffers, tile, smem, at);
 }
 
 // Encode one direction: scales and codes go to memory, transposed codes and one-byte scales to shared memory.
 template <bool Columnwise, class P, class V, class Buffers, class Shared>
 __device__ __forceinline__ void encode(
-    const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
-    const SideBuffers* twin, Shared& smem, const Position& at) {
+    const RegisterTile<V>& p, const EncodingSpec& s, const Buffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
+    const EncodingBuffers* transposed_buffers, Shared& smem, const Position& at) {
   LineFactors f;
   if (kIsPiece<Buffers> && P::reads_amax(s, b)) {
     const uint32_t* factors = smem.lines[Columnwise] + (Columnwise ? at.col() : at.row());
 #pragma unroll
     for (int k = 0; k < 8; ++k) f.enc[k] = __uint_as_float(factors[k]);
   } else {
-    find_factors<Columnwise, P>(f, p, s, b, tile, twin_side, twin, smem, at);
+    find_factors<Columnwise, P>(f, p, s, b, tile, transposed_spec, transposed_buffers, smem, at);
   }
   auto emit = [&](auto transposed) {
     constexpr bool kTransposed = decltype(transposed)::value;
-    auto run = [&](auto rounding) {
-      emit_codes<Columnwise, kTransposed, P::kTwin, decltype(rounding)::value>(p, f, s, b, tile, smem, at);
+    auto emit_rounded = [&](auto rounding) {
+      emit_codes<Columnwise, kTransposed, P::kSharedCodes, decltype(rounding)::value>(p, f, s, b, tile, smem, at);
     };
     if constexpr (P::kFull) {
       if (s.stochastic) {
-        return run(Constant<P::kTakes4 ? Rounding::kStochastic4 : P::kTakes6 ? Rounding::kStochastic6 : Rounding::kStochastic8>());
+        return emit_rounded(Constant<P::kTakes4 ? Rounding::kStochastic4 : P::kTakes6 ? Rounding::kStochastic6 : Rounding::kStochastic8>());
       }
     }
     if constexpr (P::kTakes4) {
-      run(Constant<Rounding::kE2M1>());
+      emit_rounded(Constant<Rounding::kE2M1>());
     } else if constexpr (P::kTakes6) {
-      run(Constant<Rounding::kNearest6>());
+      emit_rounded(Constant<Rounding::kNearest6>());
     } else if constexpr (P::kOfCodes) {
-      run(Constant<Rounding::kE4M3Twice>());
+      emit_rounded(Constant<Rounding::kE4M3Twice>());
     } else {
-      s.element == Element::kE5M2 ? run(Constant<Rounding::kE5M2>()) : run(Constant<Rounding::kE4M3>());
+      s.element == Element::kE5M2 ? emit_rounded(Constant<Rounding::kE5M2>()) : emit_rounded(Constant<Rounding::kE4M3>());
     }
   };
   if constexpr (Columnwise && !kIsPiece<Buffers> && !P::kTakes6) {
@@ -209,10 +209,10 @@ __device__ __forceinline__ void encode(
   emit(Constant<false>());
 }
 
-// Both sides by one factor from a history, with the largest magnitude of every warp on the way.
+// Both directions by one factor from a history, with the largest magnitude of every warp on the way.
 template <class V>
 __device__ __forceinline__ void encode_delayed(
-    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+    const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
   if (!b.amax_given) {
     Maxima<V> m = col_maxima(p);
     m.level();
@@ -229,9 +229,9 @@ __device__ __forceinline__ void encode_delayed(
 
 // The tile's largest magnitude to memory, or what follows from an amax that was known. row: of the tile's group.
 __device__ __forceinline__ void finish_tile_delayed(
-    const Side (&side)[2], const SideBuffers (&b)[2], const SideBuffers& row, const Smem& smem) {
+    const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2], const EncodingBuffers& row, const Smem& smem) {
   if (b[0].amax_given) {
-    if (blockIdx.x == 0 && threadIdx.x < 2) finish_delayed(side[threadIdx.x], b[threadIdx.x]);
+    if (blockIdx.x == 0 && threadIdx.x < 2) finish_delayed(spec[threadIdx.x], b[threadIdx.x]);
   } else if (threadIdx.x < 32) {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < kThreads / 32 ? smem.lines[0][threadIdx.x] : 0);
     if (threadIdx.x == 0) atomic_max(row.amax, __uint_as_float(largest));
@@ -241,7 +241,7 @@ __device__ __forceinline__ void finish_tile_delayed(
 // One-byte scales from shared memory.
 template <bool Columnwise, class P>
 __device__ __forceinline__ void flush_scales(
-    const Side& s, const SideBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
+    const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
   const int32_t log2 = P::log2(s), outer_log2 = P::outer_log2(s);
   auto* out = static_cast<uint8_t*>(b.scale);
   const Place place = Columnwise ? Place{tile.col0, tile.row0, 0, tile.shift} : Place{tile.row0, tile.col0, tile.shift, 0};
@@ -290,10 +290,10 @@ __device__ __forceinline__ void flush_scales(
 // A two-level scale is one of 128 codes: its encode factor is read from this table, not divided for
 // each block.
 __device__ __forceinline__ void fill_factors(
-    const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
+    const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;
   const float* const amax = d ? col.tensor_amax : row.tensor_amax;
-  if (side[d].present() && side[d].two_level()) factors[d][code] = two_level_factor(code, __ldcg(amax), side[d]);
+  if (spec[d].present() && spec[d].two_level()) factors[d][code] = two_level_factor(code, __ldcg(amax), spec[d]);
 }
 
 }  // namespace fsdp_quant

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "device/patch.cuh"
+#include "device/register_tile.cuh"
 #include "norm/activate.cuh"
 
 namespace fsdp_quant {
@@ -13,32 +13,32 @@ namespace fsdp_quant {
 //   kStatistics        amaxes only
 //   kRotated           amaxes only, also of rotated values
 //   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8, 6 or 4 bits by kBits
-//   kTwin              plain, and the columnwise side is the same encoding, transposed
-//   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
+//   kSharedCodes              plain, and the columnwise direction is the same encoding, transposed
+//   kDelayed           the factor from a history; the columnwise direction, if any, as in kSharedCodes
 //   kAnchored          plain, but the scale is that of a longer run
 //   kOfCodes           anchored, of e4m3 codes that are first those of their blocks (Launch::of_codes)
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
-enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kDelayed, kAnchored, kOfCodes, kFull };
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kSharedCodes, kDelayed, kAnchored, kOfCodes, kFull };
 
 // Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
-// given: 16 (two-level; see runs_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
+// given: 16 (two-level; see fp4_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the direction.
 template <Work W, int Bits = 0, int Block = 0>
 struct Path {
   static constexpr Work kWork = W;
   static constexpr int kBlock = Block;
   static constexpr bool kEncodes = W >= Work::kPlain;
-  static constexpr bool kTwin = W == Work::kTwin || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
+  static constexpr bool kSharedCodes = W == Work::kSharedCodes || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
   static constexpr bool kFull = W == Work::kFull;
   static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
 
-  __device__ static int contraction(const Side& s) { return Block ? Block : s.contraction; }
-  __device__ static int log2(const Side& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
-  __device__ static int outer(const Side& s) { return Block ? 1 : s.outer; }
-  __device__ static int outer_log2(const Side& s) { return Block ? 0 : s.outer_log2; }
-  __device__ static bool byte_scales(const Side& s) { return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales()); }
+  __device__ static int contraction(const EncodingSpec& s) { return Block ? Block : s.contraction; }
+  __device__ static int log2(const EncodingSpec& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
+  __device__ static int outer(const EncodingSpec& s) { return Block ? 1 : s.outer; }
+  __device__ static int outer_log2(const EncodingSpec& s) { return Block ? 0 : s.outer_log2; }
+  __device__ static bool byte_scales(const EncodingSpec& s) { return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales()); }
   template <class Buffers>
-  __device__ static bool reads_amax(const Side& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
+  __device__ static bool reads_amax(const EncodingSpec& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
 };
 using Absent = Path<Work::kAbsent>;
 using Statistics = Path<Work::kStatistics>;
@@ -49,7 +49,7 @@ using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
 using Plain6 = Path<Work::kPlain, 6>;
 using Full6 = Path<Work::kFull, 6>;
-using Twin8 = Path<Work::kTwin, 8>;
+using SharedCodes8 = Path<Work::kSharedCodes, 8>;
 using Delayed8 = Path<Work::kDelayed, 8>;
 using Plain8x32 = Path<Work::kPlain, 8, 32>;
 using Plain8x128 = Path<Work::kPlain, 8, 128>;
@@ -88,7 +88,7 @@ struct LaunchOf {
 
 template <class In, class L>
 __device__ __forceinline__ void load_values(
-    Patch<typename In::Value>& p, const L& launch, int which, int32_t row0, int32_t col0, int32_t rows = 0) {
+    RegisterTile<typename In::Value>& p, const L& launch, int which, int32_t row0, int32_t col0, int32_t rows = 0) {
   const TensorArgs& t = launch.tensors[which];
   if constexpr (LaunchOf<In, 1>::kLoads) {
     In::load(p, launch, which, row0, col0);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_values(
       }
     }
   } else {
-    load_patch<In>(p, t, launch.input, row0, col0);
+    load_register_tile<In>(p, t, launch.input, row0, col0);
   }
 }
 

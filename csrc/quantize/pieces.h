@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a cast of pieces is told: tensors of which this rank holds a run of elements, from any to any other. Plain data:
-// the tables lie in device memory, because thousands of tensors are one launch. `parallel/cast_plan.py` writes them, in
-// this order: 8-byte words and then 4-byte ones, of the head and of each side.
+// the tables lie in device memory, because thousands of tensors are one launch. `weight_sync/cast_plan.py` writes them, in
+// this order: 8-byte words and then 4-byte ones, of the head and of each direction.
 #pragma once
 
 #include "quantize/quantize.h"
@@ -13,7 +13,7 @@ namespace fsdp_quant {
 // A block row is "cut" where ranks share its amaxes: the first launch collects them, and the second reads what was
 // reduced. Scales that span more than a tile are made of collected amaxes too. Every other block is this rank's own, in
 // one tile, which has its amax.
-struct PieceSide {
+struct PieceBuffers {
   uint8_t* data;
   void* scale;          // of own blocks; null: all scales are made of the collected amaxes (cast_scales)
   float* amax;          // collected: [block rows, across]
@@ -36,7 +36,7 @@ struct PieceSide {
 
 // What a kernel knows of a tile that lies within the piece, whose codes its launch makes, by amaxes of the tile, in rows
 // that are aligned: it looks at no edge.
-struct InnerSide : PieceSide {};
+struct InnerPieceBuffers : PieceBuffers {};
 
 struct Piece {
   const void* x;        // of element 0
@@ -44,14 +44,14 @@ struct Piece {
   int32_t rows, cols;
   int32_t narrow;       // the values are bf16; else fp32
   int32_t vectors;      // rows of x are aligned to 16 bytes
-  InnerSide side[2];
+  InnerPieceBuffers buffers[2];
 };
 
-// Bits of a tile's work, those of the columnwise side shifted by two.
+// Bits of a tile's work, those of the columnwise direction shifted by two.
 enum PieceWork : int32_t { kCollect = 1, kEncodePiece = 2 };
 
 struct PiecesLaunch {
-  Side side[2];
+  EncodingSpec spec[2];
   const Piece* pieces;
   const int4* tiles;    // piece, tile row, tile column, PieceWork
   int32_t count;        // of tiles
@@ -60,12 +60,12 @@ struct PiecesLaunch {
 
   // Scales of a tensor, or of lines that leave a tile, are known to the second launch; the first has their amaxes alone.
   bool encodes(int d) const {
-    return side[d].present() && (second || !(side[d].whole() || side[d].two_level()));
+    return spec[d].present() && (second || !(spec[d].whole() || spec[d].two_level()));
   }
 };
 
 // Elementwise: scales of amaxes, or values in another dtype.
-struct ScaleRun {
+struct ScaleSegment {
   const void* from;          // amaxes, or values
   void* out;                 // null: none are wanted
   const float* tensor_amax;  // [1], of a two-level format
@@ -73,15 +73,15 @@ struct ScaleRun {
   float* record;             // [1], with enc: the largest finite amax so far
   int64_t count;
   int32_t narrow;            // bit 0: the values are bf16, bit 1: the result is; else fp32
-  int32_t side;              // of the launch; -1: values
+  int32_t spec;              // of the launch; -1: values
 };
 
 constexpr int kScaleChunk = 2048;  // of a run, a block
-constexpr int kScaleSides = 8;
+constexpr int kScaleSpecs = 8;
 
 struct ScalesLaunch {
-  Side side[kScaleSides];
-  const ScaleRun* runs;
+  EncodingSpec spec[kScaleSpecs];
+  const ScaleSegment* segments;
   const int2* chunks;        // run, chunk
   int32_t count;
   const uint8_t* skip;

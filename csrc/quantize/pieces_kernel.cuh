@@ -11,13 +11,13 @@
 // 0.97 B parameters, H200 (copy 4.25 TB/s), over a copy of as many bytes: mxfp8 1.29 became 1.00,
 // fp8_row 1.25 .99, mxfp8/nvfp4 1.24 1.06, nvfp4 16x16 1.13 1.02. Two loads of 16 bytes that share
 // sectors, told not to stay in L1, read everything from L2 twice. Both directions' values in
-// registers at once were spilled: codes are stored a line at a time, and what one side widened is
-// hidden from the other. Tiles within a piece look at no edges (`InnerSide`). Factors of whole
-// lines are made once for a tile, not in each thread. Where a launch encodes both sides the copy
+// registers at once were spilled: codes are stored a line at a time, and what one direction widened is
+// hidden from the other. Tiles within a piece look at no edges (`InnerPieceBuffers`). Factors of whole
+// lines are made once for a tile, not in each thread. Where a launch encodes both directions the copy
 // engine brings the tile (1.01; loads by threads 1.33): rows of 512 bytes at multiples of 128, a
-// barrier per warp; a pitch of 528 costs 3 %. With one side, threads that load for themselves win
+// barrier per warp; a pitch of 528 costs 3 %. With one direction, threads that load for themselves win
 // (fp8_block .99, copied 1.09). Blocks that stay and have their next tile copied while they encode
-// lost again (fp8_block 1.17): static shares drift apart. Of one rank's eighth, 15 us are the
+// lost again (fp8_block 1.17): static shares drift pointer_table. Of one rank's eighth, 15 us are the
 // second launch, whose few tiles wait for memory and instructions, and 5 the scales.
 #pragma once
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ void put_shifted(uint32_t (&to)[4], const uint4 (&raw
 }
 
 // 8 x 8 values of the piece as bf16, zeros around it.
-__device__ __forceinline__ void load_piece(Patch<BF16>& p, const Piece& t, int32_t row, int32_t col) {
+__device__ __forceinline__ void load_piece(RegisterTile<BF16>& p, const Piece& t, int32_t row, int32_t col) {
   const int64_t flat = static_cast<int64_t>(row) * t.cols + col, end = flat + 7 * static_cast<int64_t>(t.cols) + 8;
   const bool wide = !t.narrow, within = col + 8 <= t.cols;
   if (within && t.vectors && flat >= t.first && end <= t.last) {
@@ -151,14 +151,14 @@ __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, Co
 
 // 8 x 8 values of a tile that was copied.
 __device__ __forceinline__ void read_values(
-    Patch<BF16>& p, const Piece& t, const Tile& tile, const uint8_t* values, const Position& at) {
+    RegisterTile<BF16>& p, const Piece& t, const Tile& tile, const uint8_t* values, const Position& at) {
   const int pitch = pitch_of(t);
   const uint8_t* from = values + at.row() * pitch + at.col() * (t.narrow ? 2 : 4);
   if (t.narrow) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) *reinterpret_cast<uint4*>(p.w[i]) = *reinterpret_cast<const uint4*>(from + i * pitch);
   } else if (t.vectors) {
-    const int first = at.group & 4 ? 16 : 0;  // lanes that are 128 bytes apart begin with other halves: other banks
+    const int first = at.chunk & 4 ? 16 : 0;  // lanes that are 128 bytes pointer_table begin with other halves: other banks
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint4 a = *reinterpret_cast<const uint4*>(from + i * pitch + first);
@@ -182,12 +182,12 @@ __device__ __forceinline__ void read_values(
 // What all threads of a tile encode with: factors of lines whose scale spans more than it, a line a thread, and those of
 // two-level scales, a code a thread.
 template <bool FourBit>
-__device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& tile, PiecesSmem& smem) {
+__device__ __forceinline__ void fill_factors(const EncodingSpec (&spec)[2], const Tile& tile, PiecesSmem& smem) {
   const int d = threadIdx.x / kTile, i = threadIdx.x % kTile;
-  const Side& s = side[d];
-  const PieceSide& b = smem.piece.side[d];
-  const auto spans = [&](const Side& one) { return one.present() && one.whole(); };
-  if (!FourBit && !spans(side[0]) && !spans(side[1])) return;
+  const EncodingSpec& s = spec[d];
+  const PieceBuffers& b = smem.piece.buffers[d];
+  const auto spans = [&](const EncodingSpec& one) { return one.present() && one.whole(); };
+  if (!FourBit && !spans(spec[0]) && !spans(spec[1])) return;
   if (spans(s)) {
     smem.lines[d][i] = bits_of(d ? line_factor<true>(s, b, tile.col0 + i) : line_factor<false>(s, b, tile.row0 + i));
   } else if (FourBit && s.present() && s.two_level()) {
@@ -198,9 +198,9 @@ __device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& 
   __syncthreads();
 }
 
-// Of a tile that lies within the piece: see InnerSide.
+// Of a tile that lies within the piece: see InnerPieceBuffers.
 template <bool Columnwise>
-__device__ __forceinline__ bool is_inner(const Side& s, const PieceSide& b, const Tile& tile) {
+__device__ __forceinline__ bool is_inner(const EncodingSpec& s, const PieceBuffers& b, const Tile& tile) {
   const int32_t lo = b.early[0], hi = b.early[1], row = tile.row0;
   return b.vectors && !holds_cut<Columnwise>(s, b, tile) &&
          (b.second ? row >= hi || row + kTile <= lo : row >= lo && row + kTile <= hi);
@@ -208,15 +208,15 @@ __device__ __forceinline__ bool is_inner(const Side& s, const PieceSide& b, cons
 
 template <bool Columnwise, class P>
 __device__ __forceinline__ void encode_piece(
-    const Patch<BF16>& p, const Side& s, const InnerSide& b, const Tile& tile, bool within, PiecesSmem& smem, const Position& at) {
+    const RegisterTile<BF16>& p, const EncodingSpec& s, const InnerPieceBuffers& b, const Tile& tile, bool within, PiecesSmem& smem, const Position& at) {
   if (within && is_inner<Columnwise>(s, b, tile)) {
     encode<Columnwise, P>(p, s, b, tile, nullptr, nullptr, smem, at);
   } else {
-    encode<Columnwise, P>(p, s, static_cast<const PieceSide&>(b), tile, nullptr, nullptr, smem, at);
+    encode<Columnwise, P>(p, s, static_cast<const PieceBuffers&>(b), tile, nullptr, nullptr, smem, at);
   }
 }
 
-// Where both sides are encoded, what a thread does is long, and loads of its own would wait for it. Else they are faster.
+// Where both directions are encoded, what a thread does is long, and loads of its own would wait for it. Else they are faster.
 template <class Row, class Col>
 constexpr bool copies_tiles = Row::kEncodes && Col::kEncodes;
 
@@ -238,24 +238,24 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
   const int thread = threadIdx.x;
   const int4 where = launch.tiles[blockIdx.x];
   Piece& piece = smem.piece;
-  constexpr int kWords = sizeof(Piece) / 4, kSecond = offsetof(PieceSide, second) / 4;
+  constexpr int kWords = sizeof(Piece) / 4, kSecond = offsetof(PieceBuffers, second) / 4;
   static_assert(sizeof(Piece) % 4 == 0 && kWords <= kThreads);
   if (thread < kWords) {
-    constexpr int kSides = offsetof(Piece, side) / 4, kSide = sizeof(PieceSide) / 4;
+    constexpr int kBuffersAt = offsetof(Piece, buffers) / 4, kBufferWords = sizeof(PieceBuffers) / 4;
     const uint32_t word = reinterpret_cast<const uint32_t*>(launch.pieces + where.x)[thread];
-    const bool second = thread == kSides + kSecond || thread == kSides + kSide + kSecond;
+    const bool second = thread == kBuffersAt + kSecond || thread == kBuffersAt + kBufferWords + kSecond;
     reinterpret_cast<uint32_t*>(&piece)[thread] = second ? launch.second : word;
   }
   if constexpr (kCopies) {
     if (thread < kThreads / 32) ptx::mbarrier_init(ptx::shared_address(smem.barrier + thread), 1), ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  const Side& row = launch.side[0];
-  const Side& col = launch.side[1];
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
   const Tile tile = {where.y * kTile, where.z * kTile, 0};
   const int32_t work = where.w;
   const Position at;
-  Patch<BF16> p;
+  RegisterTile<BF16> p;
   const bool within = is_within(piece, tile);
   if (kCopies && within) {
     if constexpr (kCopies) {
@@ -268,13 +268,13 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
   if (work & (kCollect | kCollect << 2)) {
     const auto of_tensor = [&](int d) -> float* {
       if (!(work & kCollect << (2 * d))) return nullptr;
-      return launch.side[d].whole_tensor() ? piece.side[d].amax : piece.side[d].tensor_amax;
+      return launch.spec[d].whole_tensor() ? piece.buffers[d].amax : piece.buffers[d].tensor_amax;
     };
     if (of_tensor(0) != nullptr || of_tensor(1) != nullptr) collect_largest(p, smem.largest);
-    if (work & kCollect) collect_blocks<false>(p, row, piece.side[0], tile, smem, at);
-    if (work & kCollect << 2) collect_blocks<true>(p, col, piece.side[1], tile, smem, at);
+    if (work & kCollect) collect_blocks<false>(p, row, piece.buffers[0], tile, smem, at);
+    if (work & kCollect << 2) collect_blocks<true>(p, col, piece.buffers[1], tile, smem, at);
     __syncthreads();
-    flush_piece_lines(launch.side, piece, work, tile, smem);
+    flush_piece_lines(launch.spec, piece, work, tile, smem);
     if (thread < 2 && of_tensor(thread) != nullptr) {
       uint32_t largest = 0;
 #pragma unroll
@@ -283,24 +283,24 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
     }
   }
   if (!(work & (kEncodePiece | kEncodePiece << 2))) return;
-  fill_factors<Row::kTakes4 || Col::kTakes4>(launch.side, tile, smem);
+  fill_factors<Row::kTakes4 || Col::kTakes4>(launch.spec, tile, smem);
   if constexpr (Row::kEncodes) {
-    if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.side[0], tile, within, smem, at);
+    if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.buffers[0], tile, within, smem, at);
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // else values that both sides widen stay in registers, and others are spilled
+  for (int i = 0; i < 8; ++i) {  // else values that both directions widen stay in registers, and others are spilled
 #pragma unroll
     for (int k = 0; k < BF16::kWords; ++k) asm volatile("" : "+r"(p.w[i][k]));
   }
   if constexpr (Col::kEncodes) {
-    if (work & kEncodePiece << 2) encode_piece<true, Col>(p, col, piece.side[1], tile, within, smem, at);
+    if (work & kEncodePiece << 2) encode_piece<true, Col>(p, col, piece.buffers[1], tile, within, smem, at);
   }
   __syncthreads();
   if constexpr (Row::kEncodes) {
-    if (work & kEncodePiece && row.byte_scales()) flush_piece_scales<false>(row, piece.side[0], tile, smem.scales[0]);
+    if (work & kEncodePiece && row.byte_scales()) flush_piece_scales<false>(row, piece.buffers[0], tile, smem.scales[0]);
   }
   if constexpr (Col::kEncodes) {
-    if (work & kEncodePiece << 2 && col.byte_scales()) flush_piece_scales<true>(col, piece.side[1], tile, smem.scales[1]);
+    if (work & kEncodePiece << 2 && col.byte_scales()) flush_piece_scales<true>(col, piece.buffers[1], tile, smem.scales[1]);
   }
 }
 

@@ -7,7 +7,7 @@
 namespace fsdp_quant {
 
 // The collected amax of a block.
-__device__ __forceinline__ float* amax_of(const PieceSide& b, int32_t block_row, int32_t block) {
+__device__ __forceinline__ float* amax_of(const PieceBuffers& b, int32_t block_row, int32_t block) {
   if (block_row == b.cut_row[0]) return b.cut_amax[0] + block;
   if (block_row == b.cut_row[1]) return b.cut_amax[1] + block;
   return b.amax + static_cast<int64_t>(block_row) * b.across + block;
@@ -19,17 +19,17 @@ struct BlockPlace {
 };
 
 template <bool Columnwise>
-__device__ __forceinline__ BlockPlace block_place(const Side& s, int32_t line, int32_t along) {
+__device__ __forceinline__ BlockPlace block_place(const EncodingSpec& s, int32_t line, int32_t along) {
   const int32_t line_block = line >> s.outer_log2, block = along >> s.contraction_log2;
   if (Columnwise) return {block, line_block, s.contraction == 0 ? 0 : block << s.contraction_log2};
   return {line_block, block, s.outer == 0 ? 0 : line_block << s.outer_log2};
 }
 
-__device__ __forceinline__ bool is_own(const PieceSide& b, int32_t row) { return row >= b.own[0] && row < b.own[1]; }
+__device__ __forceinline__ bool is_own(const PieceBuffers& b, int32_t row) { return row >= b.own[0] && row < b.own[1]; }
 
 // A block row of the tile is cut.
 template <bool Columnwise>
-__device__ __forceinline__ bool holds_cut(const Side& s, const PieceSide& b, const Tile& tile) {
+__device__ __forceinline__ bool holds_cut(const EncodingSpec& s, const PieceBuffers& b, const Tile& tile) {
   const int32_t log2 = Columnwise ? s.contraction_log2 : s.outer_log2;
   const int32_t first = tile.row0 >> log2, last = (tile.row0 + kTile - 1) >> log2;
   return (b.cut_row[0] >= first && b.cut_row[0] <= last) || (b.cut_row[1] >= first && b.cut_row[1] <= last);
@@ -37,7 +37,7 @@ __device__ __forceinline__ bool holds_cut(const Side& s, const PieceSide& b, con
 
 // The amaxes of this thread's blocks that ranks share.
 template <bool Columnwise>
-__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place) {
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place) {
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     if (k > 0 && s.outer != 1) continue;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Side& s,
 
 // The encode factor of a line of the tile, of a scale that spans more than the tile.
 template <bool Columnwise>
-__device__ __forceinline__ float line_factor(const Side& s, const PieceSide& b, int32_t line) {
+__device__ __forceinline__ float line_factor(const EncodingSpec& s, const PieceBuffers& b, int32_t line) {
   if (b.enc != nullptr) return delayed_scale(s, b).enc;
   line = Columnwise ? min(line, b.lines - 1) : max(min(line, b.rows[1] - 1), b.rows[0]);  // others' amaxes are not here
   const BlockPlace at = block_place<Columnwise>(s, line, 0);
@@ -58,7 +58,7 @@ __device__ __forceinline__ float line_factor(const Side& s, const PieceSide& b, 
 
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
-    const uint32_t (&stored)[8], const Side& s, const PieceSide& b, const Place& place) {
+    const uint32_t (&stored)[8], const EncodingSpec& s, const PieceBuffers& b, const Place& place) {
   if (b.scale == nullptr || (s.outer != 1 && threadIdx.x != 0) || place.along >= b.length) return;
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_fp32_scales(
 // One-byte scales of own blocks, from shared memory.
 template <bool Columnwise>
 __device__ __forceinline__ void flush_piece_scales(
-    const Side& s, const PieceSide& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
+    const EncodingSpec& s, const PieceBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
   if (b.scale == nullptr) return;
   const int32_t rows_log2 = Columnwise ? s.contraction_log2 : s.outer_log2;
   const int32_t cols_log2 = Columnwise ? s.outer_log2 : s.contraction_log2;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void flush_piece_scales(
 
 // Codes of 8 rows of 8, of those elements that this launch makes.
 template <bool FourBit>
-__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide& b, int32_t row, int32_t col, int32_t cols) {
+__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceBuffers& b, int32_t row, int32_t col, int32_t cols) {
   const int64_t flat = static_cast<int64_t>(row) * cols + col;
   const int32_t lo = b.early[0], hi = b.early[1];
   const bool inside = col + 8 <= cols && flat >= b.first && flat + 7 * static_cast<int64_t>(cols) + 8 <= b.last;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide
 
 // The largest magnitude of each warp.
 template <class V>
-__device__ __forceinline__ void collect_largest(const Patch<V>& p, uint32_t (&largest)[kThreads / 32]) {
+__device__ __forceinline__ void collect_largest(const RegisterTile<V>& p, uint32_t (&largest)[kThreads / 32]) {
   Maxima<V> m = col_maxima(p);
   m.level();
   const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, bits_of(m[0]));
@@ -151,7 +151,7 @@ __device__ __forceinline__ void collect_largest(const Patch<V>& p, uint32_t (&la
 // Amaxes of blocks that ranks share, and those of lines that go on in other tiles.
 template <bool Columnwise, class V>
 __device__ __forceinline__ void collect_blocks(
-    const Patch<V>& p, const Side& s, const PieceSide& b, const Tile& tile, TileSmem& smem, const Position& at) {
+    const RegisterTile<V>& p, const EncodingSpec& s, const PieceBuffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
   const bool crosses = crosses_tiles(s);
   if (s.whole_tensor() || !(crosses || b.all_amaxes || holds_cut<Columnwise>(s, b, tile))) return;
   const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
@@ -172,12 +172,12 @@ __device__ __forceinline__ void collect_blocks(
 
 // Line maxima of both directions to memory; rows of others have none.
 __device__ __forceinline__ void flush_piece_lines(
-    const Side (&side)[2], const Piece& piece, int32_t work, const Tile& tile, const TileSmem& smem) {
+    const EncodingSpec (&spec)[2], const Piece& piece, int32_t work, const Tile& tile, const TileSmem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
-  if (!(work & kCollect << (2 * d)) || !crosses_tiles(side[d])) return;
+  if (!(work & kCollect << (2 * d)) || !crosses_tiles(spec[d])) return;
   const uint32_t bits = smem.lines[d][line];
   const int32_t at = (d ? tile.col0 : tile.row0) + line;
-  const PieceSide& b = piece.side[d];
+  const PieceBuffers& b = piece.buffers[d];
   if (bits == 0 || at >= b.lines) return;
   atomic_max(d ? amax_of(b, 0, at) : amax_of(b, at, 0), __uint_as_float(bits));
 }

@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "gemm/takes.h"
+#include "gemm/capability.h"
 #include "norm/norm.h"
 #include "optim/adam.h"
 
@@ -27,16 +27,16 @@ constexpr int kThreads = 256;
 constexpr int kRotationBlock = 16;
 constexpr int kMostTokenGroups = 1024;
 
-// How one direction is encoded; the same for every tensor of a launch. Side 0 is rowwise, side 1 columnwise. "Lines" run
-// along the axis the GEMM keeps (rows of a rowwise side), "blocks" are counted along the axis it sums.
-struct Side {
+// How one direction is encoded; the same for every tensor of a launch. EncodingSpec 0 is rowwise, direction 1 columnwise. "Lines" run
+// along the axis the GEMM keeps (rows of a rowwise direction), "blocks" are counted along the axis it sums.
+struct EncodingSpec {
   Element element;      // kNone: the launch does not make this direction
   ScaleKind scale;
   ScaleLayout scale_layout;
   int32_t outer;        // lines of a block; 0 is the whole extent
   int32_t contraction;  // elements of a block along the contraction; 0 is the whole extent
   int32_t outer_log2, contraction_log2;  // 31 for the whole extent: every index shifts to block 0
-  int32_t anchor_log2;  // of the run that shares an anchor (SideBuffers::anchor)
+  int32_t anchor_log2;  // of the run that shares an anchor (EncodingBuffers::anchor)
   float max;            // largest finite element
   float inverse_max;
   float tensor_max;     // two-level: what the amax of the tensor is encoded to
@@ -69,7 +69,7 @@ struct Grid {
 };
 
 // The buffers of one direction of one tensor. A null pointer is a buffer that is not wanted, or not given.
-struct SideBuffers {
+struct EncodingBuffers {
   uint8_t* data;
   void* scale;
   float* amax;          // compact: given, or else written by the statistics phase
@@ -86,10 +86,10 @@ struct SideBuffers {
   bool vector_store;                // rows of `data` are aligned for whole vectors
 };
 
-// What follows from the amaxes of tokens' delayed sides, after their codes: `amax`, `enc` and `scale` of `side` are [groups].
+// What follows from the amaxes of tokens' delayed directions, after their codes: `amax`, `enc` and `scale` of `direction` are [groups].
 struct DelayedGroups {
-  Side how[2];
-  SideBuffers side[2];  // without enc: none
+  EncodingSpec spec[2];
+  EncodingBuffers buffers[2];  // without enc: none
   float* record[2][kMostTokenGroups];  // histories; null: none
   int32_t groups;
 };
@@ -114,32 +114,32 @@ struct TensorArgs {
   Division by_band;    // by the tiles of a band, 4 * tile_cols
   int32_t shift;       // global index of the first row, modulo the tile
   bool vector_load;
-  SideBuffers side[2];
+  EncodingBuffers buffers[2];
 };
 
 enum Phase : int32_t { kStatistics = 1, kEncode = 2 };
 
 template <int Capacity>
 struct Launch {
-  Side side[2];
+  EncodingSpec spec[2];
   Input input;
   int32_t phases;        // both: one cooperative launch, one tile a block
   int32_t count;         // tensors
-  bool twins;            // the columnwise side is the rowwise encoding, transposed
+  bool shares_codes_transposed;            // the columnwise direction is the rowwise encoding, transposed
   bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
   bool of_codes;         // anchored codes are those of the blocks, rounded again where the anchor makes them subnormal
   int32_t tiles;
   uint32_t* barrier;     // [2], of a cooperative launch
   const void* up;        // the values are act(x) * up; null: x
   int64_t up_stride;
-  const int32_t* sources;  // [tile rows, 4], see layout/groups.h: which rows of x each 128 columnwise ones are; null: x as it lies
+  const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h: which rows of x each 128 columnwise ones are; null: x as it lies
   Activation activation;
   float* sums;           // [tile rows, cols]: of each column of a tile, of bf16 values; null: not wanted
   TensorArgs tensors[Capacity];
 };
 
-constexpr int kGroupCapacity = 96;  // the table is a kernel parameter, of which there are 32 KiB
-static_assert(sizeof(TensorArgs) * kGroupCapacity < 32000, "a group's table is too large for kernel parameters");
+constexpr int kMultiTensorCapacity = 96;  // the table is a kernel parameter, of which there are 32 KiB
+static_assert(sizeof(TensorArgs) * kMultiTensorCapacity < 32000, "a group's table is too large for kernel parameters");
 
 // The values are fp32 masters (x, contiguous) after a step of Adam, rounded to bf16.
 struct AdamSource {
@@ -149,28 +149,28 @@ struct AdamSource {
   bool vectors;          // rows of every tensor are aligned to four elements
 };
 
-constexpr int kAdamGroupCapacity = 84;
+constexpr int kAdamQuantizeCapacity = 84;
 
-struct AdamGroup : Launch<kAdamGroupCapacity> {
+struct AdamQuantizeLaunch : Launch<kAdamQuantizeCapacity> {
   AdamStep step;
-  AdamSource source[kAdamGroupCapacity];
+  AdamSource source[kAdamQuantizeCapacity];
 };
-static_assert(sizeof(AdamGroup) <= 32764, "the table is too large for kernel parameters");
+static_assert(sizeof(AdamQuantizeLaunch) <= 32764, "the table is too large for kernel parameters");
 
-// Whether a side needs more than scales from its tile (or given) and rounding to nearest.
-inline bool is_full(const Side& s, const SideBuffers& b) { return s.stochastic || s.rotated || b.enc != nullptr; }
+// Whether a direction needs more than scales from its tile (or given) and rounding to nearest.
+inline bool is_full(const EncodingSpec& s, const EncodingBuffers& b) { return s.stochastic || s.rotated || b.enc != nullptr; }
 
-// Both sides in one launch; the caller makes two launches of what does not fuse.
-inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input) {
-  if (!side[0].present() || !side[1].present() || side[0].bits() == side[1].bits()) return true;
-  if (side[0].six_bit() || side[1].six_bit()) return false;
-  if (side[0].operand() || side[1].operand()) return false;  // runs_kernel.cuh alone writes operands
-  return input != Input::kF16 && input != Input::kF32 && side[1].four_bit() && !is_full(side[0], b[0]);
+// Both directions in one launch; the caller makes two launches of what does not fuse.
+inline bool fuses(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2], Input input) {
+  if (!spec[0].present() || !spec[1].present() || spec[0].bits() == spec[1].bits()) return true;
+  if (spec[0].six_bit() || spec[1].six_bit()) return false;
+  if (spec[0].operand() || spec[1].operand()) return false;  // fp4_kernel.cuh alone writes operands
+  return input != Input::kF16 && input != Input::kF32 && spec[1].four_bit() && !is_full(spec[0], b[0]);
 }
 
 // One block serves both directions, so that the columnwise codes are the rowwise ones, transposed.
-inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
-  const Side &row = side[0], &col = side[1];
+inline bool can_share_codes_transposed(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2]) {
+  const EncodingSpec &row = spec[0], &col = spec[1];
   return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
          (!row.four_bit() || !b[0].amax_given) &&
          row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
@@ -180,41 +180,41 @@ inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
          (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);
 }
 
-// Delayed scaling of both sides by one factor, with one set of codes, or rowwise alone.
+// Delayed scaling of both directions by one factor, with one set of codes, or rowwise alone.
 inline bool takes_delayed(const Launch<1>& launch) {
-  const Side& row = launch.side[0];
-  return row.present() && launch.tensors[0].side[0].enc != nullptr && !row.stochastic &&
-         (launch.twins || !launch.side[1].present()) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16);
+  const EncodingSpec& row = launch.spec[0];
+  return row.present() && launch.tensors[0].buffers[0].enc != nullptr && !row.stochastic &&
+         (launch.shares_codes_transposed || !launch.spec[1].present()) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16);
 }
 
-// The block that launch_blocks knows for what is asked of both sides; 0 if it knows none.
+// The block that launch_blocks knows for what is asked of both directions; 0 if it knows none.
 inline int known_block(const Launch<1>& launch) {
   int block = 0;
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     const int usual = s.byte_scales() ? 32 : kTile;
-    const bool known = s.bits() == 8 && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given &&
-                       !is_full(s, launch.tensors[0].side[d]);
+    const bool known = s.bits() == 8 && s.outer == 1 && s.contraction == usual && !launch.tensors[0].buffers[d].amax_given &&
+                       !is_full(s, launch.tensors[0].buffers[d]);
     if (!known || (block != 0 && block != s.contraction)) return 0;
     block = s.contraction;
   }
   return block;
 }
 
-// Rows of a columnwise side are gathered as `sources` says, each group with scales of its own: bf16, scales from the tile,
-// or of the whole contraction, with delayed scaling or without; or 4 bits in runs (runs_kernel.cuh).
+// Rows of a columnwise direction are gathered as `sources` says, each group with scales of its own: bf16, scales from the tile,
+// or of the whole contraction, with delayed scaling or without; or 4 bits in runs (fp4_kernel.cuh).
 inline bool takes_sources(const Launch<1>& launch) {
-  const SideBuffers(&b)[2] = launch.tensors[0].side;
-  bool whole = true, runs = true;
+  const EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
+  bool whole = true, fp4 = true;
   for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
+    const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     whole = whole && s.whole() && !s.stochastic && !s.rotated;
-    runs = runs && s.four_bit() && s.contraction == 16 && s.outer == (are_twins(launch.side, b) ? 16 : 1);
+    fp4 = fp4 && s.four_bit() && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
   }
   return launch.input == Input::kBF16 && launch.up == nullptr &&
-         (whole || runs || (launch.side[1].present() &&
+         (whole || fp4 || (launch.spec[1].present() &&
                     (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr))));
 }
 
@@ -225,12 +225,12 @@ inline bool takes_gated(const Launch<1>& launch) {
 }
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
-// The amaxes of delayed sides without a history, before the codes; and what follows from the amaxes, after them.
+// The amaxes of delayed directions without a history, before the codes; and what follows from the amaxes, after them.
 cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const DelayedGroups& groups, cudaStream_t stream);
-cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStream_t stream);
+cudaError_t launch_quantize_multi_tensor(const Launch<kMultiTensorCapacity>& launch, cudaStream_t stream);
 // Plain 8-bit codes of the new masters (of scales that need no pass over them before), or their statistics.
-cudaError_t launch_adam_group(const AdamGroup& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream);
+cudaError_t launch_adam_quantize(const AdamQuantizeLaunch& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream);
 
 }  // namespace fsdp_quant

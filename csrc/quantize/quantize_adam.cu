@@ -17,7 +17,7 @@ struct LoadAdam {
 
   // Two neighbour lanes share 16 columns, four by four in turn, so that every access is of whole sectors.
   __device__ static __forceinline__ void load(
-      Patch<BF16>& p, const AdamGroup& launch, int which, int32_t row0, int32_t col0) {
+      RegisterTile<BF16>& p, const AdamQuantizeLaunch& launch, int which, int32_t row0, int32_t col0) {
     const TensorArgs& t = launch.tensors[which];
     const AdamSource& source = launch.source[which];
     const AdamScalars s(launch.step, source.row);
@@ -113,23 +113,23 @@ struct LaunchOf<LoadAdam<Grad, Moment>, 1> {
   static constexpr bool kLoads = true;
 };
 template <typename Grad, typename Moment>
-struct LaunchOf<LoadAdam<Grad, Moment>, kAdamGroupCapacity> {
-  using type = AdamGroup;
+struct LaunchOf<LoadAdam<Grad, Moment>, kAdamQuantizeCapacity> {
+  using type = AdamQuantizeLaunch;
 };
 
 namespace {
 
 template <typename Grad, typename Moment>
-cudaError_t launch_as(const AdamGroup& launch, cudaStream_t stream) {
+cudaError_t launch_as(const AdamQuantizeLaunch& launch, cudaStream_t stream) {
   using In = LoadAdam<Grad, Moment>;
-  constexpr int kMany = kAdamGroupCapacity;
+  constexpr int kMany = kAdamQuantizeCapacity;
   if (launch.phases == kStatistics) return launch_instance<In, Statistics, Statistics, kMany, 2>(launch, stream);
   return launch_instance<In, Plain8, Plain8, kMany, 2>(launch, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_adam_group(const AdamGroup& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream) {
+cudaError_t launch_adam_quantize(const AdamQuantizeLaunch& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream) {
   if (bf16_grad) {
     return bf16_moments ? launch_as<__nv_bfloat16, __nv_bfloat16>(launch, stream)
                         : launch_as<__nv_bfloat16, float>(launch, stream);

@@ -11,11 +11,11 @@ template <class P>
 cudaError_t launch_sides(const Launch<1>& launch, cudaStream_t stream) {
   if constexpr (!std::is_same_v<P, Plain8x32> && !P::kOfCodes) {
     if (launch.sources != nullptr)
-      return launch.side[0].present() ? launch_instance<LoadTokens, P, P, 1, 3>(launch, stream)
+      return launch.spec[0].present() ? launch_instance<LoadTokens, P, P, 1, 3>(launch, stream)
                                       : launch_instance<LoadTokens, Absent, P, 1, 3>(launch, stream);
   }
-  if (!launch.side[1].present()) return launch_instance<LoadBF16, P, Absent, 1, 4>(launch, stream);
-  if (!launch.side[0].present()) return launch_instance<LoadBF16, Absent, P, 1, 3>(launch, stream);
+  if (!launch.spec[1].present()) return launch_instance<LoadBF16, P, Absent, 1, 4>(launch, stream);
+  if (!launch.spec[0].present()) return launch_instance<LoadBF16, Absent, P, 1, 3>(launch, stream);
   return launch_instance<LoadBF16, P, P, 1, 3>(launch, stream);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Delayed scaling: bf16 values, codes of both sides by one factor, rounded to nearest, and the amax on the way.
+// Delayed scaling: bf16 values, codes of both directions by one factor, rounded to nearest, and the amax on the way.
 //
 // A tile's amax is an atomic maximum that nobody waits for; a kernel of one thread makes the scale
 // and the history's entry after all tiles, or the first tile does where the producer left the amax.
@@ -15,14 +15,14 @@ namespace {
 // A few blocks for all tiles, as they find almost always that there is a history.
 template <class In>
 __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_constant__ Launch<1> launch) {
-  const SideBuffers(&b)[2] = launch.tensors[0].side;
-  if (needs_none(launch.side[0], b[0]) && needs_none(launch.side[1], b[1])) return;
+  const EncodingBuffers(&b)[2] = launch.tensors[0].buffers;
+  if (needs_none(launch.spec[0], b[0]) && needs_none(launch.spec[1], b[1])) return;
   using V = typename In::Value;
   const Position at;
   uint32_t largest = 0;
   for (int32_t n = blockIdx.x; n < launch.tiles; n += gridDim.x) {
     const Tile tile = tile_of(launch.tensors[0], n);
-    Patch<V> p;
+    RegisterTile<V> p;
     load_values<In>(p, launch, 0, tile.row0 + at.row(), tile.col0 + at.col());
     Maxima<V> m = col_maxima(p);
     m.level();
@@ -31,23 +31,23 @@ __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_const
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
   if ((threadIdx.x & 31) != 0) return;
   for (int d = 0; d < 2; ++d)
-    if (launch.side[d].present() && !b[d].amax_given) atomic_max(b[d].amax, __uint_as_float(largest));
+    if (launch.spec[d].present() && !b[d].amax_given) atomic_max(b[d].amax, __uint_as_float(largest));
 }
 
-// Of tokens, a thread a group; histories are of either side, or of both.
+// Of tokens, a thread a group; histories are of either direction, or of both.
 __global__ void delayed_scales_of_groups_kernel(const __grid_constant__ DelayedGroups g) {
   const int group = blockIdx.x * blockDim.x + threadIdx.x;
   if (group >= g.groups) return;
   for (int d = 0; d < 2; ++d) {
-    SideBuffers b = g.side[d];
+    EncodingBuffers b = g.buffers[d];
     if (b.enc == nullptr) continue;
     b.amax += group, b.enc += group, b.scale = static_cast<float*>(b.scale) + group, b.record = g.record[d][group];
-    finish_delayed(g.how[d], b);
+    finish_delayed(g.spec[d], b);
   }
 }
 
 __global__ void delayed_scales_kernel(const __grid_constant__ Launch<1> launch) {
-  for (int d = 0; d < 2; ++d) finish_delayed(launch.side[d], launch.tensors[0].side[d]);  // both may record in one history
+  for (int d = 0; d < 2; ++d) finish_delayed(launch.spec[d], launch.tensors[0].buffers[d]);  // both may record in one history
 }
 
 template <class In>
@@ -57,7 +57,7 @@ cudaError_t launch_first(const Launch<1>& launch, int processors, cudaStream_t s
 }
 
 template <class In>
-cudaError_t launch_made(const Launch<1>& launch, cudaStream_t stream) {
+cudaError_t launch_codes(const Launch<1>& launch, cudaStream_t stream) {
   return takes_delayed(launch) ? launch_instance<In, Delayed8, Absent, 1, 3>(launch, stream)
                                : launch_instance<In, Plain8x128, Plain8x128, 1, 3>(launch, stream);
 }
@@ -89,8 +89,8 @@ cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream) {
 }
 
 cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream) {
-  return launch.activation == Activation::kSilu ? launch_made<LoadGated<Activation::kSilu>>(launch, stream)
-                                                : launch_made<LoadGated<Activation::kGelu>>(launch, stream);
+  return launch.activation == Activation::kSilu ? launch_codes<LoadGated<Activation::kSilu>>(launch, stream)
+                                                : launch_codes<LoadGated<Activation::kGelu>>(launch, stream);
 }
 
 }  // namespace fsdp_quant

@@ -9,7 +9,7 @@
 // in it, so that a shard's tiles are the whole tensor's. Statistics that leave a tile (whole rows, whole tensors,
 // anchors) are collected by integer atomic maxima in a statistics phase, which is a launch of its own for large
 // tensors, and the same launch behind a grid barrier where every tile has a resident block.
-// Block: 256 threads, a tile of 128 x 128 in registers (device/patch.cuh). Shared memory holds maxima that cross warps,
+// Block: 256 threads, a tile of 128 x 128 in registers (device/register_tile.cuh). Shared memory holds maxima that cross warps,
 // transposed codes and one-byte scales. Tails are masked, never read or written.
 //
 // Measured on an H200. Instructions per element bind this as much as bytes do: 64-bit index
@@ -47,7 +47,7 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
 // Of a group of tokens: scales of all its rows, and their amaxes, are one set a group, as are the factors of histories, amaxes of
 // tensors and random keys.
 template <bool Columnwise>
-__device__ __forceinline__ void take_group(SideBuffers& b, const Side& s, int32_t group) {
+__device__ __forceinline__ void select_group(EncodingBuffers& b, const EncodingSpec& s, int32_t group) {
   if (s.two_level()) b.tensor_amax += group;
   if (s.operand()) b.scale = static_cast<float*>(b.scale) + group;
   if (b.key != nullptr) b.key += 5 * group;
@@ -58,15 +58,15 @@ __device__ __forceinline__ void take_group(SideBuffers& b, const Side& s, int32_
 }
 
 // No statistics are wanted of this direction: it is absent, or its scale comes from a history.
-__device__ __forceinline__ bool needs_none(const Side& s, const SideBuffers& b) {
+__device__ __forceinline__ bool needs_none(const EncodingSpec& s, const EncodingBuffers& b) {
   return !s.present() || (b.enc != nullptr && __ldcg(b.enc) > 0.0f);
 }
 
 // Statistics, or codes, of one direction; rotated values are made where they are needed.
 template <bool Columnwise, class P, class V>
-__device__ __forceinline__ void run_side(
-    bool statistics, const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, const Side* twin_side,
-    const SideBuffers* twin, Smem& smem, const Position& at) {
+__device__ __forceinline__ void process_direction(
+    bool statistics, const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
+    const EncodingBuffers* transposed_buffers, Smem& smem, const Position& at) {
   if constexpr (P::kWork == Work::kAbsent) {
     return;
   } else {
@@ -79,12 +79,12 @@ __device__ __forceinline__ void run_side(
           if (statistics) return collect<Columnwise>(patch, s, b, tile, smem, at);
         }
         if constexpr (P::kDelayed) return encode_delayed(patch, s, b, tile, smem, at);
-        encode<Columnwise, P>(patch, s, b, tile, twin_side, twin, smem, at);
+        encode<Columnwise, P>(patch, s, b, tile, transposed_spec, transposed_buffers, smem, at);
       }
     };
     if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
       if (s.rotated) {
-        Patch<BF16> turned;
+        RegisterTile<BF16> turned;
         rotate<Columnwise>(p, turned, at);
         return work(turned);
       }
@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     const __grid_constant__ typename LaunchOf<In, Capacity>::type launch) {
   __shared__ Smem smem;
   const Position at;
-  const Side& row = launch.side[0];
-  const Side& col = launch.side[1];
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
   const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
   int which = 0;
   if constexpr (Capacity > 1) {
@@ -111,34 +111,34 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   }
   const TensorArgs& t = launch.tensors[which];
   Tile tile = tile_of(t, n - t.first_tile);
-  Tile row_tile = tile;  // of the rowwise side, whose rows are x's
+  Tile row_tile = tile;  // of the rowwise direction, whose rows are x's
   constexpr bool kTokens = std::is_same_v<In, LoadTokens>;
-  using Buffers = std::conditional_t<kTokens, SideBuffers, const SideBuffers&>;
-  Buffers row_buffers = t.side[0], col_buffers = t.side[1];
+  using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
+  Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
   if constexpr (kTokens) {
     const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, its first
     if (source.y == 0) return;
     row_tile.row0 = source.x, tile.start = source.w, row_tile.start = source.x - (tile.row0 - source.w);
     row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
-    take_group<false>(row_buffers, row, source.z), take_group<true>(col_buffers, col, source.z);
+    select_group<false>(row_buffers, row, source.z), select_group<true>(col_buffers, col, source.z);
   }
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
     if (launch.sums == nullptr && needs_none(row, row_buffers) && needs_none(col, col_buffers)) return;
   }
-  Patch<typename In::Value> p;
+  RegisterTile<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
   if constexpr (std::is_same_v<In, LoadBF16> && Capacity == 1) {
     if (launch.sums != nullptr) sum_columns(p, launch.sums, t, tile, smem, at);
   }
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
-      run_side<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
-      run_side<true, Col>(true, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
+      process_direction<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
+      process_direction<true, Col>(true, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
       if (crosses_tiles(row) || crosses_tiles(col)) {
         __syncthreads();
-        flush_lines(launch.side, row_buffers, col_buffers, tile, row_tile, smem);
+        flush_lines(launch.spec, row_buffers, col_buffers, tile, row_tile, smem);
       }
     }
   }
@@ -147,24 +147,24 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
       if (launch.barrier != nullptr) grid_barrier(launch.barrier, gridDim.x);
     }
     if constexpr (Row::kTakes4 || Col::kTakes4) {
-      fill_factors(launch.side, t.side[0], t.side[1], smem.factors);
+      fill_factors(launch.spec, t.buffers[0], t.buffers[1], smem.factors);
       __syncthreads();
     }
-    run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &col_buffers, smem, at);
-    run_side<true, Col>(false, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
+    process_direction<false, Row>(false, p, row, row_buffers, row_tile, &col, &col_buffers, smem, at);
+    process_direction<true, Col>(false, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
     __syncthreads();
-    if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, row_buffers, smem);
+    if constexpr (Row::kDelayed) finish_tile_delayed(launch.spec, t.buffers, row_buffers, smem);
     if constexpr (Row::kEncodes && !Row::kAnchored) {
-      if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.side[0], tile, smem.scales[0]);
+      if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.buffers[0], tile, smem.scales[0]);
     }
-    using Second = std::conditional_t<Row::kTwin, Row, Col>;  // what made the columnwise side
+    using Second = std::conditional_t<Row::kSharedCodes, Row, Col>;  // what made the columnwise direction
     if constexpr (Second::kEncodes && !Second::kAnchored) {
-      if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.side[1], tile, smem.scales[1]);
+      if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.buffers[1], tile, smem.scales[1]);
     }
     if constexpr (Second::kEncodes) {
       if (col.present() && col.transposed)
-        flush_transposed<Second::kTakes4>(t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0,
-                                          t.side[1].length, t.cols, smem.codes);
+        flush_transposed<Second::kTakes4>(t.buffers[1].data, t.buffers[1].vector_store, tile.row0, tile.col0,
+                                          t.buffers[1].length, t.cols, smem.codes);
     }
   }
 }

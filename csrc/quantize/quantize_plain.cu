@@ -6,15 +6,15 @@
 namespace fsdp_quant {
 
 cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream) {
-  const Side& row = launch.side[0];
-  const Side& col = launch.side[1];
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
   if (launch.sources != nullptr) {  // of whole tensors and lines
-    if (launch.twins) return launch_instance<LoadTokens, Twin8, Absent, 1, 3>(launch, stream);
+    if (launch.shares_codes_transposed) return launch_instance<LoadTokens, SharedCodes8, Absent, 1, 3>(launch, stream);
     if (!col.present()) return launch_instance<LoadTokens, Plain8, Absent, 1, 3>(launch, stream);
     return row.present() ? launch_instance<LoadTokens, Plain8, Plain8, 1, 3>(launch, stream)
                          : launch_instance<LoadTokens, Absent, Plain8, 1, 3>(launch, stream);
   }
-  if (launch.twins) return launch_instance<LoadBF16, Twin8, Absent, 1, 3>(launch, stream);
+  if (launch.shares_codes_transposed) return launch_instance<LoadBF16, SharedCodes8, Absent, 1, 3>(launch, stream);
   if (!col.present()) {
     return row.four_bit() ? launch_instance<LoadBF16, Plain4, Absent, 1, 3>(launch, stream)
                           : launch_instance<LoadBF16, Plain8, Absent, 1, 3>(launch, stream);

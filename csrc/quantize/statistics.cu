@@ -7,7 +7,7 @@ namespace fsdp_quant {
 
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
   if (is_wide(launch.input)) return launch_instance<LoadF32, RotatedStatistics, RotatedStatistics, 1, 2>(launch, stream);
-  if (launch.side[0].rotated || launch.side[1].rotated)
+  if (launch.spec[0].rotated || launch.spec[1].rotated)
     return launch.sources != nullptr ? launch_instance<LoadTokens, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream)
                                      : launch_instance<LoadBF16, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream);
   if (launch.sources != nullptr) return launch_instance<LoadTokens, Statistics, Statistics, 1, 4>(launch, stream);
@@ -16,16 +16,16 @@ cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.phases == kStatistics) return launch_statistics(launch, stream);
-  const Side& row = launch.side[0];
-  const Side& col = launch.side[1];
-  const SideBuffers(&buffers)[2] = launch.tensors[0].side;
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
+  const EncodingBuffers(&buffers)[2] = launch.tensors[0].buffers;
   if (buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
-  if (takes_runs(launch)) return launch_runs(launch, stream);
-  if (row.six_bit() || col.six_bit()) return launch_six(launch, stream);
-  if (is_wide(launch.input)) return launch_wide(launch, stream);
+  if (fits_fp4(launch)) return launch_fp4(launch, stream);
+  if (row.six_bit() || col.six_bit()) return launch_fp6(launch, stream);
+  if (is_wide(launch.input)) return launch_fp32_input(launch, stream);
   if (launch.up != nullptr) return launch_gated(launch, stream);
   if (takes_delayed(launch)) return launch_delayed(launch, stream);
-  const auto asks = [&](int d) { return launch.side[d].present() && is_full(launch.side[d], buffers[d]); };
+  const auto asks = [&](int d) { return launch.spec[d].present() && is_full(launch.spec[d], buffers[d]); };
   const bool full = launch.barrier != nullptr || (launch.sources == nullptr && (asks(0) || asks(1)));  // of groups: see takes_sources
   if (full) return row.four_bit() || col.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
   return known_block(launch) != 0 ? launch_blocks(launch, stream) : launch_plain(launch, stream);

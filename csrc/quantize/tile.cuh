@@ -2,7 +2,7 @@
 // A tile of 128 x 128 in the registers of a block: where it lies on the grid of blocks, and the amaxes of its blocks.
 #pragma once
 
-#include "device/patch.cuh"
+#include "device/register_tile.cuh"
 
 namespace fsdp_quant {
 
@@ -23,7 +23,7 @@ struct Place {
   int32_t line, along;
   int32_t line_shift, along_shift;
 
-  __device__ int32_t line_block(const Side& s, int32_t l) const {
+  __device__ int32_t line_block(const EncodingSpec& s, int32_t l) const {
     return ((l + line_shift) >> s.outer_log2) - (line_shift >> s.outer_log2);
   }
   __device__ int32_t block(int32_t log2, int32_t a) const { return ((a + along_shift) >> log2) - (along_shift >> log2); }
@@ -59,14 +59,14 @@ __device__ __forceinline__ void across_warps(Maxima<V>& m, TileSmem& smem, const
   __syncthreads();  // an earlier use of smem.maxima
   if (at.half == 0) {
 #pragma unroll
-    for (int k = 0; k < V::kWords; ++k) smem.maxima[at.warp][at.group][k] = m.w[k];
+    for (int k = 0; k < V::kWords; ++k) smem.maxima[at.warp][at.chunk][k] = m.w[k];
   }
   __syncthreads();
   const int first = at.warp & ~(warps - 1);
 #pragma unroll 2
   for (int other = first; other < first + warps; ++other) {
 #pragma unroll
-    for (int k = 0; k < V::kWords; ++k) m.w[k] = V::larger(m.w[k], smem.maxima[other][at.group][k]);
+    for (int k = 0; k < V::kWords; ++k) m.w[k] = V::larger(m.w[k], smem.maxima[other][at.chunk][k]);
   }
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void across_warps(Maxima<V>& m, TileSmem& smem, const
 // A block of several outer lines gives all of them its own.
 template <bool Columnwise, class V>
 __device__ __forceinline__ Maxima<V> block_maxima(
-    const Patch<V>& p, int outer, int contraction, TileSmem& smem, const Position& at) {
+    const RegisterTile<V>& p, int outer, int contraction, TileSmem& smem, const Position& at) {
   const int lanes = contraction == 16 ? 1 : contraction == 32 ? 2 : 8;
   if (!Columnwise && outer == 1) {
     Maxima<V> m = row_maxima(p);
@@ -95,20 +95,20 @@ __device__ __forceinline__ Maxima<V> block_maxima(
 template <bool Columnwise>
 __device__ __forceinline__ bool leads_block(int contraction, const Position& at) {
   const int span = contraction == 16 ? 2 : contraction == 32 ? 4 : 16;  // threads of a block, rowwise
-  return Columnwise ? at.half == 0 && (at.warp & (span / 2 - 1)) == 0 : (at.group & (span - 1)) == 0;
+  return Columnwise ? at.half == 0 && (at.warp & (span / 2 - 1)) == 0 : (at.chunk & (span - 1)) == 0;
 }
 
-// Encode factor and scale of a side with delayed scaling; the scale is right once the tensor's amax is known.
+// Encode factor and scale of a direction with delayed scaling; the scale is right once the tensor's amax is known.
 template <class Buffers>
-__device__ __forceinline__ BlockScale delayed_scale(const Side& s, const Buffers& b) {
+__device__ __forceinline__ BlockScale delayed_scale(const EncodingSpec& s, const Buffers& b) {
   const float amax = __ldcg(b.amax), enc = __ldcg(b.enc);
   if (!(enc > 0.0f)) return fp32_scale(amax, s);
   const float factor = s.scale == ScaleKind::kFp32Pow2 ? __uint_as_float(bits_of(enc) & 0x7F800000u) : enc;
   return {factor, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, factor) : quiet_nan())};
 }
 
-// What follows from a delayed side's amax: one thread of a launch, or of the one after it.
-__device__ __forceinline__ void finish_delayed(const Side& s, const SideBuffers& b) {
+// What follows from a delayed direction's amax: one thread of a launch, or of the one after it.
+__device__ __forceinline__ void finish_delayed(const EncodingSpec& s, const EncodingBuffers& b) {
   if (!s.present() || b.enc == nullptr) return;
   *static_cast<uint32_t*>(b.scale) = delayed_scale(s, b).stored;
   const float amax = __ldcg(b.amax);
@@ -116,23 +116,23 @@ __device__ __forceinline__ void finish_delayed(const Side& s, const SideBuffers&
 }
 
 // A block of one line that goes on in other tiles.
-__device__ __forceinline__ bool crosses_tiles(const Side& s) {
+__device__ __forceinline__ bool crosses_tiles(const EncodingSpec& s) {
   return s.outer == 1 && (s.contraction == 0 || s.contraction > kTile);
 }
 
 // Line maxima of both directions to memory: threads of the first half the rows, of the second the columns.
-// row_tile: where the rowwise side lies.
+// row_tile: where the rowwise direction lies.
 __device__ __forceinline__ void flush_lines(
-    const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, const Tile& tile, const Tile& row_tile,
+    const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col, const Tile& tile, const Tile& row_tile,
     const Smem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
   const auto of = [&](auto field) { return d ? col.*field : row.*field; };  // no address of buffers that are in registers
-  float* const amax = of(&SideBuffers::amax);
-  if (!side[d].present() || !crosses_tiles(side[d]) || amax == nullptr || of(&SideBuffers::amax_given)) return;
+  float* const amax = of(&EncodingBuffers::amax);
+  if (!spec[d].present() || !crosses_tiles(spec[d]) || amax == nullptr || of(&EncodingBuffers::amax_given)) return;
   const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0);
   const int32_t shift = d ? tile.shift : 0;
-  if (at < 0 || at >= of(&SideBuffers::lines) || along >= of(&SideBuffers::length)) return;
-  const int32_t block = ((along + shift) >> side[d].contraction_log2) - (shift >> side[d].contraction_log2);
+  if (at < 0 || at >= of(&EncodingBuffers::lines) || along >= of(&EncodingBuffers::length)) return;
+  const int32_t block = ((along + shift) >> spec[d].contraction_log2) - (shift >> spec[d].contraction_log2);
   const int64_t place = d ? index_of(col.compact, at, block) : index_of(row.compact, at, block);
   atomic_max(amax + place, __uint_as_float(smem.lines[d][line]));
 }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void flush_lines(
 // Sums of the columns of a tile: a thread's rows, then the two halves of a warp, then the warps, in order.
 template <class V>
 __device__ __forceinline__ void sum_columns(
-    const Patch<V>& p, float* sums, const TensorArgs& t, const Tile& tile, Smem& smem, const Position& at) {
+    const RegisterTile<V>& p, float* sums, const TensorArgs& t, const Tile& tile, Smem& smem, const Position& at) {
   float sum[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void sum_columns(
 // Statistics of one direction. Threads outside the tensor take part in what crosses lanes, and write nothing.
 template <bool Columnwise, class V>
 __device__ __forceinline__ void collect(
-    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+    const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
   if (b.amax != nullptr && !b.amax_given) {
     const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
     const Place place = tile.place<Columnwise>(at);

@@ -8,14 +8,14 @@
 #include <ATen/ops/_grouped_mm.h>
 #include <torch/library.h>
 
-#include "api/parts.h"
+#include "api/grouped_gemm.h"
 #include "step/slots.h"
 
 namespace fsdp_quant::step {
 
 namespace {
 
-c10::intrusive_ptr<Call> call_of_groups(
+c10::intrusive_ptr<LinearCall> grouped_call_of(
     int64_t plan, bool save, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
   const at::Tensor none;
@@ -31,11 +31,11 @@ struct Multiplied {
   int64_t kind;
 };
 
-Multiplied multiplied(const Reading& r, const Encoded& e) {
+Multiplied multiplied(const OperandSpec& r, const Encoded& e) {
   if (!r.decodes()) return {e.data, e.scale, r.kind};
   const MaybeTensor none;
-  const int64_t cols = codes_of(r.side, e.data.size(1));
-  // Of a columnwise side too: its codes are turned.
+  const int64_t cols = codes_of(r.spec, e.data.size(1));
+  // Of a columnwise direction too: its codes are turned.
   return {decode(e.data, e.scale, none, r.packed, false, cols, 0, at::kBFloat16, nullptr),
           tensor_decode_scale(e.tensor_amax, r.packed), kScaledValues};
 }
@@ -47,14 +47,14 @@ std::vector<at::Tensor> linear_tokens(
     int64_t groups, at::TensorList factors, const MaybeTensor& step, at::TensorList ids) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(slot == kInput || slot == kGradOutput, "slot is ", slot, "; tokens are of 0 or ", int{kGradOutput});
-  const auto call = call_of_groups(plan, true, step, ids, guard, factors, factors, {}, {});
+  const auto call = grouped_call_of(plan, true, step, ids, guard, factors, factors, {}, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
   const TokenTables at = tables_of(tables, groups, x);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   std::vector<at::Tensor> result;
   const Encodings made = quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, {}, {nullptr, &tokens});
-  for (const Direction d : {kRowwise, kColumnwise}) append(result, call->plan->readings[slot][d], made[d]);
+  for (const Direction d : {kRowwise, kColumnwise}) append(result, call->plan->operand_specs[slot][d], made[d]);
   return result;
 }
 
@@ -79,7 +79,7 @@ at::Tensor rows_product(
     return at::_grouped_mm(of_values(a.data), b.data.transpose(1, 2), ends_of(tables, at.groups));
   }
   const at::Tensor out = new_empty(a.data, {a.data.size(0), b.data.size(1)}, dtype);
-  multiply_rows(out, a, b, at.offsets, nullptr, 0);
+  m_grouped_gemm(out, a, b, at.offsets, nullptr, 0);
   return out;
 }
 
@@ -91,7 +91,7 @@ std::vector<at::Tensor> grouped_step(
     bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag,
     at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids) {
   check_cuda(x, "x");
-  const auto call = call_of_groups(plan, save, step, ids, guard, factors, {}, histories, {});
+  const auto call = grouped_call_of(plan, save, step, ids, guard, factors, {}, histories, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
   const at::Tensor rows = matrix(x), tables = token_groups(ends, rows.size(0), wrong, tag);
@@ -99,14 +99,14 @@ std::vector<at::Tensor> grouped_step(
   const Tokens tokens = {at.sources, at.offsets, at.tiles, at.groups};
   const bool keeps = save && call->plan->saves == Saves::kCodes;
   const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, {}, {nullptr, &tokens});
-  const Reading &of_x = call->plan->readings[kInput][kRowwise], &of_weight = call->plan->readings[kWeight][kRowwise];
+  const OperandSpec &of_x = call->plan->operand_specs[kInput][kRowwise], &of_weight = call->plan->operand_specs[kWeight][kRowwise];
   const Multiplied a = of_x.is_quantized() ? multiplied(of_x, made[kRowwise]) : Multiplied{rows, {}, 0};
   const int64_t kind = of_weight.decodes() ? kScaledValues : of_weight.kind;
   const at::Tensor y = rows_product({a.data, a.scale, a.kind}, {weight, weight_scale, kind}, tables, at, out_dtype);
   watch(*call, kFprop, a.data, a.scale, a.kind, weight, weight_scale, kind);
   count(plan, kSlots * kDirections + kFprop, at.groups);
   std::vector<at::Tensor> result = {y, tables};
-  if (keeps) append(result, call->plan->readings[kInput][kColumnwise], made[kColumnwise]);
+  if (keeps) append(result, call->plan->operand_specs[kInput][kColumnwise], made[kColumnwise]);
   return result;
 }
 
@@ -118,13 +118,13 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
     at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned) {
   check_cuda(dy, "dy");
-  const auto call = call_of_groups(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
+  const auto call = grouped_call_of(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(dy.device());
   const TokenTables at = tables_of(tables, groups, dy);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   const at::Tensor rows = matrix(dy);
-  const Reading(&r)[kSlots][kDirections] = call->plan->readings;
+  const OperandSpec(&r)[kSlots][kDirections] = call->plan->operand_specs;
   Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), {}, {nullptr, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
   if (!saved.empty()) {
@@ -144,7 +144,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
       Multiplied a = multiplied(r[kGradOutput][kColumnwise], d), b = multiplied(r[kInput][kColumnwise], x);
       if (turned) std::swap(a, b);
       dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
-      multiply_depth(dw, {a.data, a.scale, a.kind}, {b.data, b.scale, b.kind}, at.padded, groups, false, nullptr, 0);
+      k_grouped_gemm(dw, {a.data, a.scale, a.kind}, {b.data, b.scale, b.kind}, at.padded, groups, false, nullptr, 0);
       watch(*call, kWgrad, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
     }
     count(plan, kSlots * kDirections + kWgrad, groups);
@@ -152,7 +152,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
   made[kColumnwise] = {};
   if (weight.has_value()) {
     const Encoded& d = made[kRowwise];
-    const Reading &of_dy = r[kGradOutput][kRowwise], &of_weight = r[kWeight][kColumnwise];
+    const OperandSpec &of_dy = r[kGradOutput][kRowwise], &of_weight = r[kWeight][kColumnwise];
     const bool coded = of_dy.is_quantized();
     const at::Tensor operand = coded ? *weight : weight->transpose(1, 2);
     const Multiplied a = coded ? multiplied(of_dy, d) : Multiplied{rows, {}, 0};

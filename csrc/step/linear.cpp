@@ -39,12 +39,12 @@ at::Tensor of_shape(const at::Tensor& y, at::IntArrayRef sizes) {
 
 // y, then the codes of x that were made or given (`codes`, of an earlier call).
 std::vector<at::Tensor> forward(
-    Call& call, const at::Tensor& x, const MaybeTensor& bias, const Weight& weight, bool dgrad, const MaybeTensor& amaxes,
+    LinearCall& call, const at::Tensor& x, const MaybeTensor& bias, const Weight& weight, bool dgrad, const MaybeTensor& amaxes,
     const std::vector<at::Tensor>& codes) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(x.device());
-  const Plan& plan = *call.plan;
-  const Reading(&r)[kDirections] = plan.readings[kInput];
+  const LinearPlan& plan = *call.plan;
+  const OperandSpec(&r)[kDirections] = plan.operand_specs[kInput];
   const at::Tensor rows = !codes.empty() && r[kRowwise].is_quantized() ? x : matrix(x);  // x may have no values
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
@@ -58,8 +58,8 @@ std::vector<at::Tensor> forward(
   const Encoded values = {rows, {}, {}, {}};
   const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
   size_t at = 0;
-  const Reading& w = plan.readings[kWeight][kRowwise];
-  const std::vector<at::Tensor> operand = take_weight(call, weight, dgrad);
+  const OperandSpec& w = plan.operand_specs[kWeight][kRowwise];
+  const std::vector<at::Tensor> operand = weight_operand(call, weight, dgrad);
   const Operand b = operand_of(w, kRowwise, take(operand, at, w), &a);
   const at::Tensor y = multiply(a, b, x.scalar_type(), bias);
   watch(call, kFprop, a, b);
@@ -72,11 +72,11 @@ std::vector<at::Tensor> forward(
 }
 
 // Of the forward's result, what the backward keeps of x.
-std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const std::vector<at::Tensor>& result) {
-  const Plan& plan = *call.plan;
+std::vector<at::Tensor> saved_of(const LinearCall& call, const at::Tensor& x, const std::vector<at::Tensor>& result) {
+  const LinearPlan& plan = *call.plan;
   if (!call.saves) return {};
   if (plan.saves == Saves::kInput) return {x};
-  const Reading(&r)[kDirections] = plan.readings[kInput];
+  const OperandSpec(&r)[kDirections] = plan.operand_specs[kInput];
   size_t at = 1;
   Encoded kept;
   for (const Direction d : {kRowwise, kColumnwise})
@@ -89,22 +89,22 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
 // dx [rows, K], dw [N, K], db [N]; undefined where they are not needed. Memory is
 // let go as soon as it has served: dy as its codes are there, and `saved` and the codes of wgrad before dx is made.
 std::array<at::Tensor, 3> backward(
-    const Call& call, at::Tensor dy, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
+    const LinearCall& call, at::Tensor dy, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
     bool needs_b, const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
-  const Plan& plan = *call.plan;
+  const LinearPlan& plan = *call.plan;
   const at::ScalarType dtype = dy.scalar_type();
-  const Reading(&r)[kDirections] = plan.readings[kGradOutput];
+  const OperandSpec(&r)[kDirections] = plan.operand_specs[kGradOutput];
   std::array<at::Tensor, 3> result;
-  const Beside beside = {nullptr, nullptr, needs_b ? &result[2] : nullptr};
-  Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, beside);
+  const EncodeExtras extras = {nullptr, nullptr, needs_b ? &result[2] : nullptr};
+  Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, extras);
   if (needs_b && !result[2].defined()) result[2] = dy.sum(0);
   for (int d = 0; d < kDirections; ++d)
     if (!r[d].is_quantized()) made[d].data = dy;
   dy.reset();
   if (needs_w) {
-    const Reading& x = plan.readings[kInput][kColumnwise];
+    const OperandSpec& x = plan.operand_specs[kInput][kColumnwise];
     const Operand a = operand_of(r[kColumnwise], kColumnwise, made[r[kColumnwise].same ? kRowwise : kColumnwise]);
     Encoded kept;
     if (plan.saves == Saves::kCodes) {
@@ -125,7 +125,7 @@ std::array<at::Tensor, 3> backward(
   saved.clear(), made[kColumnwise] = {};
   if (needs_x) {
     const Operand a = operand_of(r[kRowwise], kRowwise, made[kRowwise]);
-    const Reading& w = plan.readings[kWeight][kColumnwise];
+    const OperandSpec& w = plan.operand_specs[kWeight][kColumnwise];
     size_t at = 0;
     const Operand b = operand_of(w, kColumnwise, take(call.columnwise, at, w), &a);
     result[0] = multiply(a, b, dtype, std::nullopt);
@@ -138,7 +138,7 @@ std::array<at::Tensor, 3> backward(
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(
       AutogradContext* ctx, const at::Tensor& x, const at::Tensor& edge, const MaybeTensor& bias,
-      const c10::intrusive_ptr<Call>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
+      const c10::intrusive_ptr<LinearCall>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
       const std::vector<at::Tensor>* codes, std::vector<at::Tensor>* result) {
     *result = step::forward(*call, x, bias, *weight, dgrad, *amaxes, *codes);
     call->kept.keep(saved_of(*call, x, *result));
@@ -154,7 +154,7 @@ struct Linear : torch::autograd::Function<Linear> {
     variable_list result(kInputs);
     at::Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) return result;
-    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const auto call = c10::static_intrusive_pointer_cast<LinearCall>(ctx->saved_data["call"].toCapsule());
     const auto dtype_of_weight = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
     std::vector<at::Tensor> saved = call->kept.take();  // by hooks, which may run a forward again
     const bool has_bias = ctx->saved_data.count("bias") != 0;
@@ -180,7 +180,7 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 
   // FSDP2 frees gathered codes when it reshards, and fills them again before the backward that reads them.
-  static void check_not_freed(const Call& call) {
+  static void check_not_freed(const LinearCall& call) {
     TORCH_CHECK(!call.columnwise.empty(), "the codes that this backward reads were freed by an earlier one; pass retain_graph=True "
                 "to it");
     for (const at::Tensor& t : call.columnwise)
@@ -200,18 +200,18 @@ std::vector<at::Tensor> linear_gated(
   TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kReluSquared),
                     "there is no activation ", activation);
   const auto call = call_of(plan, save, step, ids, guard, factors, {}, histories, {});
-  TORCH_CHECK_VALUE(call->plan->readings[kInput][kRowwise].is_quantized() && (!save || call->plan->saves == Saves::kCodes),
+  TORCH_CHECK_VALUE(call->plan->operand_specs[kInput][kRowwise].is_quantized() && (!save || call->plan->saves == Saves::kCodes),
                     "the layer multiplies or keeps the input itself; make it first");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(gate.device());
-  const Gated gated = {matrix(up), static_cast<Activation>(activation)};
+  const GatedInput gated = {matrix(up), static_cast<Activation>(activation)};
   std::vector<at::Tensor> codes;
   const Encodings made = quantize_slot(*call, kInput, matrix(gate), true, save, {}, {&gated});
-  for (const Direction d : {kRowwise, kColumnwise}) append(codes, call->plan->readings[kInput][d], made[d]);
+  for (const Direction d : {kRowwise, kColumnwise}) append(codes, call->plan->operand_specs[kInput][d], made[d]);
   return codes;
 }
 
-std::vector<at::Tensor> run_step(
+std::vector<at::Tensor> dispatch_step(
     bool with_node, const at::Tensor& x, const at::Tensor& edge, const MaybeTensor& bias, const Weight& weight, int64_t plan,
     bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes,
@@ -235,7 +235,7 @@ std::vector<at::Tensor> linear_step(
     at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
     const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes) {
   const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
-  return run_step(kWithNode && at::GradMode::is_enabled(), x, edge, bias, weight, plan, save, step, ids, guard, factors,
+  return dispatch_step(kWithNode && at::GradMode::is_enabled(), x, edge, bias, weight, plan, save, step, ids, guard, factors,
                   grad_factors, histories, grad_histories, codes, amaxes, grad_amaxes);
 }
 

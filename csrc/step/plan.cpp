@@ -15,7 +15,7 @@ namespace {
 // What was built and what ran; nothing is ever removed.
 struct Registry {
   std::mutex mutex;
-  std::deque<Plan> plans;
+  std::deque<LinearPlan> plans;
   std::deque<std::array<int64_t, kCounts>> counts;
 };
 
@@ -26,7 +26,7 @@ Registry& registry() {
 
 }  // namespace
 
-const Plan& plan_of(int64_t handle) {
+const LinearPlan& plan_of(int64_t handle) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   TORCH_CHECK_VALUE(handle >= 0 && handle < static_cast<int64_t>(r.plans.size()), "there is no linear plan ", handle);
@@ -39,10 +39,10 @@ void count(int64_t handle, int what, int64_t times) {
   r.counts[handle][what] += times;
 }
 
-c10::intrusive_ptr<Call> call_of(
+c10::intrusive_ptr<LinearCall> call_of(
     int64_t plan, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
-  auto call = c10::make_intrusive<Call>();
+  auto call = c10::make_intrusive<LinearCall>();
   call->handle = plan, call->plan = &plan_of(plan), call->saves = save;
   call->step = step, call->ids = ids, call->guard = guard;
   call->factors = factors.vec(), call->grad_factors = grad_factors.vec();
@@ -50,29 +50,29 @@ c10::intrusive_ptr<Call> call_of(
   return call;
 }
 
-bool wants(const Plan& plan, Slot slot, Direction d, bool row, bool col) {
-  const Reading(&r)[kDirections] = plan.readings[slot];
+bool wants(const LinearPlan& plan, Slot slot, Direction d, bool row, bool col) {
+  const OperandSpec(&r)[kDirections] = plan.operand_specs[slot];
   if (d == kColumnwise) return col && r[d].is_quantized() && !r[d].same;
   return r[d].is_quantized() && (row || (col && r[kColumnwise].same));
 }
 
 namespace {
 
-// A plan's number. fields: side, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
+// A plan's number. fields: direction, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
 // then what the backward saves, and what is watched of each product.
 int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::string_view key) {
-  constexpr size_t kReadings = kSlots * kDirections;
-  constexpr size_t kFields = kReadings * kReadingFields + 1 + kProducts;
-  TORCH_CHECK_VALUE(fields.size() == kFields && eps.size() == kReadings, "a linear plan has ",
-                    kFields, " fields and ", kReadings, " eps; got ", fields.size(), " and ",
+  constexpr size_t kSpecs = kSlots * kDirections;
+  constexpr size_t kFields = kSpecs * kSpecFields + 1 + kGemms;
+  TORCH_CHECK_VALUE(fields.size() == kFields && eps.size() == kSpecs, "a linear plan has ",
+                    kFields, " fields and ", kSpecs, " eps; got ", fields.size(), " and ",
                     eps.size());
-  Plan plan;
-  for (size_t i = 0; i < kReadings; ++i) {
-    const int64_t* f = fields.data() + i * kReadingFields;
-    plan.readings[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
+  LinearPlan plan;
+  for (size_t i = 0; i < kSpecs; ++i) {
+    const int64_t* f = fields.data() + i * kSpecFields;
+    plan.operand_specs[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
   }
-  plan.saves = static_cast<Saves>(fields[kReadings * kReadingFields]), plan.key = std::string(key);
-  std::copy(fields.end() - kProducts, fields.end(), plan.watched);
+  plan.saves = static_cast<Saves>(fields[kSpecs * kSpecFields]), plan.key = std::string(key);
+  std::copy(fields.end() - kGemms, fields.end(), plan.watched);
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   r.plans.push_back(std::move(plan)), r.counts.push_back({});

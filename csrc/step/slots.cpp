@@ -40,16 +40,16 @@ void record_amax(const at::Tensor& amaxes, const at::Tensor& amax) {
 
 }  // namespace
 
-Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history, int64_t tensors) {
+Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history, int64_t tensors) {
   Delayed by;
   for (int d = 0; d < kDirections; ++d) {
     const int64_t i = r[d].factor;
-    if (!sides[d].present() || i < 0) continue;
+    if (!specs[d].present() || i < 0) continue;
     const auto of_side = [&](const std::vector<at::Tensor>& list) { return at::TensorList(list).slice(i * tensors, tensors); };
     TORCH_CHECK_VALUE((i + 1) * tensors <= static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, " of ",
                       tensors, " tensors; got ", history.factors.size());
     by.factors[d] = of_side(history.factors);
-    const bool recorded = d == 1 && !by.records[0].empty() && r[0].factor == i;  // sides of one storage share a history
+    const bool recorded = d == 1 && !by.records[0].empty() && r[0].factor == i;  // directions of one storage share a history
     if ((i + 1) * tensors <= static_cast<int64_t>(history.amaxes.size()) && !recorded) by.records[d] = of_side(history.amaxes);
   }
   return by;
@@ -58,8 +58,8 @@ Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirecti
 namespace {
 
 template <class T>
-Apart<T> apart(at::TensorList tensors, const char* name, int64_t numel) {
-  Apart<T> made = {};
+PointerTable<T> pointer_table(at::TensorList tensors, const char* name, int64_t numel) {
+  PointerTable<T> made = {};
   TORCH_CHECK_VALUE(tensors.size() <= std::size(made.at), "there are ", tensors.size(), " groups; wanted at most ",
                     std::size(made.at));
   made.count = static_cast<int32_t>(tensors.size());
@@ -72,18 +72,18 @@ Apart<T> apart(at::TensorList tensors, const char* name, int64_t numel) {
 
 // Factors of groups in one buffer.
 at::Tensor collected(at::TensorList factors) {
-  const Apart<float> scalars = apart<float>(factors, "enc", 1);
+  const PointerTable<float> scalars = pointer_table<float>(factors, "enc", 1);
   at::Tensor made = new_empty(factors[0], {scalars.count}, at::kFloat);
   check_launch(launch_collect(scalars, made.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
   return made;
 }
 
 // The random keys of groups of tokens, [groups, 5].
-at::Tensor random_keys(const Call& call, Slot slot, const Tokens& tokens) {
+at::Tensor random_keys(const LinearCall& call, Slot slot, const Tokens& tokens) {
   check_buffer(call.step, "step", call.step, at::kLong, 5);
   TORCH_CHECK_VALUE(static_cast<int64_t>(call.group_ids.size()) == tokens.groups, "got the ids of ", call.group_ids.size(),
                     " groups; wanted ", tokens.groups);
-  Apart<int64_t> ids = apart<int64_t>(call.group_ids, "ids", kSlots);
+  PointerTable<int64_t> ids = pointer_table<int64_t>(call.group_ids, "ids", kSlots);
   for (int32_t e = 0; e < ids.count; ++e) ids.at[e] += slot;
   at::Tensor keys = new_empty(call.step, {tokens.groups, 5}, at::kLong);
   check_launch(launch_random_keys(call.step.const_data_ptr<int64_t>(), ids, tokens.offsets, keys.mutable_data_ptr<int64_t>(),
@@ -93,45 +93,45 @@ at::Tensor random_keys(const Call& call, Slot slot, const Tokens& tokens) {
 
 }  // namespace
 
-Encodings encode_sides(
-    const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
-    const MaybeTensor& amax, const Beside& beside) {
+Encodings encode_directions(
+    const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool round_to_bf16,
+    const MaybeTensor& amax, const EncodeExtras& extras) {
   const MaybeTensor none;
-  const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
+  const auto given = [&](int d) -> const MaybeTensor& { return specs[d].whole_tensor() ? amax : none; };
   MaybeTensor enc[kDirections];
   for (int d = 0; d < kDirections; ++d) {
     if (by.factors[d].empty()) continue;
     const bool is_shared = d == 1 && by.factors[0].data() == by.factors[1].data();
-    enc[d] = is_shared ? enc[0] : beside.tokens != nullptr ? collected(by.factors[d]) : by.factors[d][0];
+    enc[d] = is_shared ? enc[0] : extras.tokens != nullptr ? collected(by.factors[d]) : by.factors[d][0];
   }
-  const auto known_of = [&](int d) -> Known {
-    if (beside.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
+  const auto known_of = [&](int d) -> GivenAmaxes {
+    if (extras.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
     return {given(d), none, enc[d], key, &by.records[d][0]};
   };
-  const Known known[2] = {known_of(0), known_of(1)};
-  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, beside);
+  const GivenAmaxes known[2] = {known_of(0), known_of(1)};
+  return encode(x, specs[0], specs[1], known, 0, round_to_bf16, false, nullptr, extras);
 }
 
-void anchor(Encoded& codes, const Reading& r, Direction d, int64_t rows, int64_t cols) {
+void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int64_t cols) {
   const bool turned = d == kColumnwise;
-  const EncodingSizes<int64_t> sizes = encoding_sizes<int64_t>(r.side, turned, rows, cols, 0);  // rotation fills rows or columns
+  const EncodingSizes<int64_t> sizes = encoding_sizes<int64_t>(r.spec, turned, rows, cols, 0);  // rotation fills rows or columns
   std::tie(codes.data, codes.scale) =
       anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, turned, turned, r.run == kOfTensor, sizes.cols,
                    std::max<int64_t>(r.run, 0));
 }
 
-Side turned(Side side) {
-  side.transposed = true;
-  if (!side.operand()) side.scale_layout = ScaleLayout::kHopper;
-  return side;
+EncodingSpec turned(EncodingSpec spec) {
+  spec.transposed = true;
+  if (!spec.operand()) spec.scale_layout = ScaleLayout::kHopper;
+  return spec;
 }
 
-Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, Beside beside) {
-  const Tokens* const tokens = beside.tokens;
-  const Reading(&r)[kDirections] = call.plan->readings[slot];
+Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, EncodeExtras extras) {
+  const Tokens* const tokens = extras.tokens;
+  const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
-  Side plain[kDirections] = {};
+  EncodingSpec plain[kDirections] = {};
   int64_t anchors[kDirections] = {};
   MaybeTensor key;
   for (const Direction d : {kRowwise, kColumnwise}) {
@@ -141,9 +141,9 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
       anchors[d] = r[d].packed;
     } else {
       TORCH_CHECK_NOT_IMPLEMENTED(tokens == nullptr || !r[d].is_anchored(), "codes of groups of tokens are not anchored");
-      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].side) : r[d].side;
+      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].spec) : r[d].spec;
       if (r[d].is_anchored()) plain[d].transposed = false;
-      if (r[d].side.stochastic && !key.has_value())
+      if (r[d].spec.stochastic && !key.has_value())
         key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
     }
   }
@@ -151,37 +151,37 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
   const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
   const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of one tensor
-  if (beside.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], encs, *beside.gated))) {
-    const auto [h, amaxes] = activation(x, beside.gated->up, static_cast<int64_t>(beside.gated->kind));
-    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), beside.gated = nullptr;
+  if (extras.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], encs, *extras.gated))) {
+    const auto [h, amaxes] = activation(x, extras.gated->up, static_cast<int64_t>(extras.gated->kind));
+    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), extras.gated = nullptr;
   }
   Encodings made;
   if (plain[0].present() || plain[1].present()) {
-    made = encode_sides(plain, x, by, key, false, beside.tokens == nullptr ? known.whole : std::nullopt, beside);
-    beside.column_sums = nullptr;
+    made = encode_directions(plain, x, by, key, false, extras.tokens == nullptr ? known.whole : std::nullopt, extras);
+    extras.column_sums = nullptr;
     for (const Direction d : {kRowwise, kColumnwise})
       if (plain[d].present() && r[d].is_anchored()) anchor(made[d], r[d], d, x.size(0), x.size(1));
   }
   if (is_anchored) {
     const MaybeTensor none;
-    if (anchors[1] == 0) beside.tokens = nullptr;
-    auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
+    if (anchors[1] == 0) extras.tokens = nullptr;
+    auto specs = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
-                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, beside);
-    auto next = sides.begin();
+                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, extras);
+    auto next = specs.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
   }
   return made;
 }
 
-Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operand* other) {
+Operand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const Operand* other) {
   if (!r.is_quantized()) return {d == kColumnwise ? e.data.t() : e.data};
   const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
-  const bool outside = r.decodes() && r.side.whole();  // the scale of the whole tensor
+  const bool outside = r.decodes() && r.spec.whole();  // the scale of the whole tensor
   Operand o;
   if (outside) o.factor = {pointer(e.scale), 0.0f};
-  if (e.tensor_amax.defined() && r.has_tensor_amax()) o.factor = {pointer(e.tensor_amax), r.side.tensor_max};
+  if (e.tensor_amax.defined() && r.has_tensor_amax()) o.factor = {pointer(e.tensor_amax), r.spec.tensor_max};
   if (!r.decodes()) {
     o.data = e.data, o.scale = e.scale, o.kind = r.kind;
     return o;
@@ -191,7 +191,7 @@ Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operan
     o.alpha = new_empty(e.data, {1}, at::kFloat);
     alpha.out = o.alpha.mutable_data_ptr<float>();
   }
-  const int64_t cols = codes_of(r.side, e.data.size(1));
+  const int64_t cols = codes_of(r.spec, e.data.size(1));
   const MaybeTensor none;
   o.data = decode(e.data, outside ? none : MaybeTensor(e.scale), none, r.packed, d == kColumnwise, cols, 0, at::kBFloat16,
                   &alpha);
@@ -200,14 +200,14 @@ Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operan
 }
 
 void watch(
-    const Call& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
+    const LinearCall& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
     const MaybeTensor& b_scale, int64_t b_kind) {
   const int64_t counted = call.plan->watched[product];
   if (!call.guard.has_value() || counted == 0) return;
   product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, call.step, *call.guard, product);
 }
 
-void watch(const Call& call, int product, const Operand& a, const Operand& b) {
+void watch(const LinearCall& call, int product, const Operand& a, const Operand& b) {
   watch(call, product, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
 }
 
@@ -225,12 +225,12 @@ at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, co
   return gemm(a.data, b.data, a.scale, b.scale, a.kind, b.kind, dtype, bias, alpha);
 }
 
-void append(std::vector<at::Tensor>& list, const Reading& r, const Encoded& e) {
+void append(std::vector<at::Tensor>& list, const OperandSpec& r, const Encoded& e) {
   for (const at::Tensor* t : {&e.data, &e.scale, &e.tensor_amax})
     if (t->defined() && (t != &e.tensor_amax || r.has_tensor_amax())) list.push_back(*t);
 }
 
-Encoded take(const std::vector<at::Tensor>& list, size_t& at, const Reading& r) {
+Encoded take(const std::vector<at::Tensor>& list, size_t& at, const OperandSpec& r) {
   Encoded e;
   const size_t fields = r.is_quantized() ? 2 + r.has_tensor_amax() : 1;
   TORCH_CHECK_VALUE(at + fields <= list.size(), "got ", list.size(), " buffers of codes; more are wanted");

@@ -11,7 +11,7 @@
 
 namespace fsdp_quant::step {
 
-// The factors and histories of a slot's delayed sides.
+// The factors and histories of a slot's delayed directions.
 struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
@@ -38,30 +38,30 @@ struct Amaxes {
   }
 };
 
-// What scales the delayed sides, and where their amaxes go: of one tensor, or of several, whose factors and histories follow
-// each other, those of the first side first.
+// What scales the delayed directions, and where their amaxes go: of one tensor, or of several, whose factors and histories follow
+// each other, those of the first direction first.
 struct Delayed {
   at::TensorList factors[kDirections], records[kDirections];
 };
 
 at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows);
 
-Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history, int64_t tensors = 1);
+Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history, int64_t tensors = 1);
 
-// Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
+// Codes of x for these directions, where their EncodingSpec is present; amaxes of delayed directions go into their histories.
 // amax: of x, where it is known.
-Encodings encode_sides(
-    const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
-    const MaybeTensor& amax, const Beside& beside = {});
+Encodings encode_directions(
+    const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool round_to_bf16,
+    const MaybeTensor& amax, const EncodeExtras& extras = {});
 
 // Compact codes of values [rows, cols] (or of matrices of that) become those against the anchors of a reading.
-void anchor(Encoded& codes, const Reading& r, Direction d, int64_t rows, int64_t cols);
+void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int64_t cols);
 
-// A columnwise side of codes that are decoded for a product of groups, whose operands are K-major.
-Side turned(Side side);
+// A columnwise direction of codes that are decoded for a product of groups, whose operands are K-major.
+EncodingSpec turned(EncodingSpec spec);
 
 // The storages of x that are wanted. known: of x itself; beside: see encode, where nothing is encoded there are no sums.
-Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, Beside beside = {});
+Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, EncodeExtras extras = {});
 
 // One operand of a product: codes and scales, or 16-bit values; and a factor that multiplies the product. alpha: of both
 // operands, where it is made already.
@@ -75,21 +75,21 @@ struct Operand {
 
 // e: compact codes where the reading decodes them, else in the layout that the product reads. other: the operand before
 // it, with whose factor alpha is made on the way.
-Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operand* other = nullptr);
+Operand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const Operand* other = nullptr);
 
 // Adds what the product of these operands lost to its anchors to the guard, where it is watched.
 void watch(
-    const Call& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
+    const LinearCall& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
     const MaybeTensor& b_scale, int64_t b_kind);
 
-void watch(const Call& call, int product, const Operand& a, const Operand& b);
+void watch(const LinearCall& call, int product, const Operand& a, const Operand& b);
 
 at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias);
 
-// Codes as one list: data, scale and tensor amax of each side that is there.
-void append(std::vector<at::Tensor>& list, const Reading& r, const Encoded& e);
+// Codes as one list: data, scale and tensor amax of each direction that is there.
+void append(std::vector<at::Tensor>& list, const OperandSpec& r, const Encoded& e);
 
-Encoded take(const std::vector<at::Tensor>& list, size_t& at, const Reading& r);
+Encoded take(const std::vector<at::Tensor>& list, size_t& at, const OperandSpec& r);
 
 at::Tensor matrix(const at::Tensor& x);
 

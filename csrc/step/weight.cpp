@@ -7,7 +7,7 @@
 #include <ATen/ops/arange.h>
 #include <torch/library.h>
 
-#include "api/parts.h"
+#include "api/grouped_gemm.h"
 
 namespace fsdp_quant::step {
 
@@ -16,26 +16,26 @@ namespace {
 // The same as `linear_weight` of matrices [E, N, K] in 4 bits, as groups of tokens: compact rowwise codes [E * N, K / 2] and scales,
 // columnwise ones [K, E * n / 2], where n is N rounded up to 128 and scales are [K or its blocks, E * n / 16], and tensor amaxes [E].
 // Operands (ScaleLayout) have a byte per code, and scales [E].
-std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, bool row, bool col) {
-  const Reading(&r)[kDirections] = plan_of(plan).readings[kWeight];
+std::vector<at::Tensor> stacked_fp4(const at::Tensor& weight, int64_t plan, bool row, bool col) {
+  const OperandSpec(&r)[kDirections] = plan_of(plan).operand_specs[kWeight];
   check_cuda(weight, "weight");
   const c10::cuda::CUDAGuard guard(weight.device());
   const int64_t matrices = weight.size(0), rows = weight.size(1);
   TORCH_CHECK_VALUE(weight.is_contiguous() && rows % kRotationBlock == 0, "weight has shape ", weight.sizes(), " and strides ",
                     weight.strides(), "; wanted contiguous matrices, of multiples of ", kRotationBlock, " rows");
-  const Side none = {}, of_col = (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side;
-  Side of_row = row ? r[kRowwise].side : of_col;
+  const EncodingSpec none = {}, of_col = (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).spec;
+  EncodingSpec of_row = row ? r[kRowwise].spec : of_col;
   of_row.transposed = false;
   const bool both = (col ? of_col : of_row).outer != 1;  // a square block serves both
-  const Side side[kDirections] = {row || both ? of_row : none, col || both ? turned(col ? of_col : of_row) : none};
+  const EncodingSpec spec[kDirections] = {row || both ? of_row : none, col || both ? turned(col ? of_col : of_row) : none};
   const at::Tensor ends = at::arange(rows, (matrices + 1) * rows, rows, weight.options().dtype(at::kInt));
   const at::Tensor tables = token_groups(ends, matrices * rows, std::nullopt, 0);
   const TokenTables at = tables_of(tables, matrices, weight);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, at.groups};
   const MaybeTensor unknown;
-  const Known known[kDirections] = {{unknown, unknown, unknown, unknown}, {unknown, unknown, unknown, unknown}};
+  const GivenAmaxes known[kDirections] = {{unknown, unknown, unknown, unknown}, {unknown, unknown, unknown, unknown}};
   const Encodings made =
-      encode(weight.view({matrices * rows, weight.size(2)}), side[0], side[1], known, 0, false, false, nullptr, {nullptr, &tokens});
+      encode(weight.view({matrices * rows, weight.size(2)}), spec[0], spec[1], known, 0, false, false, nullptr, {nullptr, &tokens});
   std::vector<at::Tensor> result;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!(d == kRowwise ? row : col)) continue;
@@ -48,51 +48,51 @@ std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, boo
 }  // namespace
 
 std::vector<at::Tensor> linear_weight(
-    const at::Tensor& weight, int64_t plan, bool row, bool col, bool through_bf16, at::TensorList factors,
+    const at::Tensor& weight, int64_t plan, bool row, bool col, bool round_to_bf16, at::TensorList factors,
     at::TensorList histories) {
-  const Plan& p = plan_of(plan);
-  const Reading(&r)[kDirections] = p.readings[kWeight];
+  const LinearPlan& p = plan_of(plan);
+  const OperandSpec(&r)[kDirections] = p.operand_specs[kWeight];
   const std::vector<at::Tensor> scales_by = factors.vec(), recorded = histories.vec();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const bool stacked = weight.dim() == 3;
-  const bool runs[kDirections] = {r[kRowwise].side.two_level(), (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side.two_level()};
-  if (stacked && ((row && runs[kRowwise]) || (col && runs[kColumnwise]))) {
-    std::vector<at::Tensor> made = stacked_runs(weight, plan, row && runs[kRowwise], col && runs[kColumnwise]), rest;
-    if ((row && !runs[kRowwise]) || (col && !runs[kColumnwise]))
-      rest = linear_weight(weight, plan, row && !runs[kRowwise], col && !runs[kColumnwise], through_bf16, factors, histories);
-    if (!runs[kRowwise]) made.swap(rest);  // rowwise buffers first
+  const bool is_fp4[kDirections] = {r[kRowwise].spec.two_level(), (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).spec.two_level()};
+  if (stacked && ((row && is_fp4[kRowwise]) || (col && is_fp4[kColumnwise]))) {
+    std::vector<at::Tensor> made = stacked_fp4(weight, plan, row && is_fp4[kRowwise], col && is_fp4[kColumnwise]), rest;
+    if ((row && !is_fp4[kRowwise]) || (col && !is_fp4[kColumnwise]))
+      rest = linear_weight(weight, plan, row && !is_fp4[kRowwise], col && !is_fp4[kColumnwise], round_to_bf16, factors, histories);
+    if (!is_fp4[kRowwise]) made.swap(rest);  // rowwise buffers first
     made.insert(made.end(), rest.begin(), rest.end());
     return made;
   }
   const int64_t matrices = stacked ? weight.size(0) : 1;
   TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
-  Side sides[kDirections] = {};
+  EncodingSpec specs[kDirections] = {};
   int64_t at_once[kDirections] = {};
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
-    if (!stacked && r[d].run == kOfTensor && anchors_codes(weight, r[d].side, through_bf16)) {
+    if (!stacked && r[d].run == kOfTensor && anchors_codes(weight, r[d].spec, round_to_bf16)) {
       at_once[d] = r[d].packed;
       continue;
     }
-    sides[d] = r[d].side;
-    if (r[d].is_anchored()) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
-    TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].kind != 0),
+    specs[d] = r[d].spec;
+    if (r[d].is_anchored()) specs[d].transposed = false;  // compact, as `anchor_codes` reads them
+    TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!specs[d].two_level() && r[d].kind != 0),
                                 "matrices are stacked as products of groups read them");
   }
-  const Delayed by = delayed_of(r, sides, {scales_by, recorded}, matrices);
+  const Delayed by = delayed_of(r, specs, {scales_by, recorded}, matrices);
   Encodings made;
   if (stacked) {
-    made = encode_stacked(weight, sides[0], sides[1], through_bf16, {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}});
-  } else if (sides[0].present() || sides[1].present()) {
-    made = encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt);
+    made = encode_stacked(weight, specs[0], specs[1], round_to_bf16, {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}});
+  } else if (specs[0].present() || specs[1].present()) {
+    made = encode_directions(specs, matrix(weight), by, std::nullopt, round_to_bf16, std::nullopt);
   }
   std::vector<at::Tensor> anchors;
   if (at_once[0] != 0 || at_once[1] != 0)
-    anchors = anchored(matrix(weight), at_once[0], at_once[1], kOfTensor, kOfTensor, std::nullopt, std::nullopt, through_bf16);
+    anchors = anchored(matrix(weight), at_once[0], at_once[1], kOfTensor, kOfTensor, std::nullopt, std::nullopt, round_to_bf16);
   std::vector<at::Tensor> result;
   auto next = anchors.begin();
   for (const Direction d : {kRowwise, kColumnwise}) {
-    if (!sides[d].present() && at_once[d] == 0) continue;
+    if (!specs[d].present() && at_once[d] == 0) continue;
     count(plan, kWeight * kDirections + d, matrices);
     if (at_once[d] != 0) {
       made[d].data = *next++, made[d].scale = next++->view({1});
@@ -104,12 +104,12 @@ std::vector<at::Tensor> linear_weight(
   return result;
 }
 
-std::vector<at::Tensor> take_weight(Call& call, const Weight& weight, bool dgrad) {
+std::vector<at::Tensor> weight_operand(LinearCall& call, const Weight& weight, bool dgrad) {
   if (!weight.values.has_value()) {
     call.columnwise = weight.columnwise.vec();
     return weight.rowwise.vec();
   }
-  const Reading(&r)[kDirections] = call.plan->readings[kWeight];
+  const OperandSpec(&r)[kDirections] = call.plan->operand_specs[kWeight];
   std::vector<at::Tensor> made = linear_weight(*weight.values, call.handle, true, dgrad, weight.round_to_bf16, weight.factors,
                                                weight.histories);
   size_t at = 0;

@@ -98,7 +98,7 @@ def operand(fmt: str, values: Tensor, layout: str, direction: fq.Direction) -> f
     """[outer, contraction] values quantized into `layout`, the way a module quantizes what this
     direction contracts."""
     x = values if direction is fq.ROWWISE else values.t().contiguous()
-    made, _ = fq.HybridQuantizer(fmt, fmt).storages(x, (direction,), layouts={direction: layout})
+    made, _ = fq.HybridQuantizer(fmt, fmt).operands(x, (direction,), layouts={direction: layout})
     return made[direction]
 
 

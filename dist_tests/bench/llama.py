@@ -2,8 +2,8 @@
 """Training steps of transformers' models: this library and torchao float8 over compiled bf16.
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
-        [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--json out.json]
-        [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
+        [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--inspect]
+        [--json out.json] [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
@@ -384,6 +384,15 @@ def measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[st
         "loss": loss,
         "notes": notes,
     }
+    if args.inspect and arm.recipe and not arm.graphed:
+        with fq.inspect(net, every=1):
+            step()
+            sampled = step_ms(step, 3) if CUDA else host_ms(step, 1)
+        row["sampled_ms"] = sampled
+        notes.append(
+            f"a step that fq.inspect samples takes {sampled:.0f} ms; one in 100 costs "
+            f"{(sampled - ms) / ms:.2f} %"
+        )
     if args.profile:
         try:
             kernels = profiled(step)
@@ -460,6 +469,7 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="of torch.compile")
     add("--fsdp", action="store_true", help="fully_shard layers and root, under torchrun")
     add("--tiny", action="store_true", help="toy sizes, on a CPU too")
+    add("--inspect", action="store_true", help="time steps that fq.inspect samples")
     add("--profile", action="store_true", help="print the kernels of one step per arm")
     add("--json", help="write all rows to this file")
     return made

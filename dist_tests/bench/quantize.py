@@ -64,7 +64,7 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.ops import dispatch, layout, native, norm, reference
+from fsdp_quant.ops import anchoring, dispatch, layout, native, norm, reference
 from fsdp_quant.quantizer import Quantizer
 
 SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
@@ -134,7 +134,7 @@ def _reference_encode(
         values, amax, tensor_amax, e, row0, _key(x) if e.stochastic else None, enc
     )
     if operand:
-        codes, scale = reference.e4m3_operand(
+        codes, scale = anchoring.e4m3_operand(
             codes, scale, tensor_amax, e.fmt, e.direction, values.shape[1]
         )
         return [codes.t().contiguous() if transposed else codes, scale]
@@ -248,7 +248,7 @@ def anchors(row_run: int | None, col_run: int | None) -> Callable[[Tensor], Work
     def work(x: Tensor) -> Work:
         def plain() -> list:
             rowwise, columnwise = (
-                reference.anchored(x, e, run or None) for e, run in zip((row, col), runs)
+                anchoring.anchored(x, e, run or None) for e, run in zip((row, col), runs)
             )
             return [rowwise[:2], columnwise[0].t().contiguous(), columnwise[1]]
 

@@ -49,7 +49,8 @@ import fsdp_quant as fq  # noqa: E402
 from dist_tests.laws import assert_same_bytes, values  # noqa: E402
 from examples.mini_megatron.flat import FlatLayout  # noqa: E402
 from fsdp_quant.integrations import megatron as ours  # noqa: E402
-from fsdp_quant.integrations import megatron_gather as gather  # noqa: E402
+from fsdp_quant.integrations.megatron import gather  # noqa: E402
+from fsdp_quant.integrations.megatron.config import HONOURED  # noqa: E402
 
 BF16, H, FFN, S, B = torch.bfloat16, 64, 128, 64, 2
 HYBRID = fq.recipes.hybrid(forward="mxfp8", backward="fp8_block")
@@ -125,7 +126,7 @@ def check_signatures() -> None:
 def check_settings() -> None:
     """What we refuse is what Megatron calls so."""
     for table, owner in (
-        (ours._HONOURED, TransformerConfig),
+        (HONOURED, TransformerConfig),
         (gather._REFUSED_OF_DDP, DistributedDataParallelConfig),
         (gather._REFUSED_OF_OPTIMIZER, OptimizerConfig),
     ):

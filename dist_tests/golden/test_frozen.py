@@ -26,6 +26,7 @@ from dist_tests.laws import values
 from dist_tests.single.hopper import operator_schemas
 from fsdp_quant import checkpoint, recipes
 from fsdp_quant.quantizer import Quantizer
+from fsdp_quant.roles import Role
 
 FROZEN = Path(__file__).parent / "frozen.json"
 WRITE = "python -m dist_tests.golden.test_frozen"
@@ -43,7 +44,7 @@ def public_names() -> dict[str, list[str] | None]:
     its_own = [
         n
         for n, v in vars(recipes).items()
-        if getattr(v, "__module__", "") == recipes.__name__ and n[0] != "_"
+        if getattr(v, "__module__", "") in (recipes.__name__, Role.__module__) and n[0] != "_"
     ]
     for where, names in ((fq, fq.__all__), (recipes, its_own)):
         for name in names:

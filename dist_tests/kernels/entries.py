@@ -20,7 +20,7 @@ DONE: list[tuple[str, list[Tensor], Callable[[], list[Tensor]], float]] = []
 
 
 def on_device(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.to(expected.DEVICE)
+    return None if t is None else t.to(expected.DEVICE, copy=True)  # which may be written
 
 
 def run(what: str, made, want: Callable[[], list[Tensor]], bound: float = 0.0) -> None:

@@ -15,7 +15,7 @@ from dist_tests import laws
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Encoding, format_of
 from fsdp_quant.ops import dispatch, extension, native, reference
 from fsdp_quant.ops.capability import ARCHITECTURES, spreads
-from fsdp_quant.ops.layout import SPREAD
+from fsdp_quant.ops.layout import NATIVE, SPREAD
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -278,17 +278,13 @@ def both(name: str) -> list[Encoding]:
 
 
 def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
-    """`Storage.to_gemm_layout` of the reference's storage, made on the CPU; where scales are
-    spread, that layout."""
+    """The `GemmOperand` of the reference's storage for `arch`, made on the CPU."""
     on_cpu = dispatch.Encoded(
         *(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4])
     )
     storage = Storage.of(on_cpu, encoding, x.shape, x.dtype)
-    return (
-        storage.to_gemm_operand(SPREAD)
-        if spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales
-        else storage.to_gemm_layout(arch)
-    )
+    is_spread = spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales
+    return storage.to_gemm_operand(SPREAD if is_spread else NATIVE, arch=arch)
 
 
 def packed(encoding: Encoding | None, transposed: bool = False, layout: int = native.COMPACT):

@@ -2,17 +2,19 @@
 """Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on
 the CPU afterwards.
 
-    python -m dist_tests.kernels.sanitizers                 all of it under all tools of
+    python -m dist_tests.kernels.sanitizers                 all parts under the tools of
                                                             compute-sanitizer
-    python -m dist_tests.kernels.sanitize [--steps]         the same calls without a tool
+    python -m dist_tests.kernels.sanitize PART [--filled]   one part without a tool
 
-The GPU runs nothing but the operators and copies; with --steps whole modules instead, twice, to the
-same bits. Exits with 1, and names what differs, where bytes are not the reference's (norms,
-activations and products: values within a bound).
+Parts: instances, the kernels that do not multiply; products, the GEMMs; steps, whole modules twice,
+to the same bits. The GPU runs nothing else but copies. --filled: new memory holds NaN, so that a
+result that no kernel wrote differs. Exits with 1, and names what differs, where bytes are not the
+reference's (norms, activations and products: values within a bound).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
@@ -32,7 +34,8 @@ from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
-from fsdp_quant.ops import layout, native, norm, reference
+from fsdp_quant.ops import anchoring, layout, native, norm, reference
+from fsdp_quant.ops import product_error as estimates
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.optim import compact
@@ -98,7 +101,7 @@ def quantize(
             turned = transposed and e.direction is COLUMNWISE
             rows, cols = e.fmt.padded_shape(shape, e.direction)
             if scale_layout == native.OPERAND:
-                codes, scale = reference.e4m3_operand(
+                codes, scale = anchoring.e4m3_operand(
                     w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
                 )
                 wanted += [(codes.t() if turned else codes).contiguous(), scale, w.tensor_amax]
@@ -142,9 +145,9 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
 
 def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, Tensor]:
     if length != native.OF_TENSOR:
-        return reference.anchored(x, e, length)
+        return anchoring.anchored(x, e, length)
     made = reference.encode(x, reference.statistics(x, e)[0], None, e)
-    codes, scale = reference.anchored_codes(*made, e.fmt, e.direction, whole=True)
+    codes, scale = anchoring.anchored_codes(*made, e.fmt, e.direction, whole=True)
     return codes, scale.view(1, 1)
 
 
@@ -164,7 +167,10 @@ def anchored(
 
 def product_error() -> None:
     """Of operands of every kind of scale, in a step that is looked at."""
-    fmt, step = MADE["mxfp8"].fmt, on_device(torch.tensor([0, reference.PROBED_STEPS, 0, -1, 0]))
+    fmt, step = (
+        MADE["mxfp8"].fmt,
+        on_device(torch.tensor([0, estimates.PROBED_STEPS, 0, -1, 0])),
+    )
     for (m, n, k), blocks in (((64, 48, 128), (None, 1)), ((200, 70, 1040), (128, 512))):
         operands = []
         for lines, block in zip((m, n), blocks):
@@ -191,7 +197,7 @@ def product_error() -> None:
                 torch.stack(
                     (
                         torch.zeros(2),
-                        reference.product_error(*operands, (True, True), 1, True),
+                        estimates.product_error(*operands, (True, True), 1, True),
                         torch.zeros(2),
                     )
                 )
@@ -225,7 +231,7 @@ def anchor_codes(name: str) -> None:
                     cols=shape[1],
                 ) -> list[Tensor]:
                     if exact:
-                        codes, lines = reference.e4m3_operand(
+                        codes, lines = anchoring.e4m3_operand(
                             w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
                         )
                     else:
@@ -233,7 +239,7 @@ def anchor_codes(name: str) -> None:
                             anchor_run == native.OF_TENSOR,
                             anchor_run if anchor_run > 0 else None,
                         )
-                        codes, lines = reference.anchored_codes(
+                        codes, lines = anchoring.anchored_codes(
                             w.data, w.scale, e.fmt, e.direction, whole, cols, along
                         )
                     return [codes.t() if transposed else codes, lines]
@@ -601,16 +607,19 @@ def in_use(groups: native.TokenGroups) -> list[Tensor]:
 def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]:
     """(number of the compiled step of a plan, what the emulation is told of it)."""
     resolved = plan.resolved(BF16, expected.DEVICE)
-    operand_specs = plan._operand_specs(
-        resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE)
-    )
-    arguments = operand_specs, False, resolved.watched, plan.key
+
+    def compiled() -> int:
+        specs = plan._operand_specs(
+            resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE)
+        )
+        return native.linear_plan(specs, False, resolved.watched, plan.key)
+
     with replaced_operators(emulation):
-        number = native.linear_plan(*arguments)
+        number = compiled()
     call = SimpleNamespace(
         number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number])
     )
-    return native.linear_plan(*arguments), call
+    return compiled(), call
 
 
 def gated(emulation: Operators, name: str, activation: str, enc: float | None = None) -> None:
@@ -917,7 +926,6 @@ def every_instance() -> None:
             activations(name, dtype)
         for centred in (False, True):
             norms(dtype, centred)
-    sanitize_products.every_product()
     emulation = Operators()
     scalars(emulation)
     for activation in ("swiglu", "geglu"):
@@ -937,11 +945,25 @@ def every_instance() -> None:
         tokens(emulation, name, enc)
 
 
+PARTS = {
+    "instances": every_instance,
+    "products": sanitize_products.every_product,
+    "steps": every_step,
+}
+
+
 def main() -> int:
     if expected.WHY_NOT is not None:
         print(f"nothing to do: {expected.WHY_NOT}")
         return 1
-    every_step() if "--steps" in sys.argv[1:] else every_instance()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--filled", action="store_true", help="new memory holds NaN")
+    args = parser.parse_args()
+    if args.filled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    PARTS[args.part]()
     if expected.DEVICE.type == "cuda":
         torch.cuda.synchronize()
     print(f"{len(DONE)} calls ran", flush=True)

@@ -17,7 +17,7 @@ from fsdp_quant.ops import native, reference
 from fsdp_quant.optim import fused_adam
 
 WHOLE, ROW, BY_128, BY_128X128, BY_512 = (None, None), (1, None), (1, 128), (128, 128), (1, 512)
-# Blocks of a and b: one kernel each (cuBLASLt's, and those of csrc/gemm/hopper_*).
+# Blocks of a and b: one kernel each (cuBLASLt's, and those of csrc/gemm/sm90_*).
 PAIRS = (
     (WHOLE, WHOLE),
     (ROW, ROW),

@@ -21,7 +21,7 @@ from fsdp_quant.formats import (
     format_of,
 )
 from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
-from fsdp_quant.ops import native, reference
+from fsdp_quant.ops import anchoring, native, product_error
 from fsdp_quant.ops.layout import pack
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -56,7 +56,7 @@ def assert_anchors(
     many as bytes in a row hold."""
     cols = cols or data.shape[1] * 8 // fmt.bits
     for transposed, run in itertools.product((False, True), runs_of(fmt)):
-        want, want_scale = reference.anchored_codes(
+        want, want_scale = anchoring.anchored_codes(
             data, scale, fmt, direction, run == native.OF_TENSOR, cols, run if run > 0 else None
         )
         codes, lines = native.anchor_codes(data, scale, None, cols, fmt, direction, transposed, run)
@@ -191,13 +191,13 @@ def test_what_products_lose_is_the_references():
                     ((5, 3), 2, 2),
                 ):
                     step = torch.tensor(
-                        [3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE
+                        [3, probe * product_error.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE
                     )
                     guard = torch.ones(3, 2, device=expected.DEVICE)
                     native.product_error(
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product
                     )
-                    want = reference.product_error(a, b, counted, probe, product < 2)
+                    want = product_error.product_error(a, b, counted, probe, product < 2)
                     what = f"{m} {n} {k} {of_a} {of_b} {elements} {counted} {probe}"
                     torch.testing.assert_close(
                         guard[product] - 1,
@@ -321,7 +321,7 @@ def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
 def test_the_current_stream_anchors():
     """If false, codes are read before another stream has written them."""
     fmt, data, scale = MADE["mxfp8"].fmt, random_bytes((512, 640)), random_bytes((512, 20), 220)
-    want, _ = reference.anchored_codes(data, scale, fmt, ROWWISE)
+    want, _ = anchoring.anchored_codes(data, scale, fmt, ROWWISE)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         late = torch.zeros_like(data)
@@ -399,7 +399,7 @@ def test_operands_of_exact_codes_are_the_references(name: str, direction: Direct
                 fmt.padded_shape(shape, direction)[1],
             )
             of.append((w.data, w.scale, w.tensor_amax, cols))
-            want, want_scale = reference.e4m3_operand(*of[-1][:3], fmt, direction, cols)
+            want, want_scale = anchoring.e4m3_operand(*of[-1][:3], fmt, direction, cols)
             for transposed in (False, True):
                 codes, scale = native.anchor_codes(
                     *of[-1], fmt, direction, transposed, native.OF_TENSOR
@@ -440,7 +440,7 @@ def test_every_code_under_every_scale_is_the_references(direction: Direction):
             .to(torch.uint8)
             .view(grid)
         )
-        want, _ = reference.e4m3_operand(data, scale, amax, fmt, direction, shape[1])
+        want, _ = anchoring.e4m3_operand(data, scale, amax, fmt, direction, shape[1])
         codes, _ = native.anchor_codes(
             data, scale, amax, shape[1], fmt, direction, False, native.OF_TENSOR
         )

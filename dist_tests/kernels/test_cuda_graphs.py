@@ -22,11 +22,7 @@ BF16, D, HIDDEN, TOKENS, STEPS = torch.bfloat16, 128, 256, 64, 3
 @pytest.fixture(autouse=True)
 def _no_guard(monkeypatch):
     """Counts reach the host at times of their own, and move products then."""
-    judge = guard.judge
-    monkeypatch.setattr(guard, "judge", lambda *_: None)
-    monkeypatch.setattr(
-        STEP, "followers", [follow for follow in STEP.followers if follow is not judge]
-    )
+    monkeypatch.setattr(guard, "judge", lambda: None)
 
 
 class Net(nn.Module):

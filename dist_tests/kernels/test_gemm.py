@@ -22,7 +22,7 @@ from fsdp_quant.modules import guard, linear_op
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.capability import arch_of, gemm_domain
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
-from fsdp_quant.storage import Storage
+from fsdp_quant.storage import Storage, to_layout, to_storage
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -129,9 +129,7 @@ def test_small_codes_multiply_as_e4m3_on_every_rung(name: str):
     for product, rung in itertools.product(PRODUCTS, layout.ANCHORS):
         for shape in ((256, 512, 4096), (208, 272, 1040)):
             x, w = operands(name, name, product, shape)
-            got = gemm(
-                x.to_gemm_operand(rung), w.to_gemm_operand(rung), out_dtype=FP32, domain="anchored"
-            )
+            got = gemm(to_layout(x, rung), to_layout(w, rung), out_dtype=FP32, domain="anchored")
             assert error(got, exact(x, w)) <= BOUNDS["anchored"], f"{product} {rung} {shape}"
 
 
@@ -193,15 +191,15 @@ def test_storages_are_made_in_the_layout_of_their_product(name: str):
     wanted = {d: layout.NATIVE for d in Direction}
     for shape in ((128, 256), (200, 272), (33, 47)):
         x = inputs(*shape)
-        direct, _ = HybridQuantizer(name, name).storages(x, layouts=wanted)
+        direct, _ = HybridQuantizer(name, name).operands(x, layouts=wanted)
         for d in Direction:
             compact = Quantizer(name).storage(x, d)
-            laid = compact.to_gemm_operand(layout.NATIVE)
+            laid = to_layout(compact, layout.NATIVE)
             expected.assert_same(direct[d].data, laid.data, f"{name} {shape} {d}: data")
             expected.assert_same(
                 direct[d].scale.flatten(), laid.scale.flatten(), f"{name} {shape} {d}: scale"
             )
-            back = direct[d].to_gemm_operand(layout.COMPACT)
+            back = to_storage(direct[d])
             expected.assert_same(back.data, compact.data, f"{name} {shape} {d}: back")
             expected.assert_same(back.scale, compact.scale, f"{name} {shape} {d}: scale back")
             expected.assert_same(
@@ -218,7 +216,7 @@ def test_wgrad_is_anchored_over_runs_of_tokens(run: str):
         x[:2] *= 30000  # two tokens of a block that stays apart
         wanted = {COLUMNWISE: run}
         (a, b) = (
-            quantizers.storages(t, [COLUMNWISE], layouts=wanted)[0][COLUMNWISE] for t in (dy, x)
+            quantizers.operands(t, [COLUMNWISE], layouts=wanted)[0][COLUMNWISE] for t in (dy, x)
         )
         assert a.layout == b.layout == run
         exactly = exact(*(Quantizer("mxfp8").storage(t, COLUMNWISE) for t in (dy, x)))

@@ -20,16 +20,17 @@ from dist_tests.kernels.test_hopper_gemm import WHY_NOT
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
+from fsdp_quant.encoded_matrix import has_tensor_amax
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack
-from fsdp_quant.recipe import QUANTIZED_TYPES
+from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.storage import has_tensor_amax
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.storage_pair import StoragePair
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -253,7 +254,7 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
             if len(part):
                 given = {d: factors[4 * i + e] for i, d in enumerate(sides)}
                 layouts = plan.resolved(BF16, device).layouts["input"]
-                want = plan.hybrid("input").storages(part, factors=given, layouts=layouts)[0]
+                want = plan.hybrid("input").operands(part, factors=given, layouts=layouts)[0]
                 rows, cols = (
                     slice(int(of[e]), int(of[e]) + len(part))
                     for of in (groups.offsets, groups.padded)

@@ -13,7 +13,7 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP16, FP32, LARGE, MADE, encoded, inputs
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from fsdp_quant.ops import dispatch, layout, native, reference
-from fsdp_quant.storage import Storage
+from fsdp_quant.storage import Storage, to_storage
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -319,14 +319,14 @@ def test_storages_of_the_gpu_have_the_gemm_layouts_of_the_cpu(name: str):
             for e in expected.both(name):
                 storage = Storage.of(encoded(inputs(*shape), e), e, shape, BF16)
                 got, want = (
-                    storage.to_gemm_layout(arch),
+                    storage.to_gemm_operand(layout.NATIVE, arch=arch),
                     expected.gemm_operand(inputs(*shape), e, arch, None),
                 )
-                for field in ("data", "scale", "tensor_scale"):
+                for field in ("data", "scale", "tensor_amax"):
                     if getattr(want, field) is not None:
                         text = f"{name} {e.direction} {shape} {arch} {field}"
                         expected.assert_same(getattr(got, field).cpu(), getattr(want, field), text)
-                back = storage.from_gemm_layout(got, arch)
+                back = to_storage(got, arch=arch)
                 expected.assert_same(
                     back.data, storage.data, f"{name} {e.direction} {shape} {arch} data, back"
                 )

@@ -14,8 +14,8 @@ from dist_tests.laws import EVERYTHING, PIECE_PAIRS, values
 from dist_tests.single import test_cast_plan, test_hooks
 from dist_tests.single.test_cast_plan import assert_plans_cast_as_rows_do, random_plan
 from dist_tests.single.test_hooks import WAYS
-from fsdp_quant.parallel.shard_map import ShardMap
 from fsdp_quant.quantizer import HybridQuantizer
+from fsdp_quant.weight_sync.shard_map import ShardMap
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 

@@ -27,7 +27,7 @@ from dist_tests.kernels.expected import (
 )
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div, format_of
-from fsdp_quant.ops import dispatch, native, reference
+from fsdp_quant.ops import anchoring, dispatch, native, reference
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -592,7 +592,7 @@ def assert_anchored(
     """Codes and scales of every side are the reference's."""
     made = native.quantize_anchored(x, encodings, runs, round_to_bf16)
     for e, run_length, (codes, scale) in zip(encodings, runs, made):
-        want = reference.anchored(x.to(BF16) if round_to_bf16 else x, e, run_length)
+        want = anchoring.anchored(x.to(BF16) if round_to_bf16 else x, e, run_length)
         expected.assert_same(scale, want[1], f"{what}, {e.direction} runs of {run_length}: scale")
         expected.assert_same(codes, want[0], f"{what}, {e.direction} runs of {run_length}: codes")
 
@@ -654,7 +654,7 @@ def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
         codes, scale = torch.ops.fsdp_quant.quantize_anchored(
             x, *sides, run_length, run_length, *given, False
         )
-        own, own_scale = reference.anchored(x * 4, e, run_length)  # of values four times as large
+        own, own_scale = anchoring.anchored(x * 4, e, run_length)  # of values four times as large
         expected.assert_same(scale, own_scale, f"{e.direction}: scale")
         quarter = reference.decode_codes(codes, e.fmt, 600)
         want = reference.decode_codes(own, e.fmt, 600) / 4
@@ -669,7 +669,7 @@ def assert_anchored_by_tensor(x: Tensor, what: str, round_to_bf16: bool = False)
     amax = seen.abs().amax().float().view(1)
     for e in encodings:
         made = reference.encode(seen, reference.statistics(seen, e)[0], None, e)
-        codes, scale = reference.anchored_codes(*made, e.fmt, e.direction, whole=True)
+        codes, scale = anchoring.anchored_codes(*made, e.fmt, e.direction, whole=True)
         want[e] = codes.t().contiguous() if e.direction is COLUMNWISE else codes, scale
     for sides in ([encodings[0]], [encodings[1]], encodings):
         for known in (None, [amax] * len(sides)):
@@ -769,7 +769,7 @@ def test_operands_are_those_of_compact_codes(pair: tuple[str | None, str | None]
                             expected.assert_same(got[1], want[1], f"{what}: scale")
                             continue
                         cols = e.fmt.padded_shape(shape, e.direction)[1]
-                        codes, scale = reference.e4m3_operand(*want[:3], e.fmt, e.direction, cols)
+                        codes, scale = anchoring.e4m3_operand(*want[:3], e.fmt, e.direction, cols)
                         expected.assert_same(
                             got[0],
                             codes.t().contiguous() if e.direction is COLUMNWISE else codes,

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", sanitizers.PARTS)
-@pytest.mark.parametrize("tool", sanitizers.TOOLS)
+@pytest.mark.parametrize("tool, part", sanitizers.RUNS)
 def test_kernels_are_clean(tool: str, part: str):
     """If false, a kernel reads or writes what is not its own, races, reads what nothing wrote, or
     misuses a barrier."""

@@ -30,6 +30,7 @@ from dist_tests.trainers import (
     batch,
     llama,
     loop,
+    overflow_once,
     shard_by_hand,
     take_fsdp_path_on_cpu,
     whole,
@@ -89,7 +90,11 @@ def _train(
                     model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world
                 )
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        scaler = accelerator.scaler
+        scale = scaler.get_scale() if scaler else 1.0
         optimizer.step()
+        if scaler and scaler.get_scale() < scale:
+            fq.skip_step()
         optimizer.zero_grad()
 
 
@@ -229,6 +234,19 @@ def test_accelerate_replicates_as_a_loop(tmp_path: Path):
     """If false, DDP or autocast of accelerate change what a converted model multiplies, or
     histories are those of one rank."""
     run_ranks(2, _replicated, str(tmp_path))
+
+
+def test_skipped_step_leaves_nothing():
+    """If false, gradients under a loss scale that overflowed scale what later steps quantize."""
+    reference, model = (
+        fq.convert(llama(), fq.recipes.fp8_delayed(), skip=["lm_head"]) for _ in range(2)
+    )
+    loop(reference, scaler=overflow_once(reference))
+    accelerator = _accelerator(1)
+    accelerator.scaler = overflow_once(model)  # as it makes one on a GPU, where it accepts "fp16"
+    model, optimizer = fq.integrations.accelerate.prepare(accelerator, model, _adamw(model))
+    _train(accelerator, model, optimizer, 0, 1)
+    _assert_same(model, reference)
 
 
 def test_prepare_refuses_what_it_would_not_do():

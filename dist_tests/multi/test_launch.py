@@ -219,7 +219,8 @@ def content_of(path: Path) -> dict[str, object]:
     """Everything that a checkpoint holds, by name."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     return {
-        key: checkpoint._read_one(path, key, of) for key, of in metadata.state_dict_metadata.items()
+        key: checkpoint.verification._read_one(path, key, of)
+        for key, of in metadata.state_dict_metadata.items()
     }
 
 

@@ -20,7 +20,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
-from fsdp_quant.integrations.megatron_gather import gather_codes, shard_map
+from fsdp_quant.integrations.megatron.gather import gather_codes, shard_map
 from fsdp_quant.modules.linear_op import weight_storages
 
 pytestmark = pytest.mark.skipif(

@@ -5,13 +5,15 @@ model."""
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_quant as fq
-from dist_tests.laws import as_bytes
+from dist_tests.laws import as_bytes, assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.multi.test_export_sharded import (
     RECIPES,
@@ -60,6 +62,60 @@ def test_every_rank_is_given_the_file_of_one_process(tmp_path):
     for name, (make, train) in _cases().items():
         fq.export(train(make()), tmp_path / name, share_scales=True)
         assert first[name] == _digest(load_file(tmp_path / name / "model.safetensors")), name
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operator returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if type(out) is torch.Tensor and not out.is_meta:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def _pieces(rank: int, world: int, folder: Path) -> None:
+    for name, (make, train) in cases().items():
+        for format in ("compressed-tensors", "dequantized"):
+            model, found = train(sharded(make())), []
+            with one_weight_at_a_time() as gathered, Largest() as largest:
+                for bucket in fq.refit(
+                    model, format, sharded=True, bucket_size="9KB", share_scales=True
+                ):
+                    found += bucket
+            assert not gathered, name
+            # A rank holds half of [160, 128] and of [4, 64, 128]; the definition pads 128x128 blocks.
+            assert "fp8_block" in name or largest.numel <= 2 * 64 * 128, (name, largest.numel)
+            torch.save(
+                [tuple(piece) for piece in found],
+                folder / f"{name} {format} {rank}".replace("/", " "),
+            )
+
+
+@on_cpu
+def test_pieces_of_ranks_are_the_file_of_one_process(tmp_path):
+    """If false, an engine that is sharded as the training is holds other weights, or a rank that
+    streams them holds a whole one."""
+    run_ranks(2, _pieces, tmp_path)
+    for name, (make, train) in cases().items():
+        for format in ("compressed-tensors", "dequantized"):
+            path = f"{name} {format}".replace("/", " ")
+            fq.export(train(make()), tmp_path / path, format, share_scales=True)
+            whole = load_file(tmp_path / path / "model.safetensors")
+            ranks = [torch.load(tmp_path / f"{path} {rank}") for rank in range(2)]
+            missing = {n: torch.ones(t.shape, dtype=torch.bool) for n, t in whole.items()}
+            for tensor_name, tensor, shape, offsets in ranks[0] + ranks[1]:
+                want = whole[tensor_name]
+                assert shape == tuple(want.shape), (path, tensor_name)
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+                assert_same_bytes(tensor, want[place], f"{path} {tensor_name} {place}")
+                missing[tensor_name][place] = False
+            assert not [n for n, of in missing.items() if of.any()], path
+            elements = sum(t.numel() for t in whole.values())
+            for rank in ranks:
+                assert sum(piece[1].numel() for piece in rank) < 0.6 * elements
 
 
 def _refused(rank: int, world: int) -> list[str]:

@@ -24,6 +24,7 @@ from dist_tests.trainers import (
     examples,
     llama,
     loop,
+    overflow_once,
     shard_by_hand,
     take_fsdp_path_on_cpu,
     whole,
@@ -135,17 +136,9 @@ def test_resume_goes_on(recipe: str, tmp_path: Path):
 
 def test_skipped_step_leaves_nothing(tmp_path: Path):
     """If false, gradients under a loss scale that overflowed scale what later steps quantize."""
-
-    def prepared(model):
-        """Its first gradient overflows; a scaler that then takes 2^-16 of the scale, as `fp16=True`
-        makes one on a GPU."""
-        factors = [float("inf"), *[1.0] * 100]
-        model.lm_head.weight.register_hook(lambda grad: grad * factors.pop(0))
-        return torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=2.0**-16)
-
     reference, model = _converted("fp8_delayed"), llama()
-    expected = loop(reference, scaler=prepared(reference))
-    trainer = _trainer(tmp_path, "fp8_delayed", model, scaler=prepared(model))
+    expected = loop(reference, scaler=overflow_once(reference))
+    trainer = _trainer(tmp_path, "fp8_delayed", model, scaler=overflow_once(model))
     assert _losses(trainer) == expected
     _assert_same(trainer.model, reference)
 

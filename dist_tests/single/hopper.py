@@ -39,7 +39,17 @@ from fsdp_quant.formats import (
     round_up,
 )
 from fsdp_quant.modules import guard, plan
-from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
+from fsdp_quant.ops import (
+    anchoring,
+    capability,
+    dispatch,
+    layout,
+    native,
+    norm,
+    opaque,
+    product_error,
+    reference,
+)
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.tensor import torch_compat
 
@@ -426,12 +436,12 @@ class Operators:
                 )
                 amax, _ = reference.statistics(x, e)
                 compact = reference.encode(x, amax, None, e)
-                codes, scale = reference.anchored_codes(*compact, e.fmt, e.direction, whole=True)
+                codes, scale = anchoring.anchored_codes(*compact, e.fmt, e.direction, whole=True)
                 scale = scale.view(1, 1)
             else:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
-                codes, scale = reference.anchored(x, e, run or None)
+                codes, scale = anchoring.anchored(x, e, run or None)
             made += [
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
@@ -528,7 +538,7 @@ class Operators:
         refuse(
             scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}"
         )
-        codes, lines = reference.anchored_codes(
+        codes, lines = anchoring.anchored_codes(
             data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None
         )
         return (codes.t().contiguous() if transposed else codes), lines
@@ -559,7 +569,7 @@ class Operators:
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
         refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
         refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
-        if step[1] % reference.PROBED_STEPS:
+        if step[1] % product_error.PROBED_STEPS:
             return
         self.calls.append(Call("product_error", a.data_ptr()))
         operands = []
@@ -568,10 +578,10 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        guard[product] += reference.product_error(
+        guard[product] += product_error.product_error(
             *operands,
             (counted & 15, counted >> 4),
-            int(step[1]) // reference.PROBED_STEPS,
+            int(step[1]) // product_error.PROBED_STEPS,
             product < 2,
         )
 
@@ -1536,7 +1546,7 @@ class _Activate(torch.autograd.Function):
 def _operand_of_codes(
     data, scale, tensor_amax, fmt: Format, direction: Direction, cols: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+    codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     return (codes.t().contiguous() if transposed else codes), made
 
 
@@ -1729,7 +1739,7 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
 
 
 def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """The kernel's product of operands with scales of 1x512 (csrc/gemm/hopper_kernel.cuh), in its
+    """The kernel's product of operands with scales of 1x512 (csrc/gemm/sm90_gemm_kernel.cuh), in its
     order of fp32 operations.
 
     a, b:              [M, K], [N, K], the codes' values.
@@ -1766,7 +1776,7 @@ def operator_schemas() -> dict[str, str]:
     return {schema.split("(")[0]: schema for schema in schemas}
 
 
-_CURRENT: list[Operators] = []
+_CURRENT = [Operators()]  # the last is in use
 _library = torch.library.Library("fsdp_quant_emulated", "DEF")
 
 
@@ -1841,10 +1851,23 @@ def give_operators(patch: pytest.MonkeyPatch, operators: object) -> None:
             patch.setattr(module, "_ops", operators)
 
 
+def replace_in_native(patch: pytest.MonkeyPatch, replaced: dict[int, object]) -> None:
+    """Let all of `native` use these values for those of the ids, and begin with empty caches, which
+    hold integers of other operators."""
+    modules = native_modules()
+    cached = {id(v): v for m in modules for v in vars(m).values() if hasattr(v, "cache_clear")}
+    replaced = replaced | {i: functools.cache(v.__wrapped__) for i, v in cached.items()}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced:
+                patch.setattr(module, name, replaced[id(value)])
+
+
 @contextlib.contextmanager
 def replaced_operators(operators: object) -> Iterator[None]:
     """`native` calls these inside."""
     with pytest.MonkeyPatch.context() as patch:
+        replace_in_native(patch, {})
         give_operators(patch, operators)
         yield
 
@@ -1869,16 +1892,7 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
             id(native.runs): lambda x: x.numel() > 0,
             id(native.runs_on): lambda device: True,
         }
-        of_native = native_modules()
-        for value in {
-            id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")
-        }.values():
-            # they remember integers of other operators
-            replaced[id(value)] = functools.cache(value.__wrapped__)
-        for module in of_native:
-            for name, value in list(vars(module).items()):
-                if id(value) in replaced:
-                    patch.setattr(module, name, replaced[id(value)])
+        replace_in_native(patch, replaced)
         give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)

@@ -23,7 +23,7 @@ from fsdp_quant.formats import (
     Format,
     format_of,
 )
-from fsdp_quant.ops import dispatch, reference
+from fsdp_quant.ops import anchoring, dispatch, reference
 from fsdp_quant.ops.layout import ANCHOR_RUNS, ANCHORED_512, ANCHORS, pack
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -76,7 +76,7 @@ def test_only_elements_far_below_their_line_change(fmt: Format, direction: Direc
             wide(*shape),
         ):
             data, scale = encoded(x, fmt, direction)
-            codes, lines = reference.anchored_codes(data, scale, fmt, direction, cols=shape[1])
+            codes, lines = anchoring.anchored_codes(data, scale, fmt, direction, cols=shape[1])
             dim = direction.contraction_dim
             assert (
                 codes.shape == shape
@@ -99,7 +99,7 @@ def test_scales_are_the_largest_of_their_line(fmt: Format, direction: Direction)
     """If false, the largest block of a line saturates, or bits are lost for nothing: it fills the
     operand's range."""
     data, scale = encoded(wide(129, 257), fmt, direction)
-    codes, lines = reference.anchored_codes(data, scale, fmt, direction, cols=257)
+    codes, lines = anchoring.anchored_codes(data, scale, fmt, direction, cols=257)
     most = fmt.element.operand.max / (fmt.element.max * 2.0**fmt.element.operand_shift)
     assert (
         1 <= most < 2
@@ -124,7 +124,7 @@ def test_lines_of_one_exponent_keep_their_codes(fmt: Format, direction: Directio
     scale = torch.randint(
         0, 255, (grid[0], 1) if dim else (1, grid[1]), generator=g, dtype=torch.uint8
     ).expand(grid)
-    codes, lines = reference.anchored_codes(data, scale.contiguous(), fmt, direction)
+    codes, lines = anchoring.anchored_codes(data, scale.contiguous(), fmt, direction)
     laws.assert_same_bytes(codes, data, "codes")
     want = reference.power_of_two(scale.select(dim, 0)).repeat_interleave(fmt.block[0])
     laws.assert_same_bytes(lines, want, "scales")
@@ -146,7 +146,7 @@ def test_every_code_at_every_distance_is_rounded_once(fmt: Format, direction: Di
             codes.shape[1],
             fmt.element.operand,
         )
-        codes, _ = reference.anchored_codes(data, scale, fmt, direction, cols=cols)
+        codes, _ = anchoring.anchored_codes(data, scale, fmt, direction, cols=cols)
         exact = reference.decode_codes(data, fmt, cols).double() * 2.0 ** (
             fmt.element.operand_shift - distance
         )
@@ -161,7 +161,7 @@ def test_zero_lines_are_zero(fmt: Format, direction: Direction):
     x = laws.values(96, 96)
     (x.t() if direction is COLUMNWISE else x)[32:64] = 0
     data, scale = encoded(x, fmt, direction)
-    codes, lines = reference.anchored_codes(data, scale, fmt, direction, cols=96)
+    codes, lines = anchoring.anchored_codes(data, scale, fmt, direction, cols=96)
     got = decoded(codes, lines, fmt, direction)
     assert bool(((got.t() if direction is COLUMNWISE else got)[32:64] == 0).all())
     assert bool((lines[32:64] == 2.0**-127).all()) and bool(got.isfinite().all())
@@ -173,7 +173,7 @@ def test_a_nan_block_makes_its_line_nan(fmt: Format, direction: Direction):
     x = laws.values(96, 160)
     (x.t() if direction is COLUMNWISE else x)[40, 50] = math.nan
     data, scale = encoded(x, fmt, direction)
-    codes, lines = reference.anchored_codes(data, scale, fmt, direction, cols=160)
+    codes, lines = anchoring.anchored_codes(data, scale, fmt, direction, cols=160)
     poisoned = torch.zeros_like(lines, dtype=torch.bool)
     poisoned[slice(32, 64) if fmt.block[0] == 32 else slice(40, 41)] = True
     assert torch.equal(lines.isnan(), poisoned)
@@ -189,7 +189,7 @@ def test_empty_tensors_have_empty_codes(fmt: Format, direction: Direction):
     for shape in ((0, 64), (64, 0), (0, 0)):
         data = torch.empty(shape[0], fmt.row_bytes(shape[1], BF16), dtype=torch.uint8)
         scale = torch.empty(fmt.scale_shape(shape, direction), dtype=torch.uint8)
-        codes, lines = reference.anchored_codes(data, scale, fmt, direction, cols=shape[1])
+        codes, lines = anchoring.anchored_codes(data, scale, fmt, direction, cols=shape[1])
         assert codes.shape == shape and lines.shape == (shape[1 - direction.contraction_dim],)
         assert bool((lines == 2.0**-127).all())
 
@@ -218,7 +218,7 @@ def test_runs_are_lines_of_their_own(fmt: Format, direction: Direction):
         )
         scale = compact.scale.narrow(dim, start // block, -(-size // block))
         assert torch.equal(of_run.scale, scale)
-        codes, scales = reference.anchored_codes(
+        codes, scales = anchoring.anchored_codes(
             of_run.data, scale, fmt, direction, cols=of_run.shape[1]
         )
         codes = codes if dim else codes.t().contiguous()

@@ -31,8 +31,8 @@ from dist_tests.virtual import VirtualRanks
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.hooks import SyncItem, plan_weight_sync
 from fsdp_quant.ops import native
-from fsdp_quant.parallel.shard_map import ShardMap
 from fsdp_quant.quantizer import HybridQuantizer
+from fsdp_quant.weight_sync.shard_map import ShardMap
 
 SHAPES = [
     (1, 2),

@@ -240,7 +240,7 @@ def test_products_of_hopper_are_compiled_for_hopper_alone():
         *(p for folder in ("api", "step") for p in (ROOT / "csrc" / folder).glob("*.cpp")),
     }
     assert set(products) | set(others) == every - glue and not set(products) & set(others)
-    own = re.compile(r"hopper_kernel\.cuh|hopper_instances\.cuh|cluster_group|this_cluster")
+    own = re.compile(r"sm90_gemm_kernel\.cuh|sm90_gemm_instances\.cuh|cluster_group|this_cluster")
     assert {p for p in every if p.suffix == ".cu" and own.search(p.read_text())} == set(products)
 
 
@@ -448,7 +448,7 @@ def test_products_of_hopper_are_built_with_its_own_instructions(checkout: Path, 
     if nvcc is None:
         return
     source = tmp_path / "product.cu"
-    source.write_text('#include "gemm/hopper_kernel.cuh"\n')
+    source.write_text('#include "gemm/sm90_gemm_kernel.cuh"\n')
     for arch, message in (
         ("sm_90", "compile for sm_90a instead of sm_90"),
         ("sm_90a", ""),

@@ -24,7 +24,7 @@ from fsdp_quant.formats import (
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules.plan import PRODUCTS, build_plan
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
-from fsdp_quant.ops.reference import COUNTED_E2M1
+from fsdp_quant.ops.product_error import COUNTED_E2M1
 from fsdp_quant.quantizer import Quantizer
 
 BF16 = torch.bfloat16

@@ -30,10 +30,11 @@ from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.ops import native
-from fsdp_quant.ops.reference import PROBED_STEPS
+from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.storage_pair import StoragePair
 
 EXPERTS, K, N = 4, 24, 40
 SPLITS = {

@@ -45,10 +45,10 @@ from fsdp_quant.hooks import (
     token_alignment,
 )
 from fsdp_quant.ops import runs
-from fsdp_quant.parallel.shard_map import Segments, WireTensor
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import AmaxHistory, DelayedScaling
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from fsdp_quant.weight_sync.shard_map import Segments, WireTensor
 
 ALL = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"
 WAYS = [(transport, stats) for transport in ("codes", "highprec") for stats in ("dense", "halo")]

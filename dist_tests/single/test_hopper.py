@@ -36,9 +36,9 @@ from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
 from fsdp_quant.ops.capability import anchors
-from fsdp_quant.ops.reference import PROBED_STEPS
+from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
-from fsdp_quant.storage import Storage
+from fsdp_quant.storage import Storage, to_layout, to_storage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RECIPES = {
@@ -617,18 +617,18 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
     for shape in ((128, 256), (33, 47), (1, 130), (130, 1)):
         x = values(*shape)
         compact = QUANTIZERS[name].storage(x, direction)
-        assert compact.to_gemm_operand(layout.COMPACT) is compact
+        assert to_layout(compact, layout.COMPACT) is compact
         laid = compact.to_gemm_operand(layout.NATIVE)
-        assert laid.layout == layout.NATIVE and laid.to_gemm_operand(layout.NATIVE) is laid
+        assert laid.layout == layout.NATIVE and to_layout(laid, layout.NATIVE) is laid
         outer, contraction = shape if direction is ROWWISE else shape[::-1]
         assert (
             laid.data.shape == (outer, laid.fmt.row_bytes(contraction, x.dtype))
             and laid.data.is_contiguous()
         )
-        assert_same_storage(laid.to_gemm_operand(layout.COMPACT), compact, f"{shape}")
+        assert_same_storage(to_storage(laid), compact, f"{shape}")
         assert_same_bytes(laid.decode(), compact.decode(), f"{shape} decoded")
         both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
-        made = both.storages(x, layouts=dict.fromkeys(Direction, layout.NATIVE))[0][direction]
+        made = both.operands(x, layouts=dict.fromkeys(Direction, layout.NATIVE))[0][direction]
         assert made.layout == layout.NATIVE
         assert_same_bytes(made.data, laid.data, f"{shape} made so: data")
         assert_same_bytes(made.scale.flatten(), laid.scale.flatten(), f"{shape} made so: scale")
@@ -641,12 +641,12 @@ def test_values_are_anchored_as_their_codes_in_any_mix_of_layouts(gpu):
     kinds = (layout.COMPACT, layout.ANCHORED_TENSOR, layout.ANCHORED)
     for row, col in itertools.product(kinds, kinds):
         wanted = {ROWWISE: row, COLUMNWISE: col}
-        made = HybridQuantizer(q, q).storages(x, layouts=wanted)[0]
+        made = HybridQuantizer(q, q).operands(x, layouts=wanted)[0]
         for d, storage in made.items():
             assert storage.layout == wanted[d]
             if wanted[d] != layout.ANCHORED:  # which are rounded once
                 assert_same_storage(
-                    storage, q.storage(x, d).to_gemm_operand(wanted[d]), f"{row} {col} {d}"
+                    storage, to_layout(q.storage(x, d), wanted[d]), f"{row} {col} {d}"
                 )
     assert gpu.count("quantize_anchored") == 8  # of all but two compact ones
 
@@ -672,7 +672,7 @@ def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: 
         ):
             both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
             for wanted, run in ((layout.ANCHORED_128, 128), (layout.ANCHORED_512, 512)):
-                runs = both.storages(values(*shape), layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
+                runs = both.operands(values(*shape), layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
                 assert runs.layout == wanted and runs.operand_format.block == (1, run)
                 assert runs.scale.shape == (-(-shape[0] // run), -(-shape[1] // 4) * 4)
                 assert error(runs.decode(), compact.decode()) <= 1e-3
@@ -690,7 +690,7 @@ def test_products_over_tokens_are_anchored_in_runs(gpu):
         )
         for wanted in (layout.ANCHORED_128, layout.ANCHORED_512):
             a, b = (
-                both.storages(t, [COLUMNWISE], layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
+                both.operands(t, [COLUMNWISE], layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
                 for t in (dy, x)
             )
             assert a.layout == b.layout == wanted
@@ -754,11 +754,11 @@ def test_layouts_that_cannot_be_made_are_refused(gpu):
     compact = Quantizer("mxfp8").storage(x, COLUMNWISE)
     for wanted in (layout.COMPACT, layout.NATIVE, layout.ANCHORED_128):
         with pytest.raises(ValueError, match=f"in anchored layout has no {wanted} layout"):
-            compact.to_gemm_operand(layout.ANCHORED).to_gemm_operand(wanted)
+            to_layout(compact.to_gemm_operand(layout.ANCHORED), wanted)
     with pytest.raises(ValueError, match="is a shard from row 16"):
         Quantizer("fp8_row").storage(x, ROWWISE).narrow(16, 48).to_gemm_operand(layout.NATIVE)
     identity = Quantizer("identity").storage(x, ROWWISE)
-    assert identity.to_gemm_operand(layout.NATIVE) is identity
+    assert to_layout(identity, layout.NATIVE) is identity
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
         gemm(compact, Quantizer("nvfp4").storage(x, COLUMNWISE), domain="anchored")
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
@@ -1003,7 +1003,7 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
         assert data.dtype is torch.uint8 and data.shape == (k, m) and data.is_contiguous()
         assert scale.dtype is FP32 and scale.numel() == (k if name == "fp8_row" else 1)
         assert sum(t.numel() * t.element_size() for t in saved) <= 1.06 * x.numel()
-        made, _ = module.plan_on(BF16, x.device).input.storages(
+        made, _ = module.plan_on(BF16, x.device).input.operands(
             x, layouts=dict.fromkeys(Direction, layout.NATIVE)
         )
         assert_same_bytes(data, made[COLUMNWISE].data, "codes")

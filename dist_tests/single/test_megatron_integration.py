@@ -26,7 +26,9 @@ from fsdp_quant.integrations.megatron import (
     ColumnParallelLinear,
     RowParallelGroupedLinear,
     RowParallelLinear,
+    core,
 )
+from fsdp_quant.integrations.megatron.config import HONOURED
 
 BF16 = torch.bfloat16
 HYBRID = fq.recipes.hybrid(forward="mxfp8", backward="fp8_block")
@@ -311,7 +313,7 @@ def test_what_a_layer_does_not_honour_is_refused(config: dict, options: dict, wo
 
 def test_every_refused_field_of_the_config_is_refused():
     """Otherwise the table of what is honoured names a field and does not look at it."""
-    for field, (honoured, _) in megatron._HONOURED.items():
+    for field, (honoured, _) in HONOURED.items():
         for value in honoured:
             megatron.check_config(argparse.Namespace(**{field: value}))
         with pytest.raises(ValueError, match=field):
@@ -413,7 +415,7 @@ def custom_formats(role):
 
 def test_what_needs_megatron_says_so(monkeypatch):
     """Otherwise a machine without Megatron fails at import, or with the name of a variable."""
-    monkeypatch.setattr(megatron, "_MISSING", ImportError("No module named 'megatron'"))
+    monkeypatch.setattr(core, "_missing", ImportError("No module named 'megatron'"))
     for needs in (
         lambda: megatron.SpecProvider(HYBRID),
         lambda: megatron.gpt_layer_spec(HYBRID),

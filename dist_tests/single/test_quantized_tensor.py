@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from dist_tests.laws import FORMAT_NAMES, QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from fsdp_quant.encoded_matrix import BUFFERS
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.ops import dispatch, reference
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
-from fsdp_quant.storage import BUFFERS, Storage
+from fsdp_quant.storage import Storage
 from fsdp_quant.tensor.aten_table import AtenTable, aten
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 

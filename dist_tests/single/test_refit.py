@@ -4,6 +4,8 @@ multiplies."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -107,6 +109,18 @@ def test_a_stream_is_the_file_of_an_export(recipe: str, format: str, options: di
         assert size != "1GB" or len(buckets) == 1
 
 
+def test_one_process_holds_every_piece_whole():
+    """If false, an engine needs another way to load what one process trains."""
+    model = _model("nvfp4")
+    want = dict(t for bucket in fq.refit(model, "modelopt", share_scales=True) for t in bucket)
+    buckets = list(fq.refit(model, "modelopt", sharded=True, bucket_size="20KB", share_scales=True))
+    pieces = {piece.name: piece for bucket in buckets for piece in bucket}
+    assert len(buckets) > 2 and pieces.keys() == want.keys()
+    for name, (_, tensor, shape, offsets) in pieces.items():
+        assert shape == tuple(want[name].shape) and not any(offsets)
+        assert_same_bytes(tensor, want[name], name)
+
+
 def test_a_stream_is_the_callers_own():
     """If false, a step of training changes what an engine was given, or an engine changes what is
     trained."""
@@ -116,8 +130,9 @@ def test_a_stream_is_the_callers_own():
         n: p.dequantize() if isinstance(p, fq.QuantizedTensor) else p.detach().clone()
         for n, p in model.named_parameters()
     }
-    for bucket in fq.refit(model, dtype=None):
-        for _, tensor in bucket:
+    streams = [fq.refit(model, dtype=None), fq.refit(model, dtype=None, sharded=True)]
+    for bucket in itertools.chain(*streams):
+        for _, tensor, *_ in bucket:
             tensor.view(torch.uint8).fill_(0)
     for name, parameter in model.named_parameters():
         now = (

@@ -17,7 +17,7 @@ from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
 from fsdp_quant.ops import layout
-from fsdp_quant.ops.reference import NOT_COUNTED, counted_as
+from fsdp_quant.ops.product_error import NOT_COUNTED, counted_as
 from fsdp_quant.quantizer import Quantizer
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -245,7 +245,7 @@ def test_exported_codes_are_those_that_the_forward_multiplies(name: str, tied: b
 
 def test_export_without_safetensors_says_what_is_missing(monkeypatch, tmp_path):
     """Otherwise an optional package is an AttributeError of None."""
-    monkeypatch.setattr(checkpoint, "safetensors", None)
+    monkeypatch.setattr(checkpoint.files, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
         checkpoint.export_safetensors(net(recipes.mxfp8()), tmp_path / "x")
     with pytest.raises(ImportError, match="pip install safetensors"):

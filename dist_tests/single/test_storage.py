@@ -13,12 +13,13 @@ import torch
 
 from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from fsdp_quant import gemm_operand
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
-from fsdp_quant.ops import layout
+from fsdp_quant.ops import dispatch, layout
 from fsdp_quant.ops.capability import ARCHITECTURES, anchors
 from fsdp_quant.quantizer import Quantizer
-from fsdp_quant.storage import Placement, Storage, to_gemm_operands
+from fsdp_quant.storage import Placement, Storage, to_gemm_operands, to_layout, to_storage
 
 WITH_RHT = {**QUANTIZERS, "nvfp4_rht": Quantizer("nvfp4", rotation=True)}
 ARCHS = tuple(ARCHITECTURES)
@@ -32,6 +33,12 @@ def rows_mix(storage: Storage) -> bool:
     return storage.fmt.rotated and storage.direction is COLUMNWISE
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Let every device be of this architecture."""
+    for module in (storage_module, gemm_operand):
+        monkeypatch.setattr(module, "arch_of", lambda device: arch)
+
+
 # The buffer protocol #
 
 
@@ -40,17 +47,17 @@ def rows_mix(storage: Storage) -> bool:
 def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, monkeypatch):
     """Otherwise a product that is made a few rows at a time is another one."""
     whole = WITH_RHT[name].storage(values(256, 512, kind="heavy"), ROWWISE)
-    monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_90a")
+    pretend(monkeypatch, "sm_90a")
     if wanted == layout.ANCHORED and not anchors(whole.fmt):
         return
-    one, rows = whole.to_gemm_operand(wanted), whole.narrow(128, 64)
+    one, rows = to_layout(whole, wanted), whole.narrow(128, 64)
     part = one.operand_rows(128, 64)
     serves_several = (whole.fmt.block[0] or 1) > 1
     # and no product here reads them so
     no_line = wanted == layout.NATIVE and whole.fmt.scale in ("e8m0", "e4m3")
     assert (part is None) == (serves_several or no_line), whole.describe()
     if part is not None:
-        want = replace(rows, row0=0).to_gemm_operand(wanted)
+        want = to_layout(replace(rows, row0=0), wanted)
         for buffer, tensor in want.buffers().items():
             assert_same_bytes(
                 getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}"
@@ -239,15 +246,12 @@ def test_gemm_layout_inverts(name: str, direction: Direction, arch: str):
     values."""
     for shape in SHAPES:
         storage = WITH_RHT[name].storage(values(*shape), direction)
-        operand = storage.to_gemm_layout(arch)
-        back = storage.map(torch.zeros_like).from_gemm_layout(operand, arch)
-        # not part of the layout: the operand carries its decode scale
-        if storage.tensor_amax is not None:
-            back = back.with_buffers({"tensor_amax": storage.tensor_amax})
+        operand = storage.to_gemm_operand(layout.NATIVE, arch=arch)
+        back = to_storage(operand, arch=arch)
         assert_same_storage(back, storage, f"{name} {direction.value} {arch} {shape}")
         for buffer, tensor in back.buffers().items():
             assert tensor.is_contiguous(), buffer
-        again = storage.to_gemm_layout(arch)
+        again = storage.to_gemm_operand(layout.NATIVE, arch=arch)
         assert_same_bytes(again.data, operand.data)
 
 
@@ -257,7 +261,7 @@ def test_gemm_layout_of_zero_rows_inverts(name: str, arch: str):
     """Otherwise an expert without tokens breaks the GEMM's operands."""
     for direction in Direction:
         storage = WITH_RHT[name].storage(torch.zeros(0, 48, dtype=torch.bfloat16), direction)
-        back = storage.from_gemm_layout(storage.to_gemm_layout(arch), arch)
+        back = to_storage(storage.to_gemm_operand(layout.NATIVE, arch=arch), arch=arch)
         assert_same_storage(back, storage, f"{name} {direction.value} {arch}")
 
 
@@ -278,7 +282,7 @@ def test_gemm_layout_data_is_k_major(name: str, direction: Direction, arch: str)
     packed."""
     for shape in [(7, 33), (33, 47), (96, 160)]:
         storage = WITH_RHT[name].storage(values(*shape), direction)
-        data = storage.to_gemm_layout(arch).data
+        data = storage.to_gemm_operand(layout.NATIVE, arch=arch).data
         want = codes_of(storage)
         assert data.is_contiguous()
         if storage.fmt.element.bits < 8:
@@ -297,7 +301,7 @@ def test_gemm_layout_scales_are_in_128x4_tiles(name: str, direction: Direction):
     each of its rows."""
     for shape in SHAPES:
         storage = WITH_RHT[name].storage(values(*shape, kind="outliers"), direction)
-        flat = storage.to_gemm_layout("sm_100f").scale
+        flat = storage.to_gemm_operand(layout.NATIVE, arch="sm_100f").scale
         scale = storage.scale if direction is ROWWISE else storage.scale.t()
         outer = codes_of(storage).shape[0]
         blocks = scale.shape[1]
@@ -325,7 +329,7 @@ def test_gemm_layout_fp32_scales(direction: Direction, arch: str):
             "fp8_128x128_fp32",
         ):
             storage = WITH_RHT[name].storage(values(*shape, kind="outliers"), direction)
-            got = storage.to_gemm_layout(arch).scale
+            got = storage.to_gemm_operand(layout.NATIVE, arch=arch).scale
             scale = (storage.scale if direction is ROWWISE else storage.scale.t()).numpy()
             if name.startswith("fp8_1x128"):
                 want = np.zeros((scale.shape[1], -(-scale.shape[0] // 4) * 4), np.float32)
@@ -346,22 +350,20 @@ def test_gemm_layout_block_scales_on_hopper(direction: Direction):
     for name in ("mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16"):
         storage = WITH_RHT[name].storage(values(96, 160), direction)
         want = storage.scale if direction is ROWWISE else storage.scale.t()
-        assert_same_bytes(storage.to_gemm_layout("sm_90a").scale, want, name)
+        assert_same_bytes(storage.to_gemm_operand(layout.NATIVE, arch="sm_90a").scale, want, name)
 
 
-@each_arch
-def test_gemm_layout_carries_the_tensor_scale(arch: str):
+def test_operands_keep_the_tensor_amax():
     """The second-level scale multiplies the product as 1 / S, not as an amax."""
     for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht", "nvfp4_exact"):
         storage = WITH_RHT[name].storage(values(33, 48), ROWWISE)
+        operand = storage.to_gemm_operand(layout.NATIVE, arch="sm_100f")
         want = torch.tensor(
             [oracle.tensor_scale(storage.tensor_amax.item(), oracle.SPECS[name])],
             dtype=torch.float32,
         )
-        assert_same_bytes(storage.to_gemm_layout(arch).tensor_scale, want, name)
-    assert (
-        WITH_RHT["mxfp8"].storage(values(33, 48), ROWWISE).to_gemm_layout(arch).tensor_scale is None
-    )
+        got = dispatch.tensor_decode_scale(operand.tensor_amax, operand.fmt)
+        assert_same_bytes(got, want, name)
 
 
 SPREAD_SHAPES = [(1, 1), (33, 47), (128, 128), (130, 300), (300, 512)]
@@ -375,7 +377,7 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
     """If false, a product of Blackwell multiplies 32 elements by another block's scale, or by
     another number. cuBLASLt reads scale (i, j) of 32 elements as in the test above; four of them
     are a block of 128, and 128 rows those of a square one."""
-    monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_100f")
+    pretend(monkeypatch, "sm_100f")
     for shape, kind in itertools.product(
         SPREAD_SHAPES, ("outliers", "tiny", "inf and zeros", "extreme")
     ):
@@ -401,7 +403,7 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
         assert_same_bytes(made.scale, want, what)
         made.check()
         assert made.operand_format.block == (1, 32) and made.operand_format.scale == "e8m0"
-        back = made.to_gemm_operand(layout.COMPACT)
+        back = to_storage(made)
         assert back.layout == layout.COMPACT and made.operand_rows(0, 1) is None
         assert_same_bytes(back.scale, storage.scale, what)
         assert_same_bytes(made.decode(), storage.decode(), what)
@@ -427,9 +429,9 @@ def test_gemm_layout_refuses_what_it_cannot_lay_out():
     """Otherwise a shard's half blocks, or another arch's layout, reach a tensor core."""
     storage = Quantizer("mxfp8").storage(values(96, 64), COLUMNWISE)
     with pytest.raises(NotImplementedError, match="sm_75.*sm_80, sm_89, sm_90a, sm_100f, sm_120f"):
-        storage.to_gemm_layout("sm_75")
+        storage.to_gemm_operand(layout.NATIVE, arch="sm_75")
     with pytest.raises(ValueError, match="shard from row 16"):
-        storage.narrow(16, 32).to_gemm_layout("sm_90a")
+        storage.narrow(16, 32).to_gemm_operand(layout.NATIVE, arch="sm_90a")
 
 
 @each_quantizer
@@ -438,7 +440,7 @@ def test_gemm_layout_refuses_what_it_cannot_lay_out():
 def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, monkeypatch):
     """If false, the scales of a gather are those of the last one, or memory that was taken again is
     read behind them."""
-    monkeypatch.setattr(storage_module, "arch_of", lambda device: arch)
+    pretend(monkeypatch, arch)
     storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
     (made,) = to_gemm_operands([(storage, layout.NATIVE)], calls=calls)
     fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100f"

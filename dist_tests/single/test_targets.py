@@ -38,14 +38,14 @@ def test_products_are_planned_where_cpp_takes_them(program):
     capabilities = [10 * major + minor for major, minor in CAPABILITIES]
     asked = list(itertools.product(range(64), range(64), capabilities))
     said = program(
-        """#include "gemm/takes.h"
+        """#include "gemm/capability.h"
         using namespace fsdp_quant;
         CodeKind of(int kind) {
           return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)};
         }
         int main() {
           for (int a, b, c; std::cin >> a >> b >> c;)
-            std::cout << (takes_pair(of(a), of(b)) && takes_scales(of(a), of(b), c));
+            std::cout << (supports_pair(of(a), of(b)) && supports_scales(of(a), of(b), c));
         }""",
         "\n".join(" ".join(map(str, one)) for one in asked).encode(),
     )

@@ -25,7 +25,8 @@ from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.experts import describe_experts
 from ..parallel.linear import describe
-from ..recipe import OVERRIDE_VARIABLE, default_override
+from ..recipe import default_override
+from ..roles import OVERRIDE_VARIABLE
 from ..scaling import RowCuts
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks

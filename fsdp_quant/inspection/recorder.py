@@ -90,7 +90,7 @@ class Inspection:
         self._hooks: list[Callable[[], object]] = []  # of the sampled step
         self._stance = None
         self._measured: dict[tuple[str, str], list[Measured]] = {}
-        self._squares: dict[str, list[Tensor]] = {}  # of gradients of weights
+        self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, of its weights' gradients
 
     def start(self) -> Inspection:
         """Begin to count training forwards. The file, if there is one, is begun anew."""
@@ -166,17 +166,19 @@ class Inspection:
         self._hooks = []
         if not self._measured:
             return
+        gradients = {
+            name: Measured(torch.linalg.vector_norm(torch.stack(norms)).view(1), {})
+            for name, norms in self._gradient_norms.items()
+            if norms
+        }
+        parts = [*map(combined, self._measured.values()), *gradients.values()]
+        values = on_host(parts)
         numbers: Numbers = {}
-        for (name, slot), sums in zip(
-            self._measured, on_host([combined(parts) for parts in self._measured.values()])
-        ):
-            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *sums).items()}
-        squares = {name: torch.stack(of).sum() for name, of in self._squares.items() if of}
-        for name, square in zip(
-            squares, torch.stack(list(squares.values())).tolist() if squares else ()
-        ):
-            numbers[f"{name}/weight/grad_norm"] = math.sqrt(square)
-        self._measured, self._squares = {}, {}
+        for (name, slot), one in zip(self._measured, values):
+            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *one).items()}
+        for name, ((norm,), _) in zip(gradients, values[len(self._measured) :]):
+            numbers[f"{name}/weight/grad_norm"] = norm
+        self._measured, self._gradient_norms = {}, {}
         self.latest = self._sampled, numbers
         if self._path is None:
             self.records.append(self.latest)
@@ -198,9 +200,9 @@ class Inspection:
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
                 if weight is not None and weight.requires_grad:
-                    squares = self._squares.setdefault(name, [])
+                    norms = self._gradient_norms.setdefault(name, [])
                     self._hooks.append(
-                        weight.register_post_accumulate_grad_hook(_of_gradient(squares)).remove
+                        weight.register_post_accumulate_grad_hook(_of_gradient(norms)).remove
                     )
 
     def add(
@@ -348,8 +350,8 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     """x [rows, cols] in the formats of a slot, with the factors and random bits that the layer's
     products have."""
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
-    factors = [h.enc for h in layer.histories(layer_plan, slot, x.device)]
-    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.ids_on(x.device), len(x))
+    factors = [h.enc for h in layer.runtime.histories(layer_plan, slot, x.device)]
+    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
     return measure(x, made, hybrid)
 
@@ -376,11 +378,10 @@ def _of_piece(piece: Piece) -> Measured:
     return measure(seen, made, state.quantizer)
 
 
-def _of_gradient(squares: list[Tensor]) -> Callable[[Tensor], None]:
+def _of_gradient(norms: list[Tensor]) -> Callable[[Tensor], None]:
     def hook(weight: Tensor) -> None:
-        squares.append(
-            torch.linalg.vector_norm(local_of(weight.grad).detach(), dtype=torch.float64).square()
-        )
+        gradient = local_of(weight.grad).detach()
+        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
     return hook
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops import extension
-from ..recipe import OVERRIDE_VARIABLE
+from ..roles import OVERRIDE_VARIABLE
 from ..tensor.code_check import CHECK_VARIABLE
 
 FP8 = (8, 9)  # compute capability from which tensor cores multiply fp8

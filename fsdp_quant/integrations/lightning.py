@@ -12,10 +12,10 @@ from lightning.fabric import plugins as fabric
 from lightning.pytorch import plugins as trainer
 from torch import autocast, bfloat16, nn
 
-from ..context import begin_step
 from ..modules.convert import convert
 from ..modules.hold import hold
 from ..modules.steps import converted_modules
+from ..modules.training_steps import begin_step
 from ..recipe import PerLayer, Recipe, Schedule
 from .rank_states import gather_state, load_gathered_state
 

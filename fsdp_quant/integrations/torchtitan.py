@@ -32,13 +32,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 from torchtitan.protocols.sharding import resolve_placements
 
-from ..context import begin_step
 from ..modules.convert import convert
 from ..modules.exchange import Layouts
 from ..modules.graphed import graphed
 from ..modules.hold import hold
 from ..modules.steps import converted_modules
 from ..modules.training_state import load_state_dict, state_dict
+from ..modules.training_steps import begin_step
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
 
 _STATE = "fsdp_quant"  # of checkpoints, in torchtitan's "train_state"

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..context import begin_step, skip_step
 from ..modules.convert import convert
 from ..modules.hold import hold
 from ..modules.steps import converted_modules
+from ..modules.training_steps import begin_step, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from .rank_states import gather_state, load_gathered_state
 

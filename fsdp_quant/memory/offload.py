@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload`: what autograd saves waits in pinned memory of the host between the forward and the
-backward.
+"""`offload`: keep tensors that autograd saves in pinned host memory between forward and backward.
 
-    forward    a saved tensor is copied by a stream of its own, and let go as `in_flight` bytes more
-               have been saved
-    backward   tensors come back in the opposite order, `in_flight` bytes ahead of who needs them
+    forward    a side stream copies each saved tensor; its device memory is freed once `in_flight`
+               more bytes have been saved
+    backward   tensors are copied back in reverse order, `in_flight` bytes ahead of their use
 
-The stream that computes waits for a copy only where that has fallen behind; the host waits for
-nothing. What was saved last is still there when the backward begins, and is not copied back.
+The compute stream waits only for copies that fall behind; the host never waits. The tensors saved
+last are still on the device when the backward begins, and are not copied back.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from ..tensor import torch_compat
 class _Copy:
     """A saved tensor on the host.
 
-    uses:      how often the graph saved it; taken: how many of these a backward has taken.
-    has_left:  the event after which the source may be written.
-    loaded:    its values on the device, once they were asked for; ready: the event after which they
-               are.
+    uses:      number of times that the graph saved it. taken: of those that a backward has used.
+    has_left:  event after which the source may be written.
+    loaded:    its values on the device, once requested. ready: event after which they are complete.
     stays:     loaded is the source.
     """
 
@@ -36,7 +34,7 @@ class _Copy:
         self.stream, self.place, self.bytes = stream, place, source.nbytes
         self.uses, self.taken, self.stays = 0, 0, False
         self.loaded: Tensor | None = None
-        self.ready: Event | None = None
+        self.ready: Event | torch.Event | None = None
         self.device, self.version = source.device, source._version
         self.host = _pinned_like(source)
         stream.wait_stream(current_stream(self.device))
@@ -44,34 +42,33 @@ class _Copy:
             self.host.copy_(source, non_blocking=True)
             self.has_left = stream.record_event()
 
-    def load(self) -> None:
-        """Begin to bring the values back, into memory of the stream that computes."""
+    def load(self) -> Tensor:
+        """Begin to copy the values back, into memory of the compute stream."""
         if self.loaded is not None:
-            return
+            return self.loaded
         self.stays = False
-        self.loaded, self.reader = (
-            torch.empty_like(self.host, device=self.device),
-            current_stream(self.device),
-        )
+        self.loaded = values = torch.empty_like(self.host, device=self.device)
+        self.reader = current_stream(self.device)
         self.stream.wait_stream(self.reader)
         with torch.cuda.stream(self.stream):
-            self.loaded.copy_(self.host, non_blocking=True)
+            values.copy_(self.host, non_blocking=True)
             self.ready = self.stream.record_event()
+        return values
 
     def take(self) -> Tensor:
-        """The values, for one of the uses; the last one has the device's memory to itself. A
-        retained graph takes more."""
-        self.load()
+        """The values for one use. Drops the device copy after the last; a retained graph may take
+        more."""
+        values = self.load()
         if self.stays:
-            self.check(self.loaded)
+            self.check(values)
         self._wait(current_stream(self.device))
-        values, self.taken = self.loaded, self.taken + 1
+        self.taken += 1
         if self.taken >= self.uses:
             self.loaded = None
         return values
 
     def check(self, source: Tensor) -> None:
-        """Raise RuntimeError for a source that was written since it was saved, as autograd does."""
+        """Raise RuntimeError, as autograd does, if the source was written since it was saved."""
         if source._version != self.version:
             raise RuntimeError(
                 f"fq.memory.offload: a saved tensor, {list(source.shape)} {source.dtype}, was "
@@ -85,7 +82,7 @@ class _Copy:
             self.ready = None
 
     def __del__(self):
-        # its memory goes back to the stream that it was made on
+        # the allocator returns its memory to the stream that allocated it
         if self.loaded is not None and self.ready is not None:
             self._wait(self.reader)
 
@@ -93,15 +90,15 @@ class _Copy:
 class offload(torch.autograd.graph.saved_tensors_hooks):
     """with fq.memory.offload(model): y = model(x)    # then y.backward() anywhere
 
-    module:     its parameters stay where they are (those that FSDP2 manages always do); None: a
-                weight that autograd saves, as nn.Linear's, is copied as well, for nothing.
+    module:     whose parameters stay on the device, as FSDP2's always do. None: weights that
+                autograd saves, as nn.Linear's, are copied too, which gains nothing.
     min_bytes:  smaller tensors stay.
-    in_flight:  bytes that leaving tensors may hold on a device, and bytes that may come back before
-                they are needed.
+    in_flight:  bytes of tensors that leave, and of tensors that return before they are needed, on a
+                device at a time.
 
-    Bits are those of the step without it: of our operators' codes, under torch.utils.checkpoint,
-    FSDP2 and retained graphs. Tensors of the host, and tensor subclasses, stay. One object serves
-    many steps. Raises ValueError for negative sizes, NotImplementedError in a captured CUDA graph.
+    Results are bitwise those without it, also for codes, under torch.utils.checkpoint and FSDP2,
+    and with retained graphs. Host tensors and tensor subclasses stay. One object serves many steps.
+    Raises ValueError for negative sizes, NotImplementedError in a captured CUDA graph.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self._module, self._min_bytes, self._in_flight = module, min_bytes, in_flight
         self._streams: dict[torch.device, Stream] = {}
-        # as they were saved, of all graphs that live
+        # in the order of saving, of all live graphs
         self._copies: deque[weakref.ref[_Copy]] = deque()
         self._saved = 0
         self._leaving: deque[tuple[Tensor, _Copy]] = deque()
@@ -130,7 +127,7 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
         leaving, self._leaving = self._leaving, deque()
-        for source, copy in leaving:  # what the backward needs first: it need not come back
+        for source, copy in leaving:  # the backward needs these first: keep them on the device
             copy.check(source)
             source.record_stream(copy.stream)
             copy.loaded, copy.stays = source, True
@@ -190,7 +187,7 @@ def _pinned_like(t: Tensor) -> Tensor:
 
 
 def _same(s: Tensor, t: Tensor) -> bool:
-    """The same memory, not written in between."""
+    """The same tensor, not written in between."""
     return (
         s.data_ptr() == t.data_ptr()
         and s.shape == t.shape

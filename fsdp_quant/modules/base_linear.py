@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, TrainingSteps, new_weight_state, note_forward
+from ..context import STEP, Autocast, new_weight_state
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
@@ -33,6 +33,7 @@ from .layer_runtime import NO_HISTORIES, LayerRuntime
 from .linear_op import LinearCall, weight_state
 from .plan import PRODUCTS, GemmPlan, plan_of_recipe
 from .traced_linear import traced_linear
+from .training_steps import TrainingSteps, note_forward
 
 
 class BaseLinear(HasWeight, nn.Linear):

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ..context import STEP, steps_of
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor.agreement import agree, axes_of, text_of
@@ -31,6 +29,7 @@ from .plan import build_plan
 from .progress import progress
 from .skip import AUTO, auto_skips
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
+from .training_steps import SCHEDULED, Scheduled, steps_of
 from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
@@ -281,32 +280,18 @@ def _planned(
 
 # Schedules #
 
-_FOLLOWING: MutableMapping[nn.Module, Schedule] = weakref.WeakKeyDictionary()
-
 
 def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     """Switch the model's recipe when the step says so, from now on; a recipe without steps ends
     that."""
-    _FOLLOWING.pop(model, None)
+    SCHEDULED.pop(model, None)
     if isinstance(recipe, Schedule):
-        _FOLLOWING[model] = recipe
+        SCHEDULED[model] = Scheduled(recipe, switch)
 
 
 def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
     """The schedules that a model, or models inside it, follow. A copy follows none."""
-    return {m: _FOLLOWING[m] for m in model.modules() if m in _FOLLOWING}
-
-
-def _switch(begins: nn.Module | None, step: int) -> None:
-    """Another step begins, of a model or (None) of all: every rank changes the recipes that its
-    schedule changes."""
-    for model, schedule in list(_FOLLOWING.items()):
-        if (
-            STEP.counted_by_hand
-            if begins is None
-            else model._training_steps is begins._training_steps
-        ):
-            switch(model, schedule, step)
+    return {m: SCHEDULED[m].schedule for m in model.modules() if m in SCHEDULED}
 
 
 def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
@@ -320,9 +305,6 @@ def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
         set_recipe(model, schedule.at(step))
         follow(model, schedule)
         count_steps(model, True)
-
-
-STEP.followers.append(_switch)
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
@@ -455,7 +456,7 @@ class Scattering:
 
 
 def scattered_product(
-    multiply: Callable[..., Tensor], codes: Storage, cut: SequenceCut, pieces: int
+    multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
 ) -> Tensor:
     """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
     rank.
@@ -463,7 +464,7 @@ def scattered_product(
     multiply:  of a storage; with out=, into it.
     pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product
                are the product of rows, so the sums are the same ones. All at once where the codes
-               do not come apart (`Storage.operand_rows`).
+               do not come apart (`operand_rows`).
     """
     n = cut.chunk // pieces
     if pieces == 1 or codes.operand_rows(0, n) is None:

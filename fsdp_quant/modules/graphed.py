@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..context import STEP, steps_of
+from ..context import STEP
 from ..tensor import torch_compat
 from . import guard
 from .convert import schedules_of
 from .steps import converted_modules
+from .training_steps import steps_of
 from .transformers_masks import masks_of_captures
 
 WARMUP = 3

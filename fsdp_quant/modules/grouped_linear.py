@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..context import current_autocast
 from ..counters import counters
@@ -24,11 +22,11 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
+from .bad_splits import raise_bad_splits, register_tag
 from .grouped_op import (
     Beside,
     ExpertWeights,
     GroupedLinearCall,
-    poll_bad_splits,
     unsupported_reason,
 )
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -232,7 +230,7 @@ class GroupedLinear(HasWeight):
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
         self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
-        self._tag = _register_tag(self)
+        register_tag(self)
 
     @property
     def _weight_state(self) -> WeightState:
@@ -511,7 +509,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._take_parts()
-        self._tag = _register_tag(self)
+        register_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:
@@ -521,36 +519,3 @@ class GroupedLinear(HasWeight):
 
 def _sizes_of(ends: list[int]) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends)]
-
-
-# Splits that a device knows #
-
-_TAGS = itertools.count(1)
-_TAGGED: weakref.WeakValueDictionary[int, GroupedLinear] = weakref.WeakValueDictionary()
-
-
-def _register_tag(module: GroupedLinear) -> int:
-    """The number by which a device names a module."""
-    tag = next(_TAGS)
-    _TAGGED[tag] = module
-    return tag
-
-
-def raise_bad_splits(*_) -> None:
-    """Raise ValueError for splits that a device has found wrong; waits for nothing."""
-    told = poll_bad_splits()
-    if told is None:
-        return
-    tag, rows = told
-    name = (
-        _TAGGED[tag]._name
-        if tag in _TAGGED
-        else "experts of a compiled graph, or of a module that is gone"
-    )
-    raise ValueError(
-        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
-        "its result is wrong, and the optimizer has not stepped since the device said so"
-    )
-
-
-register_optimizer_step_pre_hook(raise_bad_splits)

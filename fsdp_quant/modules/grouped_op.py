@@ -28,12 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..counters import counters
+from ..encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import ARCHITECTURES, arch_of
 from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..storage import BUFFERS, Storage, has_tensor_amax, to_gemm_operands
+from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, held, values_of
@@ -195,7 +196,7 @@ class ExpertWeights(NamedTuple):
         }
 
 
-def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
+def _stacked_operand(storages: Sequence[EncodedMatrix]) -> Operand | _Codes:
     if storages[0].tensor_amax is not None:
         return _decodable(storages)
     scale = (
@@ -212,7 +213,7 @@ def _values(operand: Operand | _Codes) -> Operand:
     return operand if isinstance(operand, Operand) else operand.values()
 
 
-def _decodable(storages: Sequence[Storage]) -> _Codes:
+def _decodable(storages: Sequence[EncodedMatrix]) -> _Codes:
     """Of one compact storage an expert."""
     first, experts = storages[0], len(storages)
     rows, cols = first.shape
@@ -334,11 +335,13 @@ def _of_gathered(
     in_one = in_one and not code_check.checking
     parts = [QuantizedTensor(slots=part) for part in slots.parts[: 1 if in_one else None]]
     # refuses freed codes and other formats
-    compact = [gathered_storage(part, direction, plan, COMPACT) for part in parts]
+    compact = [to_storage(gathered_storage(part, direction, plan, COMPACT)) for part in parts]
     if in_one:
         return operand_of_codes(
             shown_codes(weight, direction), direction, weight.shape, plan, dtype
         )
+    if layout == COMPACT or not compact[0].fmt.is_quantized:
+        return _stacked_operand(compact)
     return _stacked_operand(to_gemm_operands([(storage, layout) for storage in compact]))
 
 
@@ -430,8 +433,10 @@ def given_operand(
         whole = whole.with_buffers({"scale": filled}, shape=(turned.shape[1], x.shape[1]))
     elif first.scale is not None:
         whole = whole.with_buffers({"scale": behind([s.scale for s in storages])})
-    whole = whole.to_gemm_operand(layout, turned)
-    return Operand(whole.data, whole.scale, whole.operand_format)
+    if layout == COMPACT or not whole.fmt.is_quantized:
+        return Operand(whole.data, whole.scale, whole.fmt)
+    operand = whole.to_gemm_operand(layout, turned)
+    return Operand(operand.data, operand.scale, operand.operand_format)
 
 
 def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> Operand:

@@ -4,7 +4,7 @@ ones, then to none.
 
 Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` what the
 product lost to its anchors, over the error of its formats: from where along the contraction either
-has the codes that underflowed, and the other its energy (`reference.product_error`). As a step
+has the codes that underflowed, and the other its energy (`ops.product_error`). As a step
 begins the sums start for the host without being waited for, and are judged at a later one, when
 they have arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and
 collectives do not change. What one layer shows is decided for all layers of its model that have the
@@ -19,11 +19,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..context import STEP, TrainingSteps
 from ..counters import counters
-from ..ops.reference import PROBED_STEPS
+from ..ops.product_error import PROBED_STEPS
 from ..recipe import Recipe
 from ..tensor import torch_compat
 from .plan import PRODUCTS, GemmPlan
@@ -46,7 +44,7 @@ class GuardedLayer(Protocol):
     name: str
     recipe: Recipe
     plan: GemmPlan
-    steps: TrainingSteps | None
+    steps: object
     guard: Tensor | None
     backward_guard: Tensor | None
 
@@ -95,7 +93,7 @@ def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     return guard
 
 
-def judge(*_) -> None:
+def judge() -> None:
     """Move products by the sums that have arrived, and send those since, in one of `PROBED_STEPS`;
     called as steps begin or end."""
     global _since
@@ -178,7 +176,3 @@ def _alike(layer: GuardedLayer) -> list[GuardedLayer]:
         for m in _GUARDED
         if m.steps is layer.steps and m.recipe == layer.recipe and m.plan.key == layer.plan.key
     ]
-
-
-STEP.followers.append(judge)
-register_optimizer_step_post_hook(judge)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..formats import COLUMNWISE, ROWWISE
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.quantized_weight import refresh_codes
+from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .convert import converted_modules

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..context import STEP, TrainingSteps
+from ..context import STEP
 from ..ops.capability import arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, as_recipe
@@ -26,6 +26,7 @@ from .guard import backward_guard_of, guard_of
 from .linear_op import SLOTS, HandedByInput, slot_ids
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
+from .training_steps import TrainingSteps
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 

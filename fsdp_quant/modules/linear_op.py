@@ -26,15 +26,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Format
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError, Watch, gemm
 from ..ops import dispatch, native
 from ..ops.layout import COMPACT
 from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
-from ..recipe import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, RowCuts
-from ..storage import BUFFERS, Storage, has_tensor_amax
+from ..storage import Storage, matrix_over, to_layout, to_storage
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
@@ -124,7 +125,7 @@ class LinearCall(NamedTuple):
 
     def quantize(
         self, slot: str, x: Tensor, directions, statistics=None
-    ) -> tuple[dict[Direction, Storage], list[Tensor]]:
+    ) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
         """`quantize_slot` with this call's values."""
         factors = self.factors if slot == "input" else self.grad_factors
         return quantize_slot(
@@ -173,7 +174,7 @@ def slot_storages(
     key: Tensor | None,
     factors: Sequence[Tensor],
     statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
+) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
     """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes
     of its delayed sides.
 
@@ -182,8 +183,8 @@ def slot_storages(
     statistics:  as in `HybridQuantizer.storages`.
     """
     hybrid = plan.hybrid(slot)
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
-    return hybrid.storages(
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+    return hybrid.operands(
         x,
         directions,
         key=key,
@@ -202,7 +203,7 @@ def quantize_slot(
     ids: Tensor,
     factors: list[Tensor],
     statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, Storage], list[Tensor]]:
+) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
     """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
     `record` takes them."""
     if isinstance(x, QuantizedTensor):
@@ -214,11 +215,11 @@ def quantize_slot(
 
 def _given(
     plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]
-) -> dict[Direction, Storage]:
+) -> dict[Direction, EncodedMatrix]:
     """Storages of an activation or gradient that came as codes, as its products read them."""
     layouts = plan.resolved(x.dtype, x.device).layouts[slot]
     made = {d: given_storage(plan, slot, x, d) for d in directions}
-    return {d: s.to_gemm_operand(layouts[d]) if x.numel() else s for d, s in made.items()}
+    return {d: to_layout(s, layouts[d]) if x.numel() else s for d, s in made.items()}
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
@@ -252,24 +253,19 @@ def recorded_amaxes(
 
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
-) -> Storage:
+) -> EncodedMatrix:
     """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads
     them."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
-        return plan.weight.derive_columnwise(
-            weight.storage_for(ROWWISE), plan.compute_dtype
-        ).to_gemm_operand(layout)
+        rowwise = weight.matrix_for(ROWWISE)
+        return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
             "boundary"
         )
-    # frozen: rowwise codes are all it holds
-    if storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor:
-        rowwise = weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
-        return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).to_gemm_operand(layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
         code_check.check_gathered(weight, direction)
@@ -283,7 +279,7 @@ def weight_storages(
     state: WeightState | None,
     dtype: torch.dtype,
     records: bool = True,
-) -> dict[Direction, Storage]:
+) -> dict[Direction, EncodedMatrix]:
     """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
     made here of its values."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
@@ -304,8 +300,8 @@ def weight_storages(
                 state,
                 ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)),
                 values,
-                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).to_gemm_operand(
-                    layouts[d]
+                lambda d=d: to_layout(
+                    storage_of(plan.weight, d, plan.compute_dtype, encode), layouts[d]
                 ),
             )
             for d in directions
@@ -339,7 +335,7 @@ def _encode(
     return Storage.of(encoded, encoding, values.shape, dtype)
 
 
-def buffers_of(storage: Storage) -> list[Tensor]:
+def buffers_of(storage: EncodedMatrix) -> list[Tensor]:
     return list(storage.buffers().values())
 
 
@@ -539,7 +535,7 @@ def _compiled(
 
 def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool
-) -> tuple[Tensor, list[Tensor], Storage | None]:
+) -> tuple[Tensor, list[Tensor], EncodedMatrix | None]:
     """(y, what the backward keeps of x, the codes of w that it reads) without autograd.
 
     backward:  dgrad follows. A gathered weight's codes are not kept: they are filled again.
@@ -577,23 +573,9 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
         )
 
 
-def storage_over(
-    buffers: Sequence[Tensor],
-    fmt: Format,
-    direction: Direction,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    layout: str,
-) -> Storage:
-    """The storage whose `buffers_of` these are."""
-    has = {"data": True, "scale": fmt.has_scales, "tensor_amax": has_tensor_amax(fmt, layout)}
-    fields = dict.fromkeys(BUFFERS) | dict(zip([name for name in BUFFERS if has[name]], buffers))
-    return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
-
-
 def saved_columnwise(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors
-) -> Storage:
+) -> EncodedMatrix:
     """The columnwise storage of the input [M, K], from what the plan saved."""
     if plan.saves == "input":
         x = saved[0].reshape(shape)
@@ -605,16 +587,16 @@ def saved_columnwise(
 
 def columnwise_of_saved(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
-) -> Storage:
+) -> EncodedMatrix:
     """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the
     input's rows."""
     hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
-    storage = storage_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
+    storage = matrix_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
-    storage = storage.to_gemm_operand(COMPACT)
+    storage = to_storage(storage)
     if hybrid.shares_storage:
         return storage.as_direction(COLUMNWISE)
     return hybrid.derive_columnwise(storage, key=key())
@@ -632,7 +614,7 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
 def multiply_backward(
     dy: Tensor,
     weight: Tensor,
-    columnwise: Storage | None,
+    columnwise: EncodedMatrix | None,
     saved: list[Tensor],
     call: LinearCall,
     needs: Sequence[bool],
@@ -682,7 +664,7 @@ class _Kept:
     """
 
     saved: list[Tensor]
-    columnwise: Storage | None
+    columnwise: EncodedMatrix | None
 
 
 class Definition(torch.autograd.Function):
@@ -729,7 +711,7 @@ class _Gradients(torch.autograd.Function):
         columnwise = None
         if layout is not None:
             fmt = call.plan.operand("weight", COLUMNWISE)
-            columnwise = storage_over(
+            columnwise = matrix_over(
                 tensors[count:], fmt, COLUMNWISE, tuple(weight.shape), dy.dtype, layout
             )
         with torch.autocast(dy.device.type, enabled=False):

@@ -47,9 +47,10 @@ from ..ops.layout import (
     OVER_TOKENS,
     is_anchored_of_codes,
 )
-from ..ops.reference import NOT_COUNTED, counted_as
+from ..ops.product_error import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
-from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
+from ..recipe import Recipe, Role, recipe_of
+from ..roles import QUANTIZED_TYPES
 from .quantize import OutputQuantization, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}

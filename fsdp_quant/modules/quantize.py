@@ -14,7 +14,8 @@ from ..formats import ROWWISE, canonical_text, value_class
 from ..ops import dispatch, opaque
 from ..ops.rng import own_name, tensor_id
 from ..quantizer import HybridQuantizer, as_rows
-from ..recipe import BOUNDARY_TYPES, Recipe, Role, as_recipe
+from ..recipe import Recipe, Role, as_recipe
+from ..roles import BOUNDARY_TYPES
 from ..tensor import torch_compat
 
 # by the text that stands for one in an operator's arguments

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import gemm
 from ..ops.layout import COMPACT
 from ..quantizer import HybridQuantizer
-from ..storage import Storage
+from ..storage import Storage, matrix_over, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -56,7 +57,6 @@ from .linear_op import (
     refuse_codes,
     saved_columnwise,
     slot_key,
-    storage_over,
     weight_storages,
 )
 from .plan import GemmPlan
@@ -82,7 +82,7 @@ class SharedCall:
 
     def quantize_own(
         self, slot: str, x: Tensor, directions
-    ) -> tuple[dict[Direction, Storage], list[Tensor]]:
+    ) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
         """`quantize` of a tensor of which other ranks have other columns, or that is the same on
         every rank."""
         statistics = {}
@@ -162,11 +162,12 @@ class LaidOut:
     """
 
     def __init__(self, compact: Storage):
-        self.compact, self._made = compact, {}
+        self.compact = compact
+        self._made: dict[str, EncodedMatrix] = {}
 
-    def to_gemm_operand(self, layout: str) -> Storage:
+    def to_layout(self, layout: str) -> EncodedMatrix:
         if layout not in self._made:
-            self._made[layout] = self.compact.to_gemm_operand(layout)
+            self._made[layout] = to_layout(self.compact, layout)
         return self._made[layout]
 
 
@@ -229,13 +230,13 @@ class SharedInput:
     def _saved_storage(self, plan: GemmPlan, saved: list[Tensor], dtype: torch.dtype) -> Storage:
         direction = COLUMNWISE if self.saves == "columnwise" else ROWWISE
         fmt, shape = plan.input.side(direction).fmt, (self.cut.rows, self.cut.shape[-1])
-        return storage_over(saved, fmt, direction, shape, dtype, COMPACT)
+        return Storage.over(saved, fmt, direction, shape, dtype)
 
-    def columnwise(self, layout: str) -> Storage:
+    def columnwise(self, layout: str) -> EncodedMatrix:
         self._read += 1
         if isinstance(self._columnwise, Gather):
             self._columnwise = LaidOut(self._columnwise.take(COLUMNWISE))
-        storage = self._columnwise.to_gemm_operand(layout)
+        storage = self._columnwise.to_layout(layout)
         if self._read >= self._readers:  # the last one
             self._columnwise, self._read = None, 0
         return storage
@@ -346,7 +347,7 @@ class _Linear(torch.autograd.Function):
             y, saved = _multiply_own(call, x, w[ROWWISE], own_bias, cut)
         else:
             shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
-            codes = rowwise.to_gemm_operand(call.layout("input", ROWWISE, x))
+            codes = rowwise.to_layout(call.layout("input", ROWWISE, x))
             resolved = plan.resolved(x.dtype, x.device)
             watch = call.linear.watch(resolved, 0)
             y = gemm(
@@ -377,7 +378,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiply_own(
-    call: SharedCall, x: Tensor, w: Storage, bias: Tensor | None, cut: SequenceCut | None
+    call: SharedCall, x: Tensor, w: EncodedMatrix, bias: Tensor | None, cut: SequenceCut | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(y, what the backward keeps) of an x that no one else has rows of; with `cut`, this rank's
     rows of the sum of y."""
@@ -457,7 +458,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
         if ctx.layout is None:
             w = weight_storages(weight, [COLUMNWISE], plan, call.linear.state, dy.dtype)[COLUMNWISE]
         else:
-            w = storage_over(
+            w = matrix_over(
                 saved[ctx.count :],
                 plan.operand("weight", COLUMNWISE),
                 COLUMNWISE,
@@ -492,7 +493,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
     return dx, dw, None if db is None else db.to(ctx.bias_dtype)
 
 
-def _own_columnwise(ctx, saved: list[Tensor], dy: Tensor) -> Storage:
+def _own_columnwise(ctx, saved: list[Tensor], dy: Tensor) -> EncodedMatrix:
     """The columnwise storage of an x that no one else has rows of, from what the plan saved."""
     call = ctx.call
     x_shape = (torch.Size(ctx.x_shape[:-1]).numel(), ctx.x_shape[-1])

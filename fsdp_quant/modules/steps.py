@@ -15,12 +15,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..context import STEP, TrainingSteps, continued, histories_of
-from ..recipe import QUANTIZED_TYPES
+from ..context import STEP
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
+from .training_steps import TrainingSteps, continued, histories_of
 from .transposed_linear import TransposedLinear
 
 

@@ -24,12 +24,13 @@ from ..context import STEP
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
-from ..ops.layout import COMPACT
 from ..ops.native import Operand, TokenGroups
-from ..recipe import QUANTIZED_TYPES as SLOTS
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
-from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage_pair import StoragePair
 from .grouped_op import (
     bad_splits_flag,
     bias_gradients,
@@ -40,7 +41,7 @@ from .grouped_op import (
     shown_codes,
     unsupported_reason,
 )
-from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
+from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids
 from .plan import GemmPlan, plan_of
 
 _NO_MODULE = 0  # the tag of wrong splits: one graph serves several layers
@@ -170,7 +171,7 @@ def _weight_of(
     fmt = plan.weight.side(source).fmt
     fields = [t.unflatten(0, (experts, -1)) for t in codes]
     storages = [
-        storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT)
+        Storage.over([t[e] for t in fields], fmt, source, tuple(matrix), dtype)
         for e in range(experts)
     ]
     parts = [

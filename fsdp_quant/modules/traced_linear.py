@@ -50,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from ..gemm import Watch, gemm
 from ..ops import dispatch, native, opaque
@@ -57,7 +58,7 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
 from ..quantizer import HybridQuantizer
 from ..scaling import AmaxHistory
-from ..storage import Storage
+from ..storage import Storage, encoded_matrix, to_layout, to_storage
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -70,7 +71,6 @@ from .linear_op import (
     columnwise_of_saved,
     slot_key,
     slot_storages,
-    storage_over,
 )
 from .plan import GemmPlan, Resolved, plan_of
 
@@ -243,17 +243,15 @@ class _Operands:
             rank=None if beside.rank is None else beside.rank[1],
         )
 
-    def take(self, direction: Direction) -> Storage:
+    def take(self, direction: Direction) -> EncodedMatrix:
         if self._gather is None:
             return self._made[direction]
         storage = self._gather.take(direction)
         self.amaxes = self._gather.amaxes
-        return (
-            storage.to_gemm_operand(self._layouts[direction]) if storage.data.numel() else storage
-        )
+        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
 
     @property
-    def own_rowwise(self) -> Storage:
+    def own_rowwise(self) -> EncodedMatrix:
         """Codes of this rank's rows."""
         return self._made[ROWWISE] if self._gather is None else self._gather.sent[ROWWISE]
 
@@ -265,7 +263,7 @@ def _weight_storage(
     dtype: torch.dtype,
     statistics: dict[Direction, Statistics],
     factors: list[Tensor],
-) -> tuple[Storage, dict[Direction, Tensor]]:
+) -> tuple[EncodedMatrix, dict[Direction, Tensor]]:
     """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight
     its codes.
 
@@ -314,15 +312,15 @@ def _weight_storage(
         statistics |= _of_whole(
             spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax
         )
-    storage = Storage.of(encoded, encoding, weight.shape, dtype)
+    made = encoded_matrix(encoded, encoding, weight.shape, dtype)
     amaxes = {source: encoded.amax} if factor is not None else {}
-    if storage.direction is not direction:
-        storage = (
-            storage.as_direction(direction)
+    if made.direction is not direction:
+        made = (
+            to_storage(made).as_direction(direction)
             if hybrid.shares_storage
-            else hybrid.derive_columnwise(storage, plan.compute_dtype)
+            else hybrid.derive_columnwise(made, plan.compute_dtype)
         )
-    return storage.to_gemm_operand(wanted), amaxes
+    return to_layout(made, wanted), amaxes
 
 
 def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> Direction | None:
@@ -336,7 +334,7 @@ def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> D
     return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 
 
-def _saved_input(ctx, dy: Tensor) -> Callable[[], Storage]:
+def _saved_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
     """What gives the columnwise storage of the input [M, K], whose gather, of a cut one, starts
     now."""
     plan, shape, cut, saved = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors)
@@ -351,7 +349,7 @@ def _saved_input(ctx, dy: Tensor) -> Callable[[], Storage]:
     if ctx.saved_codes is None:
         x = saved[0].reshape(shape)
     else:
-        x = storage_over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype, COMPACT)
+        x = Storage.over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype)
     made = _Operands(
         plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.of_input, cut, dy.dtype, dy.device
     )

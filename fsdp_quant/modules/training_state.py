@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import SAVED_BY, fingerprints
-from ..context import STEP, restart_steps, steps_of
+from ..context import STEP
 from ..formats import Direction
 from ..ops.capability import arch_of
-from ..recipe import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
@@ -27,6 +27,7 @@ from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .plan import EXACT, PRODUCTS, build_plan, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
+from .training_steps import SHARED, restart_steps, steps_of
 
 # Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
 _SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = (
@@ -58,7 +59,7 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     """
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
-    _SHARED[model] = group, None
+    _SHARED[model], SHARED[model] = (group, None), _share
     if dist.is_available() and dist.is_initialized():
         _agree(model)
 
@@ -79,44 +80,42 @@ def _agree(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _share(rolled: Collection[AmaxHistory]) -> None:
-    rolled = set(map(id, rolled))
-    for model in list(_SHARED) if dist.is_available() and dist.is_initialized() else ():
-        modules, found = _by_name(model), {}
-        if not any(
-            id(h) in rolled
-            for module in modules.values()
-            for h in module.runtime.weight_state.histories.values()
-        ):
-            continue
-        if _SHARED[model][1] is None:
-            _agree(model)
-        group, names = _SHARED[model]
-        if new := [name for name, _ in modules.keys() - set(names)]:
-            raise ValueError(
-                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
-                "on every rank"
-            )
-        for name, module in modules.items():
-            found |= {
-                (name, side): h for side, h in histories_by_side(module).items() if not h.stays
-            }
-        # Histories lie where their layers ran; those of layers that did not run yet must not stay
-        # behind.
-        ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
-        device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-        current, none = (
-            {key: h.to(device).amaxes[:1] for key, h in found.items()},
-            torch.zeros(1, device=device),
+def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
+    """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
+    is about to roll."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    rolled = set(map(id, histories))
+    modules, found = _by_name(model), {}
+    if not any(
+        id(h) in rolled
+        for module in modules.values()
+        for h in module.runtime.weight_state.histories.values()
+    ):
+        return
+    if _SHARED[model][1] is None:
+        _agree(model)
+    group, names = _SHARED[model]
+    if new := [name for name, _ in modules.keys() - set(names)]:
+        raise ValueError(
+            f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
+            "on every rank"
         )
-        slots = [(name, side) for name in names for side in _SIDES]
-        shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
-        torch_compat.copy_all(
-            [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
-        )
-
-
-STEP.before_roll.append(_share)
+    for name, module in modules.items():
+        found |= {(name, side): h for side, h in histories_by_side(module).items() if not h.stays}
+    # Histories lie where their layers ran; those of layers that did not run yet must not stay
+    # behind.
+    ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
+    device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
+    current, none = (
+        {key: h.to(device).amaxes[:1] for key, h in found.items()},
+        torch.zeros(1, device=device),
+    )
+    slots = [(name, side) for name in names for side in _SIDES]
+    shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
+    torch_compat.copy_all(
+        [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
+    )
 
 
 def _recipe_text(model: nn.Module) -> str:

@@ -249,7 +249,7 @@ def kernel_sources(csrc: Path, targets: Sequence[str]) -> list[tuple[list[Path],
         for p in csrc.rglob("*.c[pu]*")
         if p.suffix in (".cpp", ".cu") and p.relative_to(csrc).parts[0] not in GLUE
     )
-    products = [p for p in every if p.suffix == ".cu" and p.name.startswith("hopper")]
+    products = [p for p in every if p.suffix == ".cu" and p.name.startswith("sm90")]
     return [(products, hopper), ([p for p in every if p not in products], targets)]
 
 

@@ -24,7 +24,7 @@ _TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
 
 class Architecture(NamedTuple):
     """A kind of GPU that runs the kernels. C++ has the same products: `kArchitectures`,
-    csrc/gemm/takes.h.
+    csrc/gemm/capability.h.
 
     name:          of the code that it runs: "a" of this capability alone, "f" of its family.
     least, most:   its capabilities.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
-from . import layout, native, opaque, reference
+from . import anchoring, layout, native, opaque, reference
 from .layout import (
     ANCHOR_RUNS,
     ANCHORED,
@@ -490,7 +490,7 @@ def anchor_codes(
     """Compact codes of cols columns as an operand [outer, contraction] in a layout of anchors, and
     its fp32 scales.
 
-    `reference.anchored_codes`, and `reference.e4m3_operand` of what decodes exactly to e4m3.
+    `anchoring.anchored_codes`, and `anchoring.e4m3_operand` of what decodes exactly to e4m3.
     """
     turned = direction is not ROWWISE
     if native.runs(data):
@@ -498,10 +498,10 @@ def anchor_codes(
             data, scale, tensor_amax, cols, fmt, direction, turned, native.anchor_run(wanted)
         )
     if fmt.decodes_exactly_to_e4m3:
-        codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+        codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
         whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
-        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole, cols, run)
+        codes, made = anchoring.anchored_codes(data, scale, fmt, direction, whole, cols, run)
     return (codes.t().contiguous() if turned else codes), made
 
 

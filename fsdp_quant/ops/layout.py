@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,10 @@ SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 # for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one
 # fp32 scale for the tensor, [1], for a line, [outer], or for each run of its elements, [contraction
 # / run, outer].
-COMPACT, NATIVE, SPREAD, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
-    "compact",
-    "native",
-    "spread",
-    "anchored tensor",
-    "anchored",
-    "anchored 512",
-    "anchored 128",
-)
+COMPACT: Final = "compact"
+NATIVE, SPREAD = "native", "spread"
+ANCHORED_TENSOR, ANCHORED = "anchored tensor", "anchored"
+ANCHORED_512, ANCHORED_128 = "anchored 512", "anchored 128"
 # elements that share a scale; None: a line's
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
 ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
@@ -46,7 +42,7 @@ LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 # Where ranks or groups share the tokens that a product contracts, and no scale is of all of them:
 # one token that is far larger than the others would cost them their last bits. 512 is multiplied
 # faster than 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28 and 1.14).
-# cuBLASLt has no such scales: these GEMMs are our own kernel's (kRun, csrc/gemm/hopper_kernel.cuh).
+# cuBLASLt has no such scales: these GEMMs are our own kernel's (k1x512, csrc/gemm/sm90_gemm_kernel.cuh).
 # Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
 # they quantize round to nearest.
 OVER_TOKENS = ANCHORED_512

@@ -35,7 +35,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +42,14 @@ from torch import Tensor
 
 from ..formats import (
     E2M1,
-    E2M3,
-    E3M2,
     E4M3,
     FLT_MAX,
-    FP8_EXACT_OPERAND,
     FP8_EXACT_SCALES,
     ROTATION_BLOCK,
     Direction,
     Element,
     Encoding,
     Format,
-    ceil_div,
 )
 from .layout import pack, unpack
 from .rng import random_bytes
@@ -65,7 +60,7 @@ RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 # Geometry #
 
 
-def _blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
+def blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
     """x [rows, cols] as [block rows, block, block cols, block], zero-padded to whole blocks of the
     global grid."""
     rows, cols = x.shape
@@ -86,9 +81,11 @@ def _unblocked(
     return x4.flatten(2).flatten(0, 1)[front : front + rows, :cols]
 
 
-def _scaled(x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
+def scaled_by_block(
+    x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: int
+) -> Tensor:
     """Every element of x times the factor [block rows, block cols] of its block, in fp32."""
-    x4 = _blocked(x, fmt, direction, row0).float() * factor[:, None, :, None]
+    x4 = blocked(x, fmt, direction, row0).float() * factor[:, None, :, None]
     return _unblocked(x4, *x.shape, fmt, direction, row0)
 
 
@@ -142,7 +139,7 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     if not fmt.has_scales:
         return None, None
     magnitude = x.abs()
-    x4 = _blocked(magnitude, fmt, encoding.direction, row0)
+    x4 = blocked(magnitude, fmt, encoding.direction, row0)
     if x4.numel() == 0:
         whole_rows, whole_cols = (block is None for block in fmt.dims(encoding.direction))
         amax = x4.new_zeros(
@@ -194,6 +191,11 @@ def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
         code = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa != 0)
     code = torch.where(amax.isinf(), 0xFE, code)
     return torch.where(amax.isnan(), 0xFF, code).to(torch.uint8)
+
+
+def inverse_exponent(code: Tensor) -> Tensor:
+    """Biased exponent of the encode factor of a biased e8m0 exponent."""
+    return torch.where(code == 255, 255, 254 - code.to(torch.int32))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -262,7 +264,7 @@ def scales(
     fmt = encoding.fmt
     if fmt.scale == "e8m0":
         scale = e8m0_code(amax, fmt)
-        return scale, power_of_two(_inverse(scale))
+        return scale, power_of_two(inverse_exponent(scale))
     if fmt.tensor_scale:
         return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
     factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
@@ -291,7 +293,7 @@ def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
     return torch.copysign((low + up) * step, v)
 
 
-def _cast(v: Tensor, element: Element) -> Tensor:
+def cast_codes(v: Tensor, element: Element) -> Tensor:
     """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (without one in
     the element: +max)."""
     if element.dtype is not None:
@@ -333,7 +335,7 @@ def encode(
     if not fmt.is_quantized:
         return x.contiguous(), None
     scale, factor = scales(amax, tensor_amax, encoding, enc)
-    values = _scaled(x, factor, fmt, direction, row0)
+    values = scaled_by_block(x, factor, fmt, direction, row0)
     if encoding.stochastic:
         if key is None:
             raise ValueError(f"stochastic rounding to {fmt} needs a random key, got None")
@@ -341,7 +343,7 @@ def encode(
         values = round_stochastically(
             values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key)
         )
-    codes = _cast(values, fmt.element)
+    codes = cast_codes(values, fmt.element)
     return pack(codes, fmt.bits).contiguous(), scale
 
 
@@ -386,7 +388,7 @@ def scale_of_each(
     """All that each element's code is multiplied by, fp32 [rows, cols]."""
     factor = decode_scale(scale, fmt)
     factor = factor if tensor_amax is None else factor * tensor_decode_scale(tensor_amax, fmt)
-    return _scaled(torch.ones(shape, device=scale.device), factor, fmt, direction, row0)
+    return scaled_by_block(torch.ones(shape, device=scale.device), factor, fmt, direction, row0)
 
 
 def decode(
@@ -402,7 +404,7 @@ def decode(
     own dtype."""
     values = decode_codes(data, fmt, cols)
     if scale is not None:
-        values = _scaled(values, decode_scale(scale, fmt), fmt, direction, row0)
+        values = scaled_by_block(values, decode_scale(scale, fmt), fmt, direction, row0)
     return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax, fmt)
 
 
@@ -434,239 +436,3 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.float().mm(b.float().t())
-
-
-# Anchored operands #
-
-
-def e4m3_operand(
-    data: Tensor, scale: Tensor, tensor_amax: Tensor, fmt: Format, direction: Direction, cols: int
-) -> tuple[Tensor, Tensor]:
-    """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
-
-    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block
-              cols].
-    returns:  (uint8 [rows, cols], fp32 [1]).
-
-    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose
-    nothing; smaller ones lose what is below 2^-9.
-    """
-    codes = _cast(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
-    return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
-
-
-def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
-    """Codes of e8m0 blocks that share the scale of their run of the contraction.
-
-    x:             [rows, cols], floating; scales rounded up.
-    anchor_block:  contraction elements of a run; None: all of them.
-    returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks).
-
-    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run
-    an element is the same number against 2^E as against 2^e, but for those that become subnormal,
-    2^-14 below the run's largest magnitude. The product of two such operands scales its rows and
-    columns once, outside the contraction.
-    """
-    fmt = encoding.fmt
-    run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
-    anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
-    codes = _cast(
-        _scaled(x, power_of_two(_inverse(anchor)), run, encoding.direction, 0), fmt.element
-    )
-    return codes.contiguous(), power_of_two(anchor)
-
-
-def anchored_codes(
-    data: Tensor,
-    scale: Tensor,
-    fmt: Format,
-    direction: Direction,
-    whole: bool = False,
-    cols: int | None = None,
-    run: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of
-    one, or for the tensor.
-
-    data:     uint8 [rows, row bytes], compact.
-    scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
-    whole:    one exponent for the tensor.
-    cols:     of codes in a row; None: a byte has one.
-    run:      elements of the contraction that share an exponent, a multiple of the block; None: all
-              of a line.
-    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines];
-              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines).
-
-    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest
-    block scale of its run, line or tensor and 2^n what the operand's range leaves above the
-    element's (`operand_shift`): rounded a second time where that is subnormal, else the same
-    number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
-    of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
-    """
-    dim = direction.contraction_dim
-    values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
-    if fmt.has_fp32_scales:
-        exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
-        is_zero = _blocked(values, fmt, direction, 0).abs().sum((1, 3)) == 0
-        scale = torch.where((scale == 1) & is_zero, 0, exponents).to(torch.uint8)
-    if whole:
-        highest = scale.max().view(1, 1) if scale.numel() else scale.new_zeros(1, 1)
-    else:
-        blocks = max(scale.shape[dim], 1) if run is None else run // fmt.block[1]
-        runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
-        missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
-        highest = (
-            F.pad(scale, (0, missing) if dim else (0, 0, 0, missing))
-            .unflatten(dim, (runs, blocks))
-            .amax(dim + 1)
-        )
-    shift = fmt.element.operand_shift
-    exponent = torch.where(highest == 255, 255, (highest.to(torch.int32) - shift).clamp(min=0))
-    of_block = (
-        exponent
-        if whole or run is None
-        else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
-    )
-    # every element times 2^-127 is zero
-    factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
-    codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element.operand)
-    if whole:
-        return codes.contiguous(), power_of_two(exponent).flatten()
-    lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
-    lines = lines.repeat_interleave(fmt.block[0], 1)[:, : values.shape[1 - dim]]
-    return codes.contiguous(), lines.flatten() if run is None else F.pad(
-        lines, (0, -lines.shape[1] % 4)
-    )
-
-
-# One of so many steps is looked at by the guard.
-PROBED_STEPS = 16
-# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps
-# are a quarter of e5m2's.
-_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
-_PROBED_LINES = 64
-# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes
-# that were e2m1 with `fp8_exact` scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
-NOT_COUNTED, COUNTED, COUNTED_E2M1, COUNTED_MX_E2M1, COUNTED_MX_E2M3, COUNTED_MX_E3M2 = range(6)
-
-
-class _Exact(NamedTuple):
-    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or
-    a larger one.
-
-    own_error:  as _OWN_ERROR, of gaussian values.
-    """
-
-    block: int
-    least: int
-    own_error: float
-
-
-def _exact_blocks(element: Element, own_error: float) -> _Exact:
-    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach
-    one code less at most."""
-    below = 2.0**-10 / element.least_step
-    return _Exact(32, int(_cast(torch.tensor(element.max * below), E4M3)) + 1, own_error)
-
-
-# 28: 6 * 2^-3 * 2^-3, the largest of a block of e2m1 whose e4m3 scale is 2^-3.
-_EXACT = {
-    COUNTED_E2M1: _Exact(16, 28, 9.1e-3),
-    COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
-    COUNTED_MX_E2M3: _exact_blocks(E2M3, 8.1e-4),
-    COUNTED_MX_E3M2: _exact_blocks(E3M2, 2.8e-3),
-}
-_COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3M2}
-
-
-def counted_as(fmt: Format) -> int:
-    """How `product_error` counts an operand of these codes where it is anchored."""
-    return COUNTED_E2M1 if fmt.decodes_exactly_to_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)
-
-
-_LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-
-
-def product_error(
-    a: tuple[Tensor, Tensor | None, Format],
-    b: tuple[Tensor, Tensor | None, Format],
-    counted: tuple[int, int],
-    probe: int = 0,
-    of_tokens: bool = False,
-) -> Tensor:
-    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as
-    mean squares.
-
-    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer
-              rounded up to 4], format of the operand).
-    counted:  how each operand counts (`counted_as`), or NOT_COUNTED.
-    of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
-    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the
-              golden ratio.
-
-    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 /
-    12; those of smaller elements have lost nothing in blocks that are not far below the largest, as
-    the block's largest code tells (`_EXACT`). Along the contraction that meets the energy of the
-    other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
-    where those of b are means over its lines, each against its own energy. The formats' own errors
-    are a constant share of all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each
-    against the sum of both, and then those of b; tokens far below the mean one less, since those
-    without a gradient have its noise.
-    """
-    energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
-    own = sum(
-        _EXACT[how].own_error if how in _EXACT else _OWN_ERROR[of[2].element.name]
-        for of, how in zip((a, b), counted)
-    )
-
-    def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
-        """of [lines, k], every line over its sum of `by` [lines], or left out."""
-        least = by.double().mean().float() * (_LEAST_TOKEN if of_tokens else 0.0)
-        return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
-
-    def of_lines(
-        tokens: tuple[bool, bool], all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor
-    ) -> Tensor:
-        energy = all_b.sum(1)
-        all_b, lost_b = (weighed(t, energy, tokens[1]) for t in (all_b, lost_b))
-        both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (
-            all_a.sum(1) > 0
-        )
-        all_a, lost_a = (weighed(t, both, tokens[0]) for t in (all_a, lost_a))
-        return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
-
-    of_a, of_b = energies
-    return (
-        of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)
-    ).float()
-
-
-def _energies(
-    data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int
-) -> tuple[Tensor, Tensor]:
-    """(squares of the values, mean squares of what they may have lost) of the lines that a probe
-    looks at."""
-    numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
-    lines = torch.tensor(
-        [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device
-    )
-    values = decode_codes(data[lines], fmt, data.shape[1])
-    step = torch.full_like(values, fmt.element.least_step)
-    if fmt.block[1] is not None:
-        along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
-        values, step = values * along, step * along
-    exponent = 0x80 - (1 << fmt.element.mantissa)
-    lost = (data[lines] & exponent == 0) & (counts != NOT_COUNTED)
-    if counts in _EXACT:
-        block, least, _ = _EXACT[counts]
-        largest = (
-            F.pad(data[lines] & 0x7F, (0, -data.shape[1] % block)).unflatten(1, (-1, block)).amax(2)
-        )
-        lost &= (largest < least).repeat_interleave(block, 1)[:, : data.shape[1]]
-    return values**2, lost * step**2 / 12
-
-
-def _inverse(code: Tensor) -> Tensor:
-    """Biased exponent of the encode factor of a biased e8m0 exponent."""
-    return torch.where(code == 255, 255, 254 - code.to(torch.int32))

@@ -4,7 +4,7 @@
 The reference, and kernels of whole tensors, read rows, so a run is encoded as the rows that cover
 it, with zeros in place of what others hold: zeros never raise an amax, and their codes are dropped.
 Kernels that begin at any element take the place of both functions where they run
-(`parallel.cast_plan`).
+(`weight_sync.cast_plan`).
 """
 
 from __future__ import annotations

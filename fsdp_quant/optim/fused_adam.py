@@ -2,17 +2,16 @@
 """`FusedAdam`: AdamW or Adam with fp32 masters of quantized and of low-precision parameters.
 
 [Note: the update]
-All in fp32, of a master p, its gradient g (divided by the loss scale where there is one) and
-moments m and v:
+All in fp32, for a master p, its gradient g (divided by the loss scale if there is one) and moments
+m and v:
     p <- p * (1 - lr * decay)                        decoupled; coupled: g <- g + decay * p
     m <- lerp(m, g, 1 - beta1)
     v <- beta2 * v + (1 - beta2) * g * g
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-Every operation rounds once and none are fused, so that an element's bits depend on nothing else:
-not on where it lies in a shard, nor on the processor (torch's own lerp and addcmul fuse in the
-vectors of a CPU and not in what is left over). The results are torch.optim.AdamW's but for those
-roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and rounded once to
-fp32, on the host or (capturable) on the device.
+Every operation rounds once and none are fused, so that an element's bits depend neither on its
+place in a shard nor on the processor (torch's lerp and addcmul fuse in a CPU's vectors, but not in
+the tail). The results are torch.optim.AdamW's up to those roundings; the kernel equals them bit for
+bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capturable) the device.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..counters import counters
-from ..formats import Encoding
 from ..ops import native
 from ..ops.dispatch import Encoded, Statistics
 from ..tensor import torch_compat
-from ..tensor.quantized_weight import FusedOutputs, QuantizedWeight, fused_outputs
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.refresh import FusedOutputs, fused_outputs
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import values_of
 from . import compact
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES = tuple(f"{name}_{of}" for name in MOMENTS for of in ("codes", "scale"))  # of 8-bit moments
+CODES = tuple(f"{name}_{part}" for name in MOMENTS for part in ("codes", "scale"))  # 8-bit moments
 MASTERS = ("master", "remainder")
 STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
@@ -54,31 +53,30 @@ SCALARS = (
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (or Adam) in fp32; after the step, codes of quantized parameters follow their masters.
+    """AdamW (or Adam) in fp32; after the step, quantized parameters are encoded from their masters.
 
-    params:        as of any optimizer: quantized parameters, plain tensors, DTensors of them.
+    params:        as for any optimizer: quantized parameters, plain tensors, DTensors of them.
     lr:            float, or a tensor on the device (capturable).
-    weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient
+    weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False added to the gradient
                    (Adam).
     moment_dtype:  torch.float32; torch.bfloat16, rounded to nearest after the update; or
-                   torch.float8_e4m3fn, which keeps moments of tensors of 4096 elements and two dims
-                   or more as codes, in 2 + 8 / 256 bytes per element, with fp32 scales per 256
-                   elements of a row (the note of `optim/compact.py`), and others in fp32.
-    capturable:    step and lr are read on the device, so that a CUDA graph may hold the step.
-    store_param_remainders:  of a bf16 parameter keep the master's lower 16 bits beside it in place
-                             of the whole master: 2
-                   bytes per element less. Masters are the same bits; parameters differ from rounded
-                   ones in ties alone.
+                   torch.float8_e4m3fn: tensors of 4096 elements and two dims or more store moments
+                   as codes, 2 + 8 / 256 bytes per element, with one fp32 scale per 256 elements of
+                   a row (the note of `optim/compact.py`); others in fp32.
+    capturable:    read step and lr on the device, so that a CUDA graph can capture the step.
+    store_param_remainders:  for bf16 parameters, store the master's lower 16 bits in place of the
+                   whole master: 2 bytes per element less. Masters have the same bits; parameters
+                   differ from rounded ones in ties alone.
 
-    A parameter of fp32 is its own master; one of lower precision has its master in the state, and
-    is that rounded, unless something else wrote it since: then the master follows it. Of a
-    quantized parameter the state holds the only high-precision copy, and the model's state dict has
-    it, not the optimizer's: checkpoints of quantized and ordinary parameters, and of
-    torch.optim.AdamW, hold the same keys. Skips the step where `found_inf` (a GradScaler sets it)
-    is not 0.
+    An fp32 parameter is its own master. One of lower precision has its master in the state and is
+    the rounded master; if something else wrote the parameter, the master follows it. The state
+    holds the only high-precision copy of a quantized parameter; the model's state dict saves it,
+    not the optimizer's, so checkpoints of quantized and ordinary parameters, and of
+    torch.optim.AdamW, have the same keys. Skips the step if `found_inf` (set by a GradScaler) is
+    not 0.
 
-    Raises ValueError for settings out of range, and for parameters on the meta device that are
-    quantized. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization.
+    Raises ValueError for settings out of range, and for quantized parameters on the meta device.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization.
     """
 
     _step_supports_amp_scaling = True
@@ -141,7 +139,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._start(p, group)
 
     def _start(self, p: Tensor, group: dict) -> dict:
-        """The state of a parameter: complete from the start, so that checkpoints can be loaded into
+        """The state of a parameter, complete from the start, so that a checkpoint can load into
         it."""
         state, local = self.state[p], local_of(p)
         if state:
@@ -166,14 +164,14 @@ class FusedAdam(torch.optim.Optimizer):
                 state[f"{name}_codes"] = _beside(p, codes)
                 state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
             else:
-                kept = torch.float32 if dtype is torch.float8_e4m3fn else dtype
-                state[name] = _beside(p, torch.zeros(local.shape, dtype=kept, device=local.device))
+                stored = torch.float32 if dtype is torch.float8_e4m3fn else dtype
+                zeros = torch.zeros(local.shape, dtype=stored, device=local.device)
+                state[name] = _beside(p, zeros)
         return state
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        """Update every parameter that has a gradient; the codes of quantized ones follow when the
-        step ends."""
+        """Update every parameter that has a gradient. A step hook then encodes quantized ones."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,7 +179,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._update()
         return loss
 
-    @torch.compiler.disable  # its bits are those of the definition
+    @torch_compat.never_compiled  # a compiler would fuse, and change bits
     def _update(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates = []
@@ -196,8 +194,7 @@ class FusedAdam(torch.optim.Optimizer):
             _update_all(held, grads, rows, index, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
-        """What an update of a parameter reads and writes; looked up anew where something took its
-        place."""
+        """The tensors of a parameter's update, collected again if any was replaced."""
         held = self._held.get(id(p))
         if held is None or not held.is_current(p):
             held = self._held[id(p)] = _Held(p, self._start(p, group))
@@ -206,8 +203,8 @@ class FusedAdam(torch.optim.Optimizer):
     # Checkpoints #
 
     def state_dict(self) -> dict:
-        """As of any optimizer, without the masters of quantized parameters: the model's state dict
-        has them."""
+        """As any optimizer's, without the masters of quantized parameters, which the model's state
+        dict has."""
         packed = super().state_dict()
         params = chain.from_iterable(g["params"] for g in self.param_groups)
         ids = chain.from_iterable(g["params"] for g in packed["param_groups"])
@@ -220,12 +217,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load into the tensors of the state as they lie: nothing is rounded to a parameter's
-        dtype, or moved.
+        """Copy into the existing state tensors; nothing is rounded to a parameter's dtype, or moved.
 
-        Moments that were saved as codes load into values, and values into codes. Raises ValueError,
-        before anything is changed, for a state that lacks a moment, a step, or the master or
-        remainder of a low-precision parameter, naming it.
+        Converts between moments as codes and as values. Raises ValueError, before any change, if a
+        parameter's state lacks a moment, the step, or the master or remainder of a low-precision
+        parameter.
         """
         own = dict(self.state)
         params = list(chain.from_iterable(g["params"] for g in self.param_groups))
@@ -235,7 +231,7 @@ class FusedAdam(torch.optim.Optimizer):
             saved, state = state_dict["state"].get(i), own.get(p, {})
             if saved is None:
                 continue
-            saved = _as_kept(saved, state)
+            saved = _as_stored(saved, state)
             needed = state.keys() - (
                 {"master"} if isinstance(local_of(p), QuantizedWeight) else set()
             )
@@ -257,8 +253,8 @@ class FusedAdam(torch.optim.Optimizer):
                     )
 
 
-def _as_kept(saved: dict, state: dict) -> dict:
-    """A saved state with its moments as `state` keeps them: in codes, or as values."""
+def _as_stored(saved: dict, state: dict) -> dict:
+    """A saved state with its moments as `state` stores them: as codes or as values."""
     saved = dict(saved)
     for name in MOMENTS:
         codes, scale, is_root = f"{name}_codes", f"{name}_scale", name == "exp_avg_sq"
@@ -272,19 +268,16 @@ def _as_kept(saved: dict, state: dict) -> dict:
 
 
 def _beside(p: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A state tensor that is sharded as its parameter is.
-
-    shape:  of all shards; None: the parameter's.
-    """
+    """A state tensor, sharded like its parameter. shape: of the whole tensor (default: of p)."""
     return torch_compat.dtensor_like(p, local, shape) if isinstance(p, DTensor) else local
 
 
 class Stored(NamedTuple):
-    """What an update reads and writes of one parameter, as it is stored.
+    """The stored tensors that an update of one parameter reads and writes.
 
-    master:   fp32; or uint8 [.., 2], the remainder of the master that `rounded` and it make up.
-    first, second:  moments in fp32 or bf16; or uint8 codes with scales (`compact.encode`, of the
-                    second its root).
+    master:   fp32; or uint8 [.., 2], the remainder, which with `rounded` is the master.
+    first, second:  moments in fp32 or bf16; or uint8 codes with scales (`compact.encode` of the
+                    first, and of the root of the second).
     rounded:  the low-precision parameter, or None.
     """
 
@@ -296,59 +289,58 @@ class Stored(NamedTuple):
     second_scale: Tensor | None = None
 
     def updated(self, grad: Tensor, scalars: Tensor, grad_scale: Tensor | None = None) -> Stored:
-        """After one update (`adam_update`), in the same dtypes."""
-        in_codes, joined = self.first_scale is not None, self.master.dtype is torch.uint8
-        first, second, master = self.first, self.second, self.master
-        if in_codes:
-            first = compact.decode(first, self.first_scale)
-            second = compact.decode(second, self.second_scale).square()
-        if joined:
-            master = compact.join(self.rounded, master)
-        p, m, v = adam_update(
-            master, grad, first, second, None if joined else self.rounded, scalars, grad_scale
-        )
-        scales = ()
-        if in_codes:
+        """The values after one update (`adam_update`), in the same dtypes."""
+        master, first, second, rounded, first_scale, second_scale = self
+        if first_scale is not None and second_scale is not None:
+            first = compact.decode(first, first_scale)
+            second = compact.decode(second, second_scale).square()
+        joined = master.dtype is torch.uint8
+        if joined and rounded is not None:
+            master, rounded = compact.join(rounded, master), None
+        p, m, v = adam_update(master, grad, first, second, rounded, scalars, grad_scale)
+        if first_scale is not None:
             m, first_scale = compact.encode(m)
             v, second_scale = compact.encode(_root(v), is_root=True)
-            scales = first_scale, second_scale
         else:
             m, v = m.to(first.dtype), v.to(second.dtype)
         if joined:
             rounded, p = compact.split(p)
-        else:
-            rounded = None if self.rounded is None else p.to(self.rounded.dtype)
-        return Stored(p, m, v, rounded, *scales)
+        elif rounded is not None:
+            rounded = p.to(rounded.dtype)
+        return Stored(p, m, v, rounded, first_scale, second_scale)
 
 
 class _Held:
-    """The plain local tensors of one parameter's update, but for its gradient.
+    """The plain local tensors of one parameter's update, except its gradient.
 
     weight:    the quantized parameter, or None.
     launches:  a kernel takes them.
     """
 
-    def __init__(self, p: Tensor, state: dict):
+    def __init__(self, p: Tensor, state: dict[str, Tensor]):
         self.p, self.state, self.tensors = p, state, [state.get(name) for name in STATE]
         self.local = local_of(p)
-        self.values = None if isinstance(self.local, QuantizedWeight) else values_of(self.local)
-        self.weight = self.local if self.values is None else None
-        master, remainder, *moments, self.step = (
-            None if t is None else local_of(t) for t in self.tensors
-        )
-        first, second, first_codes, first_scale, second_codes, second_scale = moments
-        kept = next((t for t in (master, remainder) if t is not None), None)
-        in_codes = first is None
+        plain = {name: local_of(t) for name, t in state.items()}
+        if isinstance(self.local, QuantizedWeight):
+            self.weight, self.values = self.local, None
+            master, rounded = plain["master"], None
+        else:
+            self.weight, self.values = None, values_of(self.local)
+            stored = plain.get("master", plain.get("remainder"))
+            master = self.values if stored is None else stored
+            rounded = None if stored is None else self.values
+        suffix = "" if "exp_avg" in plain else "_codes"
+        self.step = plain["step"]
         self.stored = Stored(
-            self.values if kept is None else kept,
-            first_codes if in_codes else first,
-            second_codes if in_codes else second,
-            None if kept is None else self.values,
-            first_scale,
-            second_scale,
+            master,
+            plain[f"exp_avg{suffix}"],
+            plain[f"exp_avg_sq{suffix}"],
+            rounded,
+            plain.get("exp_avg_scale"),
+            plain.get("exp_avg_sq_scale"),
         )
         self.launches = native.adam_takes(*self.stored)
-        self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # and what it follows from
+        self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 
     def is_current(self, p: Tensor) -> bool:
         return (
@@ -360,8 +352,10 @@ class _Held:
 
     @property
     def grad(self) -> Tensor:
-        """Raises ValueError for a sparse one."""
-        grad = local_of(self.p.grad)
+        """The local gradient. Raises ValueError if there is none, or a sparse one."""
+        grad = None if self.p.grad is None else local_of(self.p.grad)
+        if grad is None:
+            raise ValueError("FusedAdam updates parameters with gradients, got none")
         if grad.is_sparse:
             raise ValueError(
                 "FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for "
@@ -371,14 +365,13 @@ class _Held:
 
     @property
     def outputs(self) -> FusedOutputs | None:
-        """What the kernel makes of the new master on its way; the one of 8-bit moments makes
-        nothing."""
+        """What the kernel computes of the new master besides; with 8-bit moments nothing."""
         if self.weight is None or self.stored.first_scale is not None:
             return None
         state = self.weight.state
-        of = state.quantizer, state.compute_dtype, state.managed
-        if self._outputs is None or any(a is not b for a, b in zip(self._outputs[0], of)):
-            self._outputs = of, fused_outputs(self.weight)
+        key = state.quantizer, state.compute_dtype, state.managed
+        if self._outputs is None or any(a is not b for a, b in zip(self._outputs[0], key)):
+            self._outputs = key, fused_outputs(self.weight)
         return self._outputs[1]
 
 
@@ -386,7 +379,7 @@ class _Held:
 
 
 def _scalars(group: dict, lr, bias1, bias2) -> list:
-    """In the order of SCALARS; bias1 and bias2 are beta^t. Floats, or fp64 tensors of any shape."""
+    """The scalars in the order of SCALARS, from beta^t: floats, or fp64 tensors of any shape."""
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     return [
@@ -404,11 +397,11 @@ def _scalars(group: dict, lr, bias1, bias2) -> list:
 def _scalars_on_host(
     group: dict, steps: list[Tensor], found_inf: Tensor | None
 ) -> tuple[Tensor, list[int]]:
-    """(fp32 [distinct steps, 8] on the host, row of each parameter), after counting the step."""
+    """Count the step; (fp32 [distinct steps, 8] on the host, row per parameter)."""
     if found_inf is None or not found_inf.item():
         for step in steps:
             step += 1
-    # 0 where the first step is skipped: nothing reads its row
+    # 0 if the first step is skipped: nothing reads its row
     numbers = [max(int(step), 1) for step in steps]
     row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
     beta1, beta2 = group["betas"]
@@ -419,8 +412,7 @@ def _scalars_on_host(
 def _scalars_on_device(
     group: dict, steps: list[Tensor], found_inf: Tensor | None
 ) -> tuple[Tensor, list[int]]:
-    """(fp32 [parameters, 8] on the device, row of each parameter), after counting the step; nothing
-    is read."""
+    """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing back."""
     (beta1, beta2), index = group["betas"], list(range(len(steps)))
     if not all(map(native.runs, steps)):
         return scalars_on_device(group, steps, found_inf), index
@@ -429,8 +421,8 @@ def _scalars_on_device(
 
 
 def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
-    """fp32 [parameters, 8] (`SCALARS`), after adding 1 - found_inf to the steps: what
-    `native.adam_count` equals."""
+    """Add 1 - found_inf to the steps; fp32 [parameters, 8] (`SCALARS`). The definition of
+    `native.adam_count`."""
     applied = 1.0 if found_inf is None else 1.0 - found_inf.reshape(())
     torch_compat.foreach_add_(steps, applied)
     step = torch.stack(steps).double()
@@ -453,67 +445,69 @@ def _update_all(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """A launch for all that is alike to the kernel; the rest one after another."""
-    alike: dict[tuple, list[tuple[_Held, Tensor, int]]] = {}
+    """Update all parameters: one launch per kind that a kernel takes, the rest one by one."""
+    by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
     for h, grad, row in zip(held, grads, index):
-        of = h.stored
+        stored = h.stored
         if (
             h.launches
             and native.adam_takes(grad)
-            and (of.rounded is None or of.rounded.dtype is torch.bfloat16)
+            and (stored.rounded is None or stored.rounded.dtype is torch.bfloat16)
         ):
-            found = h.outputs
-            follows = None if found is None else (found.encodings, found.blocks is None)
-            key = (
-                of.master.device,
-                of.master.dtype,
+            outputs = h.outputs
+            kind = (
+                stored.master.device,
+                stored.master.dtype,
                 grad.dtype,
-                of.first.dtype,
-                of.rounded is None,
-                follows,
+                stored.first.dtype,
+                stored.rounded is None,
+                None if outputs is None else (outputs.encodings, outputs.blocks is None),
             )
-            alike.setdefault(key, []).append((h, grad, row))
+            by_kind.setdefault(kind, []).append((h, grad, row, outputs))
         else:
             _update_one(h, grad, scalars[row], grad_scale, found_inf)
-    for (*_, follows), of in alike.items():
-        held, grads, rows = zip(*of)
-        master, first, second, rounded, *scales = map(list, zip(*(h.stored for h in held)))
-        step = native.AdamStep(master, grads, first, second, rows, scalars, grad_scale, found_inf)
-        if follows is None:
-            native.adam(step, *([] if of[0] is None else of for of in (rounded, *scales)))
+    for group in by_kind.values():
+        group_grads, rows = [grad for _, grad, *_ in group], [row for _, _, row, _ in group]
+        master, first, second, *rest = map(list, zip(*(h.stored for h, *_ in group)))
+        step = native.AdamStep(
+            master, group_grads, first, second, rows, scalars, grad_scale, found_inf
+        )
+        fused = [(h.weight, o) for h, *_, o in group if h.weight is not None and o is not None]
+        if fused:
+            _update_and_encode(step, fused)
         else:
-            _update_and_follow(step, held, *follows)
+            native.adam(step, *([] if tensors[0] is None else tensors for tensors in rest))
 
 
-def _update_and_follow(
-    step: native.AdamStep, held: list[_Held], encodings: tuple[Encoding, ...], codes: bool
+def _update_and_encode(
+    step: native.AdamStep, fused: list[tuple[QuantizedWeight, FusedOutputs]]
 ) -> None:
-    """One launch updates masters of quantized parameters and makes their codes, or the statistics
-    that those follow from."""
-    found = [h.outputs for h in held]
-    row0 = [f.shards[0][1] for f in found]
-    if codes:
-        rooms = [[h.weight.room(d) for d, _ in f.shards] for h, f in zip(held, found)]
-        made = native.adam_codes(step, encodings, row0, rooms)
-        for h, f, of in zip(held, found, made):
-            for (direction, start), (data, scale) in zip(f.shards, of):
-                counters.add("weight encode", (h.weight.state.name, direction.value))
-                h.weight.store(direction, Encoded(data, scale, None, None), start)
-    else:
-        made = native.adam_statistics(step, encodings, row0, [f.blocks for f in found])
-        for h, f, of in zip(held, found, made):
-            stats = {direction: Statistics(*one) for (direction, _), one in zip(f.shards, of)}
-            h.weight.state.found = h.weight.version, stats
+    """One launch updates masters of quantized parameters, and encodes them or computes their
+    statistics. All have equal encodings."""
+    encodings, row0 = fused[0][1].encodings, [outputs.shards[0][1] for _, outputs in fused]
+    blocks = [outputs.blocks for _, outputs in fused if outputs.blocks is not None]
+    if blocks:
+        statistics = native.adam_statistics(step, encodings, row0, blocks)
+        for (weight, outputs), results in zip(fused, statistics):
+            found = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
+            weight.state.found = weight.version, found
+        return
+    rooms = [[weight.room(d) for d, _ in outputs.shards] for weight, outputs in fused]
+    codes = native.adam_codes(step, encodings, row0, rooms)
+    for (weight, outputs), results in zip(fused, codes):
+        for (direction, start), (data, scale) in zip(outputs.shards, results):
+            counters.add("weight encode", (weight.state.name, direction.value))
+            weight.store(direction, Encoded(data, scale, None, None), start)
 
 
 def _update_one(
     h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
-    """What `native.adam` does, by the definition."""
+    """Update one parameter by the definition, as `native.adam` does."""
     device = h.stored.master.device
     scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
     for target, value in zip(h.stored, h.stored.updated(grad, row.to(device), scale)):
-        if target is not None:
+        if target is not None and value is not None:
             target.copy_(value if skip is None else torch.where(skip != 0, target, value))
 
 
@@ -526,11 +520,11 @@ def adam_update(
     scalars: Tensor,
     grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(master, first and second moment) after one update, in fp32, of one tensor: the definition
-    that the kernel equals.
+    """(master, first, second moment) of one tensor after one update, in fp32: the kernel's
+    definition.
 
     scalars:     fp32 [8] (`SCALARS`).
-    grad_scale:  fp32 []; the gradient is divided by it.
+    grad_scale:  fp32 []; divides the gradient.
     """
     keep, coupled, weight, beta2, weight2, root, minus_step, eps = scalars.unbind()
     p, g, m, v = (t.float() for t in (master, grad, first, second))
@@ -548,5 +542,5 @@ def adam_update(
 
 
 def _root(v: Tensor) -> Tensor:
-    """fp32, rounded once: roots of a CPU's vector library are an ulp off."""
+    """fp32 root, rounded once: a CPU's vector library is an ulp off."""
     return v.double().sqrt().float()

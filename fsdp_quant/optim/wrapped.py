@@ -2,15 +2,15 @@
 """`wrap`: any torch optimizer class, with fp32 masters of quantized parameters.
 
 [Note: the optimizer inside]
-An optimizer of `wrap(cls)` holds one of `cls` (`inner`), whose parameters are the caller's, but for
-quantized parameters: in their place stand their fp32 masters. One step:
+An optimizer of `wrap(cls)` holds one of `cls` (`inner`) over the caller's parameters, with fp32
+masters in place of quantized parameters. One step:
     gradients of quantized parameters -> gradients of masters, in fp32
     inner.step()                      -> masters, and the other parameters, in place
-    codes of all masters              -> by the hook of every optimizer's step (`context`)
-Settings of both optimizers are the same before and after each step, and `state[p]` is the inner
-optimizer's state of p or of its master. So schedulers, clipping, GradScaler and checkpoints see
-what they see of `cls`. The masters are in no state: the model's state dict holds them, by the names
-of the weights.
+    codes of all masters              -> encoded after every optimizer's step
+                                         (`modules/training_steps.py`)
+Settings of both optimizers are equal before and after each step, and `state[p]` is the inner
+optimizer's state of p or of its master, so schedulers, clipping, GradScaler and checkpoints see
+what they see of `cls`. The model's state dict stores the masters, under the names of the weights.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 from .fused_adam import FusedAdam
 
-_OF_GRAD_SCALER = "grad_scale", "found_inf"  # what it sets on optimizers that unscale themselves
+_OF_GRAD_SCALER = "grad_scale", "found_inf"  # set on optimizers that unscale themselves
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -39,15 +42,15 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
 
         optimizer = fq.optim.wrap(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
 
-    Its optimizers take the arguments of `optimizer_cls`, and parameters of every kind. They take
-    the fp32 master of each quantized parameter that requires grad, and write its codes after each
-    step. Other parameters are given to `optimizer_cls` as they are. Make them after `fully_shard`
-    and initialization. Their state dict is that of `optimizer_cls`, with states of masters in fp32.
+    Its optimizers accept the arguments of `optimizer_cls`, and parameters of every kind. They hold
+    the fp32 master of each quantized parameter that requires grad, and encode it after each step;
+    other parameters go to `optimizer_cls` unchanged. Create them after `fully_shard` and
+    initialization. Their state dict is that of `optimizer_cls`, with states of masters in fp32.
     `optimizer.inner` is the optimizer of `optimizer_cls`; compile the update of masters by
     `optimizer.inner.step = torch.compile(optimizer.inner.step)`. After calling a method of it that
     writes parameters outside of a step, call `fq.sync(model)`.
 
-    FusedAdam, which has masters of its own, is returned as it is. Raises ValueError for what is no
+    Returns FusedAdam, which has its own masters, unchanged. Raises ValueError for anything but a
     subclass of torch.optim.Optimizer.
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
@@ -61,20 +64,21 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
 
 
 class WithMasters(Optimizer):
-    """An optimizer of quantized parameters by one of class `wraps`; see the module's note.
+    """An optimizer of quantized parameters through one of class `wraps`; see the module's note.
 
     inner:     the optimizer of class `wraps`.
-    _masters:  quantized parameter -> (parameter of `inner`, the master's plain local tensor, which
-               the quantized parameter refers to weakly).
+    _masters:  quantized parameter -> (its weight, the parameter of `inner`, the master's plain
+               local tensor, which the weight refers to weakly).
 
     Raises ValueError for a quantized parameter on the meta device, or whose master another
-    optimizer holds; and what `wraps` raises, after which masters are the weights' own values again.
+    optimizer holds; and what `wraps` raises, after returning the masters to the weights.
     """
 
     wraps: type[Optimizer]
+    inner: Optimizer
 
-    def __init__(self, params, *args, **kwargs):
-        self._masters: dict[Tensor, tuple[nn.Parameter, Tensor]] = {}
+    def __init__(self, params: ParamsT, *args, **kwargs):
+        self._masters: dict[Tensor, tuple[QuantizedWeight, nn.Parameter, Tensor]] = {}
         super().__init__(params, {})
         groups = self.param_groups
         self.inner = self._with_masters(groups, lambda inside: self.wraps(inside, *args, **kwargs))
@@ -94,80 +98,82 @@ class WithMasters(Optimizer):
             raise
         self._pull()
 
-    def _with_masters(self, groups: list[dict], make: Callable[[list[dict]], object]) -> object:
-        """`make` of groups with masters; gives the masters back if it raises."""
+    def _with_masters(self, groups: list[dict], call: Callable[[list[dict]], _T]) -> _T:
+        """`call` with groups of masters. Returns the masters to their weights if it raises."""
         before = set(self._masters)
         try:
-            return make([{**g, "params": [self._inside(p) for p in g["params"]]} for g in groups])
+            return call([{**g, "params": [self._inside(p) for p in g["params"]]} for g in groups])
         except BaseException:
             for p in self._masters.keys() - before:
-                local_of(p).return_master(self._masters.pop(p)[1])
+                weight, _, master = self._masters.pop(p)
+                weight.return_master(master)
             raise
 
     def _inside(self, p: Tensor) -> Tensor:
-        """What the inner optimizer has in the place of a parameter."""
+        """The tensor that stands for a parameter in the inner optimizer."""
         local = local_of(p)
         if not isinstance(local, QuantizedWeight):
             return p
-        if not p.requires_grad:  # codes that nobody updates; it keeps the number of those behind it
+        if not p.requires_grad:  # a placeholder, so that later parameters keep their numbers
             return nn.Parameter(torch.empty(0, device=p.device), requires_grad=False)
         master = local.detach_master(self)
-        of = torch_compat.dtensor_like(p, master) if isinstance(p, DTensor) else master
-        self._masters[p] = nn.Parameter(of), master
-        return self._masters[p][0]
+        parameter = nn.Parameter(
+            torch_compat.dtensor_like(p, master) if isinstance(p, DTensor) else master
+        )
+        self._masters[p] = local, parameter, master
+        return parameter
 
     # The step #
 
-    @torch.compiler.disable  # the inner step may be compiled
+    @torch_compat.never_compiled  # the inner step may be compiled
     def step(self, closure: Callable | None = None):
-        """Step the inner optimizer; the codes of quantized parameters follow when the step ends."""
+        """Step the inner optimizer. A step hook then encodes quantized parameters."""
         self._push()
-        self._lend_gradients()
+        self._copy_gradients()
         try:
-            loss = (
+            return (
                 self.inner.step() if closure is None else self.inner.step(self._evaluate(closure))
             )
         finally:
-            for master, _ in self._masters.values():
-                master.grad = None
+            for _, parameter, _ in self._masters.values():
+                parameter.grad = None
             self._mark_written()
             self._pull()
-        return loss
 
     def _evaluate(self, closure: Callable) -> Callable:
-        """The closure, for an inner optimizer that may write masters between two calls of it."""
+        """The closure for an inner optimizer, which may write masters between two calls of it."""
         calls = itertools.count()
 
         def evaluate():
             if next(calls):
-                self._mark_written()  # products inside make the codes again
+                self._mark_written()  # the forward inside encodes the masters again
             with torch.enable_grad():
                 loss = closure()
-            self._lend_gradients()
+            self._copy_gradients()
             return loss
 
         return evaluate
 
     @torch.no_grad()
-    def _lend_gradients(self) -> None:
-        """Let masters have the gradients of their parameters, in fp32."""
-        for p, (master, _) in self._masters.items():
-            master.grad = None if p.grad is None else p.grad.to(torch.float32)
+    def _copy_gradients(self) -> None:
+        """Set the masters' gradients to those of their parameters, in fp32."""
+        for p, (_, parameter, _) in self._masters.items():
+            parameter.grad = None if p.grad is None else p.grad.to(torch.float32)
 
     @torch.no_grad()
     def _mark_written(self) -> None:
-        """Masters were written, maybe by what torch does not count: a compiled step, a kernel."""
-        for p, (parameter, master) in self._masters.items():
+        """Note writes of masters that torch may not have counted (a compiled step, a kernel)."""
+        for p, (weight, parameter, master) in self._masters.items():
             if p.grad is None:
                 continue
-            if local_of(parameter).data_ptr() != master.data_ptr():  # it was given other memory
+            if local_of(parameter).data_ptr() != master.data_ptr():  # its memory was replaced
                 master.copy_(local_of(parameter))
-            local_of(p).state.mark_written()
+            weight.state.mark_written()
 
-    # One optimizer to those who look at it #
+    # Settings and state #
 
     def _push(self) -> None:
-        """Give the inner optimizer what schedulers, users and a GradScaler wrote here."""
+        """Copy to the inner optimizer what schedulers, users and a GradScaler wrote here."""
         for group, inside in zip(self.param_groups, self.inner.param_groups):
             inside.update({k: v for k, v in group.items() if k != "params"})
         for name in _OF_GRAD_SCALER:
@@ -177,7 +183,7 @@ class WithMasters(Optimizer):
                 delattr(self.inner, name)
 
     def _pull(self) -> None:
-        """Take over the settings and the state of the inner optimizer."""
+        """Copy the settings and the state of the inner optimizer."""
         self.state = defaultdict(dict)
         for group, inside in zip(self.param_groups, self.inner.param_groups):
             group.update({k: v for k, v in inside.items() if k != "params"})
@@ -190,11 +196,11 @@ class WithMasters(Optimizer):
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def state_dict(self) -> dict:
-        """The inner optimizer's: without masters, which the model's state dict holds."""
+        """The inner optimizer's, without masters, which the model's state dict stores."""
         self._push()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As the inner optimizer does, of a state dict of `wraps` over plain parameters too."""
+        """Load into the inner optimizer, also from a state dict of `wraps` over plain parameters."""
         self.inner.load_state_dict(state_dict)
         self._pull()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in
-pieces.
+"""Tensor, sequence and expert parallelism.
 
 >>> plan = {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()}
 

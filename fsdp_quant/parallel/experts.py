@@ -47,7 +47,8 @@ from ..scaling import share_amaxes
 from ..storage import Placement, Storage
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
-from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage_pair import StoragePair
 from ..tensor.weight_state import values_of
 from .sequence import travelling_bytes
 

@@ -49,7 +49,7 @@ _MERGED = (
 )
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A slice of a weight in the checkpoint. kind: None where it is written in high precision."""
 
     slice: Slice
@@ -137,7 +137,7 @@ class Exported:
     """
 
     format: str
-    parts: dict[Source, list[_Part]]
+    parts: dict[Source, list[Part]]
     planned: list[list[Planned]]
     shared: dict[tuple[Source, int | None], Tensor]
     config: dict[str, dict]
@@ -178,8 +178,13 @@ def exported(
     input_amax: Mapping[str, float] | None,
     share_scales: bool | None,
     names: Callable[[str], str] | None,
+    tensor_amax: Callable[[Source, int | None], Tensor] | None = None,
 ) -> Exported:
-    """What `export` writes; arguments and errors are its own. Every rank must call it."""
+    """Plan what `export` writes; arguments and errors are those of `export`. Every rank must call
+    it.
+
+    tensor_amax:  of a matrix of a source; default: of the gathered weight.
+    """
     if format not in layouts.TARGETS:
         raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
     if hasattr(model, "peft_config"):
@@ -206,7 +211,8 @@ def exported(
     config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
     planned = [_planned(source, part, format) for source, part in every]
     _check_ranks(planned)
-    return Exported(format, parts, planned, _shared_amaxes(every, share_scales), config)
+    shared = _shared_amaxes(every, share_scales, tensor_amax or _tensor_amax)
+    return Exported(format, parts, planned, shared, config)
 
 
 def _check_ranks(planned: list[list[Planned]]) -> None:
@@ -248,7 +254,7 @@ def _finish(writer: Writer, failure: Exception | None) -> None:
 
 def _parts(
     source: Source, format: str, dtype: torch.dtype | None, input_amax: dict[str, float]
-) -> list[_Part]:
+) -> list[Part]:
     if any(getattr(layer.parallel, "group", None) is not None for layer in source.layers):
         raise NotImplementedError(
             f"{source.name}: its parts lie with the ranks of a process group, and no DTensor says "
@@ -262,7 +268,7 @@ def _parts(
             f"{len(source.layers)} on each; export from a model without expert parallelism"
         )
     if not source.layers or format == "dequantized":
-        return [_Part(s, source.shape_of(s), high) for s in source.slices]
+        return [Part(s, source.shape_of(s), high) for s in source.slices]
     made = []
     for s in source.slices:
         shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.rowwise.fmt
@@ -277,7 +283,7 @@ def _parts(
                 f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
                 "export format='dequantized'"
             )
-        part = _Part(s, shape, own, layouts.kind_of(fmt, format, s.name, shape))
+        part = Part(s, shape, own, layouts.kind_of(fmt, format, s.name, shape))
         amax = input_amax.get(part.layer)
         takes = layouts.takes_input_amax(part.kind)
         if amax is not None and not (takes and 0 < amax < float("inf")):
@@ -289,12 +295,12 @@ def _parts(
     return made
 
 
-def _scheme(source: Source, part: _Part) -> Scheme:
+def _scheme(source: Source, part: Part) -> Scheme:
     inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").rowwise
     return configs.scheme_of(part.kind, inputs.fmt.is_quantized, part.input_amax)
 
 
-def _planned(source: Source, part: _Part, format: str) -> list[Planned]:
+def _planned(source: Source, part: Part, format: str) -> list[Planned]:
     if part.kind is None:
         return [Planned(part.slice.name, part.dtype, part.shape)]
     fmt = source.layers[part.slice.matrix or 0].plan.weight.rowwise.fmt
@@ -306,7 +312,7 @@ def _planned(source: Source, part: _Part, format: str) -> list[Planned]:
 def _ignored(
     model: nn.Module,
     sources: list[Source],
-    parts: dict[Source, list[_Part]],
+    parts: dict[Source, list[Part]],
     names: Callable[[str], str] | None,
 ) -> list[str]:
     """Layers of the checkpoint that hold a matrix in high precision; of tied ones every layer."""
@@ -330,7 +336,9 @@ def _ignored(
 
 
 def _shared_amaxes(
-    every: list[tuple[Source, _Part]], share: bool | None
+    every: list[tuple[Source, Part]],
+    share: bool | None,
+    tensor_amax: Callable[[Source, int | None], Tensor],
 ) -> dict[tuple[Source, int | None], Tensor]:
     """The tensor amax of each matrix that is to be quantized with one of others."""
     by_layer = {
@@ -346,7 +354,7 @@ def _shared_amaxes(
                 name for part in merged if (name := f"{parent}.{part}".lstrip(".")) in by_layer
             ]
             keys = list(dict.fromkeys(by_layer[name] for name in layers))
-            amaxes = torch.cat([_tensor_amax(*key).reshape(1).cpu() for key in keys])
+            amaxes = torch.cat([tensor_amax(*key).reshape(1).cpu() for key in keys])
             if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
                 continue
             if share is None:

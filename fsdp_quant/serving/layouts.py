@@ -111,6 +111,11 @@ def takes_input_amax(kind: Kind) -> bool:
     return kind.name in ("tensor", "nvfp4")
 
 
+def rows_per_scale(fmt: Format, kind: Kind) -> int:
+    """Rows of a weight per row of its scale tensor, if the scale has rows."""
+    return 1 if kind.rows > 1 else fmt.block[0] or 1
+
+
 def tensors_of(
     storage: Storage, kind: Kind, target: str, input_amax: float | None = None
 ) -> dict[str, Tensor]:
@@ -122,7 +127,8 @@ def tensors_of(
     """
     data, scale = storage.data, storage.scale
     if kind.rows > 1:
-        scale = scale.repeat_interleave(kind.rows, 0)[: storage.shape[0]]
+        first = storage.row0 % kind.rows
+        scale = scale.repeat_interleave(kind.rows, 0)[first : first + storage.shape[0]]
     name, packed = kind.name, storage.fmt.bits == 4
     data = data if packed else data.view(torch.float8_e4m3fn)
     scale = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale

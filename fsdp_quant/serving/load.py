@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..checkpoint import safetensors
+from ..checkpoint.files import installed
 from ..formats import FORMATS, ROWWISE, Direction
 from ..modules.linear import Linear
 from ..modules.linear_op import weight_storages
@@ -41,8 +41,7 @@ class Files:
 
     def __init__(self, path: Path):
         """Raises ImportError without safetensors, ValueError for a folder without a checkpoint."""
-        if safetensors is None:
-            raise ImportError("safetensors is not installed; pip install safetensors")
+        safe_open = installed().safe_open
         if (path / INDEX).exists():
             index = json.loads((path / INDEX).read_text(encoding="utf-8"))
             files = sorted(set(index["weight_map"].values()))
@@ -50,7 +49,7 @@ class Files:
             files = [SINGLE]
         else:
             raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}")
-        opened = [safetensors.safe_open(path / name, "pt") for name in files]
+        opened = [safe_open(path / name, "pt") for name in files]
         self._file = {name: file for file in opened for name in file.keys()}
         self.names = set(self._file)
 

@@ -1,44 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`refit`: the tensors of an export as a stream, for a rollout engine beside the training."""
+"""`refit`: stream the tensors of an export to a rollout engine beside the training."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..storage import Storage
 from .export import Exported, exported
+from .shards import LocalTensors, Piece
 from .writer import in_files, size_of
 
 Bucket = list[tuple[str, Tensor]]
+
+
+@overload
+def refit(
+    model: nn.Module,
+    format: str = ...,
+    *,
+    sharded: Literal[True],
+    bucket_size: int | str = ...,
+    dtype: torch.dtype | None = ...,
+    input_amax: Mapping[str, float] | None = ...,
+    share_scales: bool | None = ...,
+    names: Callable[[str], str] | None = ...,
+) -> Iterator[list[Piece]]: ...
+
+
+@overload
+def refit(
+    model: nn.Module,
+    format: str = ...,
+    *,
+    sharded: Literal[False] = ...,
+    bucket_size: int | str = ...,
+    dtype: torch.dtype | None = ...,
+    input_amax: Mapping[str, float] | None = ...,
+    share_scales: bool | None = ...,
+    names: Callable[[str], str] | None = ...,
+) -> Iterator[Bucket]: ...
 
 
 def refit(
     model: nn.Module,
     format: str = "compressed-tensors",
     *,
+    sharded: bool = False,
     bucket_size: int | str = "512MB",
     dtype: torch.dtype | None = torch.bfloat16,
     input_amax: Mapping[str, float] | None = None,
     share_scales: bool | None = None,
     names: Callable[[str], str] | None = None,
-) -> Iterator[Bucket]:
+) -> Iterator[Bucket] | Iterator[list[Piece]]:
     """Stream what `fq.export` writes of `model`: buckets of (name, tensor), for an engine to load.
 
-    bucket_size:  bytes of a bucket, or a text such as "512MB". The tensors of one weight (codes and
+    sharded:      True: buckets of (name, tensor, shape, offsets), the rectangles of those tensors
+                  that this rank holds. No weight is gathered.
+    bucket_size:  bytes per bucket, or a text such as "512MB". The tensors of one weight (codes and
                   scales) stay together; a larger weight has a bucket of its own.
-    others:       as of `fq.export`, whose names, shapes, order and bytes the tensors have.
+    others:       as for `fq.export`, which defines names, shapes, order and bytes of the tensors.
 
-    Every rank must call it alike, and iterate to the end: sharded weights are gathered one at a
-    time, and every rank gets every bucket. A rank holds one whole weight, the bucket that is being
-    filled, and the buckets that the caller keeps. Tensors are on the device of the weights, and are
-    the caller's own. Weights are read as their bucket is reached: step no optimizer before the end.
+    Every rank must call it with the same arguments. Weights are read as their bucket is reached:
+    step no optimizer before the end. Tensors are on the device of the weights and belong to the
+    caller.
+
+    Not sharded, every rank gets every bucket and must iterate to the end: weights are gathered one
+    at a time. A rank holds one whole weight, the bucket that is being filled, and the buckets that
+    the caller keeps. Sharded, ranks iterate on their own; tensors that are not sharded come from
+    every rank.
 
     Raises what `fq.export` raises, on every rank and when it is called; ValueError for a
-    `bucket_size` that is no size.
+    `bucket_size` that is no size; NotImplementedError if sharded, for weights that tensor
+    parallelism cuts.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> engine = {}
@@ -48,12 +86,29 @@ def refit(
     ['0.weight', '0.weight_scale_inv']
     """
     max_bytes = size_of(bucket_size, "bucket_size")
+    if sharded:
+        local = LocalTensors(model)
+        made = exported(model, format, dtype, input_amax, share_scales, names, local.tensor_amax)
+        local.check(made)
+        return _local_buckets(local.pieces(made), max_bytes)
     made = exported(model, format, dtype, input_amax, share_scales, names)
     return _buckets(made, [len(of) for of in in_files(made.planned, max_bytes)])
 
 
+def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[list[Piece]]:
+    bucket, size = [], 0
+    for pieces in weights:
+        needed = sum(piece.tensor.nbytes for piece in pieces)
+        if bucket and size + needed > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket, size = bucket + pieces, size + needed
+    if bucket:
+        yield bucket
+
+
 def _buckets(made: Exported, sizes: list[int]) -> Iterator[Bucket]:
-    """sizes: number of tensors of each bucket."""
+    """sizes: tensors per bucket."""
     tensors = _tensors(made)
     for size in sizes:
         yield list(itertools.islice(tensors, size))

@@ -30,7 +30,6 @@ from ..modules.linear import Linear
 from ..modules.transposed_linear import TransposedLinear
 from ..ops import dispatch
 from ..ops.dispatch import Statistics
-from ..ops.layout import COMPACT
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor.fsdp_hooks import managed_of
@@ -218,7 +217,7 @@ def codes_of(source: Source) -> Storage | None:
     if not isinstance(weight, QuantizedTensor):
         return None
     if not isinstance(weight, QuantizedWeight) or weight.state.weight_sync is not None:
-        return weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
+        return weight.storage_for(ROWWISE)
     state, managed = weight.state, managed_of(weight.state)
     if managed is None and not isinstance(source.tensor, DTensor):
         return weight.storage_for(ROWWISE)

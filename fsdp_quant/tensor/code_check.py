@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
+from ..encoded_matrix import BUFFERS
 from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops.dispatch import Encoded
-from ..storage import BUFFERS, Storage
+from ..storage import Storage
 from .quantized_tensor import QuantizedTensor
 from .weight_state import encode_shards
 
@@ -53,7 +54,7 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     if managed is None or managed.local is None:  # not gathered, or its model is gone
         return
     source = direction if direction in state.quantizer.encodings else ROWWISE
-    whole = slots.get(source)
+    whole = slots.storage(source)
     if whole.is_freed:  # its GEMM reads a copy in another layout
         return
     for shard in state.gathered.shards(managed.local, source):

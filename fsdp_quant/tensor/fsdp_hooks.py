@@ -7,27 +7,29 @@ from __future__ import annotations
 import inspect
 
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from . import root_statistics, torch_compat
-from .gather_group import GatherGroup
+from .gather_group import GatherGroup, GatherPlan
 from .gathered_weight import GatheredWeight, cuts_of
 from .quantized_tensor import QuantizedTensor
 from .torch_compat import ManagedParam
-from .weight_state import WeightTensor
+from .weight_state import WeightState, WeightTensor
 
 
 class FSDPHooks(WeightTensor):
     """The extension points that FSDP2 looks up on a DTensor's local tensor.
 
-    The one-parameter form of pre skips a check that only short ranks would fail (and hang the
-    others).
+    The one-parameter form of the pre-hook skips a check that only ranks with short shards would
+    fail, which would hang the others.
     """
 
     @property
     def fsdp_pre_all_gather(self) -> PreHook:
-        # FSDP2 looks for the hook of every weight as its root's first forward begins, before any
-        # rank gathers anything.
+        # FSDP2 looks up every weight's hook when its root's first forward begins, before any
+        # gather.
         if (
             self.state.gathered is None
             and root_statistics.is_new_root()
@@ -36,11 +38,20 @@ class FSDPHooks(WeightTensor):
             root_statistics.check_model(managed)
         return PreHook(self)
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        gathered = self.state.gathered
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: GatherPlan,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedTensor, list[Tensor]] | None:
+        gathered = _last_gathered(self.state)
+        if gathered is None:
+            raise RuntimeError(f"{self.state.name}: its recipe changed while FSDP2 gathered it")
         managed = gathered.managed
         if out is None:
-            # torch does so for a weight that was gathered before
+            # torch allocates for a weight that was gathered before
             for tensor in managed.inner_buffers:
                 torch_compat.alloc_storage(tensor)
         if metadata.members[-1] is gathered:  # nothing reads a group before its last weight
@@ -52,8 +63,8 @@ class FSDPHooks(WeightTensor):
 
 
 class PreHook:
-    """What FSDP2 calls for a weight's all-gather inputs. Each gather asks for its signature, which
-    is ready here."""
+    """Returns a weight's all-gather inputs. Every gather inspects its signature, which is cached
+    here."""
 
     __signature__ = inspect.Signature(
         [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -63,9 +74,9 @@ class PreHook:
     def __init__(self, weight: FSDPHooks):
         self.weight = weight
 
-    def __call__(self, mesh):
-        gathered = self.weight.state.gathered
-        # of its group; a gather that failed may have left some
+    def __call__(self, mesh: DeviceMesh):
+        gathered = _last_gathered(self.weight.state)
+        # the first weight sends its whole group; a gather that failed may have left inputs
         if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:
             with torch_compat.outside_inference_mode():
                 gathered = _send(self.weight)
@@ -75,17 +86,16 @@ class PreHook:
 
 @torch.no_grad()
 def _send(weight: FSDPHooks) -> GatheredWeight:
-    """Make the all-gather inputs of all weights of a group, when FSDP2 asks for those of the
-    first."""
+    """Build the all-gather inputs of all weights of a group, when FSDP2 asks for the first one's."""
     if weight.state.gathered is None and (managed := managed_of(weight.state)) is not None:
         root_statistics.check_model(managed)
     first = gathered_weight(weight)
     managed, group = first.managed, first.group
     params, registered = managed.gathered_together()
-    local = registered
-    # each comes to the device as it is asked
-    if managed.is_offloaded and weight.device != managed.local.device:
-        params, registered, local = [managed.param], [managed.local], [weight]
+    local, shard = registered, managed.local
+    # FSDP2 copies each offloaded shard to the device when it asks for its inputs
+    if managed.is_offloaded and shard is not None and weight.device != shard.device:
+        params, registered, local = [managed.param], [shard], [weight]
     if group is None or not group.is_of(registered):
         group = GatherGroup(
             registered,
@@ -110,16 +120,15 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
 
 
 def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Direction]:
-    """Directions that GEMMs read before FSDP2 reshards: both wherever the pass is not provably one
-    of them alone.
+    """Directions that GEMMs read before FSDP2 reshards: both, unless the pass provably needs one.
 
     recomputes:  the backward recomputes the forward of the weight's module.
     """
     if managed.in_pre_backward:
         return _BOTH if recomputes or managed.stays_unsharded_after_backward else _COLUMNWISE
     if managed.in_forward and not managed.stays_unsharded_after_forward:
-        goes_on = torch_compat.backward_is_running() or managed.prefetched_after_its_forward
-        return _BOTH if goes_on else _ROWWISE
+        needs_both = torch_compat.backward_is_running() or managed.prefetched_after_its_forward
+        return _BOTH if needs_both else _ROWWISE
     return _BOTH
 
 
@@ -127,10 +136,9 @@ _BOTH, _ROWWISE, _COLUMNWISE = frozenset(Direction), frozenset({ROWWISE}), froze
 
 
 def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
-    """The unsharded side of this weight, built at its first gather and after each change of recipe.
+    """The unsharded weight, built at its first gather and after each change of recipe.
 
-    Raises on every rank alike, from facts that all ranks share, for layouts that cannot be
-    gathered.
+    Raises ValueError, on every rank, for layouts that cannot be gathered.
     """
     state = weight.state
     managed = managed_of(state)
@@ -140,7 +148,7 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
         )
     if managed is not state.managed:
         state.managed, state.gathered = managed, None
-    gathered = state.gathered
+    gathered = _last_gathered(state)
     if gathered is None or gathered.dtype != managed.param_dtype:
         for other in torch_compat.managed_params_beside(managed):
             check_layout(other)
@@ -149,9 +157,12 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
     return gathered
 
 
+def _last_gathered(state: WeightState) -> GatheredWeight | None:
+    return state.gathered if isinstance(state.gathered, GatheredWeight) else None
+
+
 def check_layout(managed: ManagedParam) -> None:
-    """Raise ValueError for a weight that FSDP2 cannot gather as codes, naming it, got, wanted and
-    the remedy."""
+    """Raise ValueError for a weight that FSDP2 cannot gather as codes."""
     if not isinstance(managed.local, FSDPHooks):
         return
     state, name = managed.local.state, managed.local.state.name
@@ -188,17 +199,17 @@ def check_layout(managed: ManagedParam) -> None:
 
 
 def all_managed_weights() -> list[ManagedParam]:
-    """Every weight that is gathered as codes under any `fully_shard` of the process."""
+    """Every weight that any `fully_shard` of the process gathers as codes."""
     return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
 
 
-def managed_of(state) -> ManagedParam | None:
+def managed_of(state: WeightState) -> ManagedParam | None:
     """This weight under `fully_shard`, or None."""
-    managed = state.managed
-    if (
-        managed is not None
-        and isinstance(managed.local, FSDPHooks)
-        and managed.local.state is state
-    ):
-        return managed
-    return next((m for m in all_managed_weights() if m.local.state is state), None)
+
+    def is_its(managed: ManagedParam) -> bool:
+        local = managed.local
+        return isinstance(local, FSDPHooks) and local.state is state
+
+    if state.managed is not None and is_its(state.managed):
+        return state.managed
+    return next(filter(is_its, torch_compat.all_managed_params()), None)

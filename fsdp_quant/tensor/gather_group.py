@@ -31,13 +31,13 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, Direction
+from ..gemm_operand import GemmOperand
 from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
 from .gathered_weight import GatheredWeight, Pass
-from .quantized_tensor import StoragePair
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 # Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the
@@ -363,37 +363,33 @@ class _Operands:
     def __init__(self, members: Sequence[GatheredWeight]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
-        self._made: list[tuple[int, Direction, StoragePair, str, Storage]] = []
+        self._made: list[tuple[int, Direction, Storage, GemmOperand]] = []
         self._is_recorded = {d: True for d in Direction}
         buffers = [b for m in members for b in m.all_buffers]
         for b in buffers:
             b.alloc()
         for d in Direction:
-            of: list[tuple[int, StoragePair, str]] = []
+            of: list[tuple[int, Storage, str]] = []
             for i, member in enumerate(members):
                 if member.state.parts:
                     continue
-                slots = member.slots
-                layout, storage = (
-                    (member.state.layouts(member.dtype, member.managed.device) or {}).get(
-                        d, COMPACT
-                    ),
-                    slots.get(d),
-                )
-                if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
-                    of.append((i, slots, layout))
+                layouts = member.state.layouts(member.dtype, member.managed.device) or {}
+                layout, storage = layouts.get(d, COMPACT), member.slots.get(d)
+                if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
+                    of.append((i, storage, layout))
             made = to_gemm_operands(
-                [(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d]
+                [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
-            for (i, slots, layout), storage in zip(of, made):
-                slots.keep(d, layout, storage)
-                self._made.append((i, d, slots, layout, storage))
-                self.own[i][d] += _own_buffers(storage, slots.get(d))
+            for (i, storage, layout), operand in zip(of, made):
+                members[i].slots.keep(d, layout, operand)
+                self._made.append((i, d, storage, operand))
+                self.own[i][d] += _own_buffers(operand, storage)
         self.unread = []
         for i, member in enumerate(members):
-            read = {id(s.data) for j, d, *_, s in self._made if j == i and d is COLUMNWISE}
-            copied = bool(read) and read <= {id(t) for t in self.own[i][COLUMNWISE]}
-            self.unread.append(member.slots.columnwise.data if copied else None)
+            read = [(s, o.data) for j, d, s, o in self._made if j == i and d is COLUMNWISE]
+            own = {id(t) for t in self.own[i][COLUMNWISE]}
+            copied = bool(read) and all(id(data) in own for _, data in read)
+            self.unread.append(read[0][0].data if copied else None)
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
             self._is_recorded[d] = all(id(t) in written for of in self.own for t in of[d])
@@ -411,8 +407,8 @@ class _Operands:
                 calls += self._calls[d]
             else:
                 calls += [
-                    _Rewrite(slots.get(d), storage)
-                    for i, of, slots, _, storage in self._made
+                    _Rewrite(storage, operand)
+                    for i, of, storage, operand in self._made
                     if of is d and d in needs[i]
                 ]
         return calls
@@ -421,11 +417,11 @@ class _Operands:
 class _Rewrite:
     """Bring a gathered storage into the buffers of its operand, where no recorded launch does."""
 
-    def __init__(self, source: Storage, target: Storage):
-        self._source, self._pairs = source, target
+    def __init__(self, source: Storage, target: GemmOperand):
+        self._source, self._target = source, target
 
     def __call__(self) -> None:
-        target = self._pairs
+        target = self._target
         made = self._source.to_gemm_operand(target.layout).buffers()
         torch_compat.copy_all(
             [
@@ -436,7 +432,7 @@ class _Rewrite:
         )
 
 
-def _own_buffers(operand: Storage, codes: Storage) -> list[Tensor]:
+def _own_buffers(operand: GemmOperand, codes: Storage) -> list[Tensor]:
     """Buffers of `operand` that are not the memory of `codes`."""
     pairs = (
         (operand.data, codes.data),

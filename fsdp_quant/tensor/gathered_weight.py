@@ -18,7 +18,7 @@ from ..ops.layout import adjoining
 from ..scaling import RowCuts
 from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
-from .quantized_tensor import StoragePair
+from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
 from .weight_state import Piece, Shard, values_of
 

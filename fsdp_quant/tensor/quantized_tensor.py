@@ -2,11 +2,11 @@
 """`QuantizedTensor`: the one quantized tensor subclass, whatever its formats.
 
 Invariants
-- It holds at most one `Storage` a direction; an absent direction is None. The logical shape is that
-  of the high-precision tensor it stands for, [.., cols], and its storages are [rows, cols] with the
-  leading dims flattened.
-- State lives in the storages alone: aliases (detach, view, nn.Parameter) share one `StoragePair`
-  object, so a refill of the buffers is seen by all of them.
+- It holds at most one `Storage` per direction; an absent direction is None. The logical shape is
+  that of the high-precision tensor, [.., cols]; the storages are [rows, cols], with leading dims
+  flattened.
+- All state is in the storages: aliases (detach, view, nn.Parameter) share one `StoragePair`, so all
+  of them see a refill of the buffers.
 - No operator decodes silently. Those in the table below move or slice bytes; any other raises and
   names `dequantize()`.
 """
@@ -16,74 +16,24 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops.layout import COMPACT, LAYOUTS
-from ..storage import BUFFERS, Storage
+from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
+from .storage_pair import StoragePair
 from .traced import NoDynamoGuard, stable_text
 
 _TABLE = AtenTable("QuantizedTensor")
-# Our own operators take the subclass as it is: op -> function(*args, **kwargs).
-OPERATORS: dict[object, Callable] = {}
-
-
-@dataclass(eq=False)
-class StoragePair:
-    """The storages that aliases of one quantized tensor share.
-
-    owner:    the `WeightState` of a weight; None for other tensors.
-    laid_out: storages in the layouts in which GEMMs read them, kept by whoever writes the codes.
-    parts:    of the matrices of a packed tensor [matrices, N, K], or of groups of rows [M, K] that
-              are each quantized by themselves (tokens by expert): it has no storages of its own.
-    shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced; of a
-              packed weight that FSDP2 gathers, the codes of all parts, one behind the other.
-    """
-
-    rowwise: Storage | None = None
-    columnwise: Storage | None = None
-    owner: object = None
-    laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
-    parts: list[StoragePair] = field(default_factory=list)
-    shown: dict[str, Tensor] | None = None
-
-    def put(self, direction: Direction, storage: Storage) -> None:
-        """Replace a storage, and drop what was laid out of the one before."""
-        setattr(self, direction.value, storage)
-        self.drop_laid_out()
-
-    def keep(self, direction: Direction, layout: str, storage: Storage) -> None:
-        """Keep a storage of the codes in a layout."""
-        self.laid_out[direction, layout] = storage
-        self.shown = None
-
-    def drop_laid_out(self) -> None:
-        self.laid_out.clear()
-        self.shown = None
-
-    def get(self, direction: Direction) -> Storage | None:
-        return self.rowwise if direction is ROWWISE else self.columnwise
-
-    def map(self, fn: Callable[[Storage], Storage]) -> StoragePair:
-        """Other storages of the same owner; one storage that serves both directions stays one."""
-        if self.parts:
-            return StoragePair(owner=self.owner, parts=[part.map(fn) for part in self.parts])
-        rowwise = None if self.rowwise is None else fn(self.rowwise)
-        if (
-            self.rowwise is not None
-            and self.columnwise is not None
-            and self.columnwise.data is self.rowwise.data
-        ):
-            return StoragePair(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
-        columnwise = None if self.columnwise is None else fn(self.columnwise)
-        return StoragePair(rowwise, columnwise, self.owner)
 
 
 _ADDRESSES_ARE_NAMES = contextvars.ContextVar("fsdp_quant_addresses_are_names", default=False)
@@ -91,8 +41,8 @@ _ADDRESSES_ARE_NAMES = contextvars.ContextVar("fsdp_quant_addresses_are_names", 
 
 @contextlib.contextmanager
 def addresses_are_names() -> Iterator[None]:
-    """In this block `data_ptr()` of quantized tensors is the address of their codes: nobody reads
-    or writes there."""
+    """Let `data_ptr()` of quantized tensors return the address of their codes, to identify them;
+    nobody may read or write there."""
     token = _ADDRESSES_ARE_NAMES.set(True)
     try:
         yield
@@ -101,7 +51,7 @@ def addresses_are_names() -> Iterator[None]:
 
 
 class QuantizedTensor(Tensor):
-    """Codes and scales of a tensor, one `Storage` a direction; see the module's invariants.
+    """Codes and scales of a tensor, one `Storage` per direction; see the module's invariants.
 
     rowwise, columnwise:  `Storage` or None; at least one. Formats may differ.
     shape:                logical shape (default: the storages' [rows, cols]).
@@ -114,18 +64,29 @@ class QuantizedTensor(Tensor):
     _slots: StoragePair
     _decoded_by = "dequantize()"
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            rowwise: EncodedMatrix | None = None,
+            columnwise: EncodedMatrix | None = None,
+            *,
+            shape: Sequence[int] | None = None,
+            slots: StoragePair | None = None,
+        ): ...
+
     @staticmethod
     def __new__(
         cls,
-        rowwise: Storage | None = None,
-        columnwise: Storage | None = None,
+        rowwise: EncodedMatrix | None = None,
+        columnwise: EncodedMatrix | None = None,
         *,
-        shape: tuple[int, ...] | None = None,
+        shape: Sequence[int] | None = None,
         slots: StoragePair | None = None,
     ) -> QuantizedTensor:
         slots = slots or StoragePair(rowwise, columnwise)
-        of = slots.parts or [slots]
-        storages = [s for one in of[:1] for s in (one.rowwise, one.columnwise) if s is not None]
+        pairs = slots.parts or [slots]
+        storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
         if not storages:
             raise ValueError(
                 "a QuantizedTensor needs a rowwise or a columnwise storage, got neither"
@@ -136,7 +97,7 @@ class QuantizedTensor(Tensor):
                 f"the storages of one tensor must agree in shape and dtype, got {storages}"
             )
         shape = torch.Size(first.shape if shape is None else shape)
-        rows = sum((one.rowwise or one.columnwise).shape[0] for one in of)
+        rows = sum(pair.first.shape[0] for pair in pairs)
         if prod(shape) != rows * first.shape[1] or (shape[-1:] != (first.shape[1],)):
             raise ValueError(
                 f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}"
@@ -148,17 +109,21 @@ class QuantizedTensor(Tensor):
         return self
 
     @property
-    def rowwise(self) -> Storage | None:
-        """What the forward multiplies, or None."""
+    def rowwise(self) -> EncodedMatrix | None:
+        """What forwards multiply: a `Storage`, a `GemmOperand` of a frozen weight, or None."""
         return self._slots.rowwise
 
     @property
-    def columnwise(self) -> Storage | None:
-        """What the backward multiplies, or None."""
+    def columnwise(self) -> EncodedMatrix | None:
+        """What backwards multiply, or None."""
         return self._slots.columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
-        """The storage of that direction.
+        """The compact storage of that direction; raises as `matrix_for` does."""
+        return to_storage(self.matrix_for(direction))
+
+    def matrix_for(self, direction: Direction) -> EncodedMatrix:
+        """`rowwise` or `columnwise`.
 
         Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
         """
@@ -170,7 +135,7 @@ class QuantizedTensor(Tensor):
             )
         return self._readable(storage)
 
-    def _readable(self, storage: Storage) -> Storage:
+    def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._slots.owner
         if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
@@ -182,24 +147,21 @@ class QuantizedTensor(Tensor):
             )
         return storage
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
-        """`storage_for` in the layout (`ops.layout`) in which a GEMM reads it."""
-        kept = self._slots.laid_out.get((direction, layout))
-        return (
-            self.storage_for(direction).to_gemm_operand(layout)
-            if kept is None
-            else self._readable(kept)
-        )
+    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
+        """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
+        cached = self._slots.laid_out.get((direction, layout))
+        if cached is None:
+            return to_layout(self.matrix_for(direction), layout)
+        return self._readable(cached)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in high precision, decoded from the rowwise storage if there is one that is
-        not freed.
+        """The values in high precision, decoded from the rowwise storage unless it is freed.
 
-        dtype:    of the result; default: the dtype the tensor reports.
+        dtype:    of the result (default: of the tensor).
         Raises StaleWeightError if every storage was freed.
         """
         if self._slots.parts:
-            parts = [QuantizedTensor(slots=part).dequantize(dtype) for part in self._slots.parts]
+            parts = [part.dequantize(dtype) for part in self._parts()]
             return torch.cat(parts).view(self.shape)
         for storage in (self.rowwise, self.columnwise):
             if storage is not None and not storage.is_freed:
@@ -209,12 +171,8 @@ class QuantizedTensor(Tensor):
         )
 
     def data_ptr(self) -> int:
-        """Raise ValueError: the memory holds codes, which whoever reads or writes an address of
-        `dtype` values does not know.
-
-        Return the address of the codes inside `addresses_are_names`, for who tells parameters apart
-        by it.
-        """
+        """Raise ValueError, because the memory holds codes and no `dtype` values; inside
+        `addresses_are_names`, return the address of the codes."""
         if _ADDRESSES_ARE_NAMES.get():
             return self._memory()[0].data_ptr()
         raise ValueError(
@@ -233,31 +191,36 @@ class QuantizedTensor(Tensor):
         return all(buffer.is_shared() for buffer in self._memory())
 
     def _memory(self) -> list[Tensor]:
-        """All that processes share of it."""
+        """Every buffer, to be shared between processes."""
         return [*_buffers(self)]
 
-    def with_storages(self, fn: Callable[[Storage], Storage], shape=None) -> QuantizedTensor:
+    def _parts(self) -> list[QuantizedTensor]:
+        return [QuantizedTensor(slots=part) for part in self._slots.parts]
+
+    def with_storages(
+        self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape: Sequence[int] | None = None
+    ) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
         return QuantizedTensor(
             slots=self._slots.map(fn), shape=self.shape if shape is None else shape
         )
 
-    def _aliased(self, shape=None) -> QuantizedTensor:
+    def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
 
-    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> Storage:
-        """`operand_for` while a graph is traced: FSDP2 may fill the buffers when it runs."""
+    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
+        """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
         slots = self._slots
-        kept, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
-        if kept is not None:
-            return kept
-        return (
-            hybrid.columnwise_of(slots.rowwise) if storage is None else storage
-        ).to_gemm_operand(layout)
+        cached, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
+        if cached is not None:
+            return cached
+        if storage is None:
+            storage = hybrid.columnwise_of(slots.storage(ROWWISE))
+        return to_layout(storage, layout)
 
-    def _operands(self) -> dict[str, Storage]:
-        """What a graph sees: per direction the operand that GEMMs read, else the codes; one
-        storage's buffers once."""
+    def _operands(self) -> dict[str, EncodedMatrix]:
+        """The storages that a graph sees by name: per direction the laid-out operands, else the
+        codes; shared buffers once."""
         slots, shown = self._slots, {}
         for direction in Direction:
             laid_out = {
@@ -282,8 +245,7 @@ class QuantizedTensor(Tensor):
         return self._slots.shown
 
     def __tensor_flatten__(self):
-        """The buffers that GEMMs read of both directions; FSDP2 fills and frees each as passes need
-        it."""
+        """The buffers that GEMMs read, of both directions; FSDP2 fills and frees each per pass."""
         if self._slots.parts and self._slots.shown is None:
             raise NotImplementedError(
                 f"{self!r} is of groups that are each quantized by themselves, which torch.compile "
@@ -297,8 +259,8 @@ class QuantizedTensor(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context, outer_size, outer_stride
     ) -> QuantizedTensor:
-        """The tensor over other buffers. Codes whose operands are shown instead keep theirs: GEMMs
-        do not read them."""
+        """The tensor over other buffers. Codes whose operands are shown in their place keep theirs,
+        which GEMMs do not read."""
         slots = context.value
         if slots.parts:
             return QuantizedTensor(slots=replace(slots, shown=dict(inner)), shape=outer_size)
@@ -308,20 +270,16 @@ class QuantizedTensor(Tensor):
             )
             for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
         }
-        made = StoragePair(
+        pair = StoragePair(
             rebuilt.get("rowwise", slots.rowwise),
             rebuilt.get("columnwise", slots.columnwise),
             slots.owner,
         )
-        if (
-            slots.columnwise is not None
-            and slots.rowwise is not None
-            and slots.columnwise.data is slots.rowwise.data
-        ):
-            made.put(COLUMNWISE, made.rowwise.as_direction(COLUMNWISE))
+        if slots.shares_data:
+            pair.put(COLUMNWISE, pair.storage(ROWWISE).as_direction(COLUMNWISE))
         for d, layout in slots.laid_out:
-            made.keep(d, layout, rebuilt[_shown_as(d, layout)])
-        return QuantizedTensor(slots=made, shape=outer_size)
+            pair.keep(d, layout, rebuilt[_shown_as(d, layout)])
+        return QuantizedTensor(slots=pair, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -333,11 +291,11 @@ class QuantizedTensor(Tensor):
             is_parameter,
         )
 
-    def __deepcopy__(self, memo) -> QuantizedTensor:
+    def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
-        copied = _as_parameter(copied, isinstance(self, torch.nn.Parameter), self.requires_grad)
-        memo[id(self)] = copied
-        return copied
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = as_parameter(copied, is_parameter, self.requires_grad)
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents=None) -> str:
         slots = self._slots.parts[0] if self._slots.parts else self._slots
@@ -346,24 +304,21 @@ class QuantizedTensor(Tensor):
         )
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in OPERATORS:
-            return OPERATORS[func](*args, **kwargs)
         handler = _TABLE.get(func)
         if handler is None:
             raise NotImplementedError(
                 f"{func} is not defined on a QuantizedTensor and will not decode it silently; call "
                 f"{cls._decoded_by} first if high-precision values are what you want"
             )
-        return handler(func, args, kwargs)
+        return handler(func, args, kwargs or {})
 
 
 def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
-    """The name of a storage in a layout, among those that `__tensor_flatten__` names."""
+    """The name that `__tensor_flatten__` gives to a storage in a layout."""
     return direction.value if layout == COMPACT else f"{direction.value}_{layout}".replace(" ", "_")
 
 
@@ -378,27 +333,25 @@ for _direction in Direction:
             setattr(QuantizedTensor, _shown, _buffer_property(_shown))
 
 
-def _as_parameter(
-    tensor: QuantizedTensor, is_parameter: bool, requires_grad: bool
-) -> QuantizedTensor:
-    return (
-        torch.nn.Parameter(tensor, requires_grad)
-        if is_parameter
-        else tensor.requires_grad_(requires_grad)
-    )
+def as_parameter(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Tensor:
+    """`tensor`, or an nn.Parameter of it, with `requires_grad`."""
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _rebuild(
-    rowwise: Storage | None,
-    columnwise: Storage | None,
-    shape,
+    rowwise: EncodedMatrix | None,
+    columnwise: EncodedMatrix | None,
+    shape: tuple[int, ...],
     requires_grad: bool,
     is_parameter: bool = False,
-) -> QuantizedTensor:
-    """Raises ValueError for what no QuantizedTensor wrote to a file."""
+) -> Tensor:
+    """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
     sides = zip(Direction, (rowwise, columnwise))
     if not all(
-        side is None or (isinstance(side, Storage) and side.direction is d) for d, side in sides
+        side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
+        for d, side in sides
     ):
         raise ValueError(
             f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} "
@@ -406,9 +359,8 @@ def _rebuild(
         )
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
-    return _as_parameter(
-        QuantizedTensor(rowwise, columnwise, shape=shape), is_parameter, requires_grad
-    )
+    tensor = QuantizedTensor(rowwise, columnwise, shape=shape)
+    return as_parameter(tensor, is_parameter, requires_grad)
 
 
 @_TABLE.implements([aten.detach.default, aten.alias.default])
@@ -457,8 +409,10 @@ def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> Quantiz
             f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
         )
     if not tensor._slots.parts:
-        return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
-    parts = [QuantizedTensor(slots=part) for part in tensor._slots.parts]
+        return tensor.with_storages(
+            lambda s: to_storage(s).narrow(start, length), (length, tensor.shape[1])
+        )
+    parts = tensor._parts()
     for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
         if (end - len(part), len(part)) == (start, length):
             return part
@@ -470,41 +424,53 @@ def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> Quantiz
 
 @_TABLE.implements([aten.slice.Tensor])
 def _slice(func, args, kwargs):
-    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    start, end, step = range(tensor.shape[dim])[slice(start, end, step)].start, end, step
+    return _sliced(*args)
+
+
+def _sliced(
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
     if step != 1:
         raise NotImplementedError(
             f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first"
         )
-    stop = slice(None, end).indices(tensor.shape[dim])[1]
-    if (start, stop) == (0, tensor.shape[dim]) and not tensor._slots.parts:
+    first, stop, _ = slice(start, end).indices(tensor.shape[dim])
+    if (first, stop) == (0, tensor.shape[dim]) and not tensor._slots.parts:
         return tensor._aliased()
-    return _rows(tensor, dim, start, max(stop - start, 0))
+    return _rows(tensor, dim, first, max(stop - first, 0))
 
 
 @_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _split(func, args, kwargs):
-    tensor, sizes, dim = (*args, 0)[:3]
+    return _split_rows(*args, **kwargs)
+
+
+def _split_rows(
+    tensor: QuantizedTensor, sizes: int | list[int], dim: int = 0
+) -> list[QuantizedTensor]:
     if isinstance(sizes, int):
         total = tensor.shape[dim]
         sizes = [min(sizes, total - s) for s in range(0, total, sizes)]
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(_rows(tensor, dim, start, size))
-        start += size
-    return pieces
+    starts = [0, *itertools.accumulate(sizes)]
+    return [_rows(tensor, dim, start, size) for start, size in zip(starts, sizes)]
 
 
 @_TABLE.implements([aten.unbind.int])
 def _unbind(func, args, kwargs):
-    """The matrices of a packed tensor."""
-    tensor, dim = (*args, 0)[:2]
+    return _matrices(*args)
+
+
+def _matrices(tensor: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     if dim != 0 or not tensor._slots.parts or tensor.dim() != 3:
         raise NotImplementedError(
             f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
             "first"
         )
-    return [QuantizedTensor(slots=part) for part in tensor._slots.parts]
+    return tensor._parts()
 
 
 @_TABLE.implements([aten.clone.default])
@@ -548,8 +514,7 @@ def _plain_like(func, args, kwargs):
 
 @_TABLE.implements([aten.copy_.default])
 def _copy_(func, args, kwargs):
-    """The bytes of another tensor of the same storages. FSDP2 copies the shard of a parameter into
-    a plain tensor."""
+    """Copy the bytes of a tensor with equal storages."""
     target, source = args[:2]
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
@@ -572,32 +537,31 @@ def _copy_(func, args, kwargs):
 def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
     """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes,
     parts, formats or layouts."""
-    pairs, sides = [], [[one._slots, *one._slots.parts] for one in (target, source)]
-    same = (
-        target.shape == source.shape
-        and len(sides[0]) == len(sides[1])
-        and target._slots.owner is None
-    )
-    for into, of in zip(*sides) if same else ():
-        for direction in Direction:
-            a, b = into.get(direction), of.get(direction)
-            same &= (a is None and b is None) or None not in (a, b) and a.geometry == b.geometry
-            pairs += (
-                zip(a.buffers().values(), b.buffers().values()) if same and a is not None else ()
-            )
-    if not same:
+    into, out_of = list(_storages(target)), list(_storages(source))
+    same = target.shape == source.shape and target._slots.owner is None
+    if (
+        not same
+        or [key for key, _ in into] != [key for key, _ in out_of]
+        or any(a.geometry != b.geometry for (_, a), (_, b) in zip(into, out_of))
+    ):
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
             "into it with HybridQuantizer.update(tensor, source.dequantize())"
         )
-    return pairs
+    return [*zip(_buffers(target), _buffers(source))]
+
+
+def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
+    """((part, direction), storage) of every storage."""
+    for part, slots in enumerate((tensor._slots, *tensor._slots.parts)):
+        for direction in Direction:
+            if (storage := slots.get(direction)) is not None:
+                yield (part, direction), storage
 
 
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
-    for slots in (tensor._slots, *tensor._slots.parts):
-        for direction in Direction:
-            if (storage := slots.get(direction)) is not None:
-                yield from storage.buffers().values()
+    for _, storage in _storages(tensor):
+        yield from storage.buffers().values()
 
 
 @_TABLE.implements([aten.record_stream.default])

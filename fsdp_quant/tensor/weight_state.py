@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,18 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
 from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
+from .torch_compat import ManagedParam
 
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
+
+
+class WeightSync(Protocol):
+    """What writes the codes of a published weight (`parallel.synced_weight`)."""
+
+    generation: object
+
+    def check_ready(self, name: str, direction: Direction) -> None:
+        """Raise StaleWeightError unless the codes may be read."""
 
 
 class WeightState:
@@ -75,9 +85,9 @@ class WeightState:
 
     def _reset(self) -> None:
         """Forget what belongs to this process: gathers, syncs, holds."""
-        self.gathered = None  # gathered_weight.GatheredWeight
-        self.managed = None  # torch_compat.ManagedParam
-        self.weight_sync = None
+        self.gathered: object = None  # gathered_weight.GatheredWeight
+        self.managed: ManagedParam | None = None
+        self.weight_sync: WeightSync | None = None
         self.held: dict | None = None
         self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
 
@@ -212,7 +222,7 @@ class WeightState:
 _OF_PROCESS = frozenset({"gathered", "managed", "weight_sync", "held", "statistics"})
 
 
-class WeightTensor:
+class WeightTensor(Tensor):
     """Base of the local tensors that FSDP2 gathers as codes: they have a `state`, and their
     high-precision values `inner`."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and
-parts.cpp."""
+grouped_gemm.cpp."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
 def product_error(
     a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int
 ) -> None:
-    """Adds to guard[product], of fp32 [3, 2], the estimate of `reference.product_error`, in one of
+    """Adds to guard[product], of fp32 [3, 2], the estimate of `ops.product_error`, in one of
     `PROBED_STEPS`.
 
     a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: as of the

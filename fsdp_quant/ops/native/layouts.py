@@ -46,7 +46,7 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
 class RecordedLaunch(NamedTuple):
     """A call of an operator that writes `out`, which may be made again."""
 
-    operator: Callable[..., None]
+    operator: Callable[..., object]
     arguments: tuple
     out: list[Tensor]
 

@@ -299,7 +299,7 @@ def cast_pieces(
     second: bool,
     skip: Tensor | None,
 ) -> None:
-    """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1],
+    """Amaxes and codes of tiles of pieces; `weight_sync.cast_plan` makes the tables. skip: bool [1],
     read on the device."""
     sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
     eps = [0.0 if e is None else e.eps for e in (row, col)]
@@ -309,7 +309,7 @@ def cast_pieces(
 def cast_scales(
     runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None
 ) -> None:
-    """Scales of collected amaxes, and values in another dtype, a run each; `parallel.cast_plan`
+    """Scales of collected amaxes, and values in another dtype, a run each; `weight_sync.cast_plan`
     makes the tables.
 
     encodings:  that runs name by their index, SCALE_SIDES at most.
@@ -327,8 +327,8 @@ def quantize_anchored(
     transposed: Sequence[bool] | None = None,
     amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR
-    `reference.anchored_codes`.
+    """(codes, fp32 scales) of each e8m0 encoding; see `anchoring.anchored`, and of OF_TENSOR
+    `anchoring.anchored_codes`.
 
     anchor_runs: of each (`anchor_run`); None: 0.
     transposed:  codes of a columnwise side as [cols, rows].

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gemm/sm90_gemm_instances.cuh"
+
+namespace fsdp_quant::sm90 {
+
+namespace {
+
+template <GroupedDim kGrouped>
+Kernel of_values(Tile tile) {
+  using Small = Shape<128, 5, 1, true>;
+  return tile == Tile::k256x128x2 ? describe<Wide, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>()
+                                  : describe<Small, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>();
+}
+
+}  // namespace
+
+Kernel grouped_bf16_kernel(GroupedDim dim, Tile tile) {
+  return dim == GroupedDim::kM ? of_values<GroupedDim::kM>(tile) : dim == GroupedDim::kK ? of_values<GroupedDim::kK>(tile) : Kernel{};
+}
+
+}  // namespace fsdp_quant::sm90

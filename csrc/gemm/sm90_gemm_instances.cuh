@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tiles of one pair of scales, for each pair of elements and each cut.
+#pragma once
+
+#include "gemm/sm90_gemm.h"
+#include "gemm/sm90_gemm_kernel.cuh"
+
+namespace fsdp_quant::sm90 {
+
+template <class S, Granularity kA, Granularity kB, GroupedDim kGrouped>
+Kernel of_elements(bool a_e5m2, bool b_e5m2) {
+  if (a_e5m2) return describe<S, kA, kB, true, false, kGrouped>();
+  if (!b_e5m2) return describe<S, kA, kB, false, false, kGrouped>();
+  if constexpr (kGrouped == GroupedDim::kNone) return describe<S, kA, kB, false, true, kGrouped>();
+  return {};
+}
+
+// `Large` is of the tile of 256 rows.
+template <class Large, Granularity kA, Granularity kB, GroupedDim kGrouped>
+Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
+  using Small = Shape<128, 5, 1, true>;
+  return tile == Tile::k256x128x2 ? of_elements<Large, kA, kB, kGrouped>(a_e5m2, b_e5m2)
+                                  : of_elements<Small, kA, kB, kGrouped>(a_e5m2, b_e5m2);
+}
+
+template <class Large, Granularity kA, Granularity kB>
+Kernel of_grouped_dim(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2) {
+  if (dim == GroupedDim::kNone) return {};
+  return dim == GroupedDim::kM ? of_tile<Large, kA, kB, GroupedDim::kM>(tile, a_e5m2, b_e5m2)
+                           : of_tile<Large, kA, kB, GroupedDim::kK>(tile, a_e5m2, b_e5m2);
+}
+
+// Wide staging and 3 stages, or narrow and 4: the faster one, by mode.
+using Wide = Shape<256, 3, 2, false>;
+using Deep = Shape<256, 4, 2, true>;
+
+}  // namespace fsdp_quant::sm90

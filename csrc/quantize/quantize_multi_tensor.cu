@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// All shards of a parameter group, or both directions of the experts' weights, in one launch: the same tiles, found in a table
+// of tensors. Weights are rounded to nearest and not rotated.
+#include "quantize/quantize_kernel.cuh"
+
+namespace fsdp_quant {
+
+cudaError_t launch_quantize_multi_tensor(const Launch<kMultiTensorCapacity>& launch, cudaStream_t stream) {
+  const EncodingSpec& row = launch.spec[0];
+  const EncodingSpec& col = launch.spec[1];
+  constexpr int kMany = kMultiTensorCapacity;
+  if (launch.phases == kStatistics) return launch_instance<LoadBF16, Statistics, Statistics, kMany, 4>(launch, stream);
+  if (row.six_bit() || col.six_bit()) return launch_instance<LoadBF16, Plain6, Plain6, kMany, 2>(launch, stream);
+  if (row.present() && col.present())  // 8 bits
+    return launch.shares_codes_transposed ? launch_instance<LoadBF16, SharedCodes8, Absent, kMany, 3>(launch, stream)
+                        : launch_instance<LoadBF16, Plain8, Plain8, kMany, 3>(launch, stream);
+  if (row.present()) {
+    return row.four_bit() ? launch_instance<LoadBF16, Plain4, Absent, kMany, 3>(launch, stream)
+                          : launch_instance<LoadBF16, Plain8, Absent, kMany, 3>(launch, stream);
+  }
+  return col.four_bit() ? launch_instance<LoadBF16, Absent, Plain4, kMany, 3>(launch, stream)
+                        : launch_instance<LoadBF16, Absent, Plain8, kMany, 3>(launch, stream);
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes in checkpoints: fingerprints, storages as DTensors, and files of exact codes.
+
+A training checkpoint holds masters: a load encodes them again, at any world size, and the
+fingerprint tells whether the codes are the same. Codes themselves are written for inference, or to
+be inspected. A safetensors file has metadata: under the weight's name, JSON of the format's fields,
+direction, shape and dtype; under "fsdp_quant", digests of every tensor and of these texts, so that
+a load names the tensor of a flipped bit.
+
+>>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+>>> fq.checkpoint.export_safetensors(model, "codes.safetensors", codes=True)
+>>> fq.checkpoint.load_safetensors("codes.safetensors")["0.weight"].rowwise.fmt.name
+'mxfp8'
+"""
+
+from .code_hash import fingerprint, fingerprints
+from .files import export_safetensors, load_safetensors, publish, replacing
+from .verification import SAVED_BY, Verified, verify
+from .weights import LocalWeight, code_tensors, prepared, storage_tensors
+
+__all__ = [
+    "SAVED_BY",
+    "LocalWeight",
+    "Verified",
+    "code_tensors",
+    "export_safetensors",
+    "fingerprint",
+    "fingerprints",
+    "load_safetensors",
+    "prepared",
+    "publish",
+    "replacing",
+    "storage_tensors",
+    "verify",
+]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files of exact codes, and atomic replacement of files.
+
+[Note: names in a file of codes]
+    layers.0.up.weight.rowwise.data         uint8 codes, compact (see `Storage`); two 4-bit codes
+                                            per byte, the first in the low bits
+    layers.0.up.weight.rowwise.scale        decode scales of the blocks: fp32, or uint8 codes of
+                                            e8m0 or e4m3
+    layers.0.up.weight.rowwise.tensor_amax  fp32 [1], two-level formats: determines the second-level
+                                            scale
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..formats import ROWWISE
+from ..storage import rebuild_storage
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from .weights import prepared, storage_tensors
+
+try:
+    import safetensors
+    import safetensors.torch
+except ImportError:
+    safetensors = None
+
+
+_DIGESTS = "fsdp_quant"  # metadata: JSON of name -> digest
+_BUFFER = re.compile(r"(.+)\.(rowwise|columnwise)\.(data|scale|tensor_amax)")
+
+
+@contextlib.contextmanager
+def replacing(path: str | PathLike) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, and replace `path` by it once it is on the disk.
+
+    A process that is killed inside leaves `path` unchanged. An exception inside is raised, and the
+    temporary file removed.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        publish(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def publish(part: Path, path: Path) -> None:
+    """Rename a completely written file or folder to `path`, durably: fsync, rename, fsync the
+    parent folder.
+
+    part:  in the folder of `path`. The files of a folder must be synchronized, as
+           `torch.distributed.checkpoint` does.
+    path:  replaced atomically if a file; a folder of this name is removed first.
+    """
+    _sync(part)
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(part, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _digest(value: Tensor | str) -> str:
+    """Digest of a text, or of the dtype, shape and bytes of a CPU tensor."""
+    if isinstance(value, str):
+        return hashlib.sha256(value.encode()).hexdigest()[:16]
+    text = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode())
+    text.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return text.hexdigest()[:16]
+
+
+def installed() -> ModuleType:
+    """The safetensors module. Raises ImportError if it is not installed."""
+    if safetensors is None:
+        raise ImportError("safetensors is not installed; pip install safetensors")
+    return safetensors
+
+
+def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = False) -> None:
+    """Write the whole model to one safetensors file, from rank 0. Every rank must call it.
+
+    codes:  write quantized weights as the exact codes and scales that forwards multiply (see the
+            module's note), and the rest as in the state dict. Names are without wrappers.
+
+    Replaces an existing file atomically. Raises ImportError without safetensors.
+    """
+    save_file = installed().torch.save_file
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    state = model.state_dict()  # reshards, so that the sharded parameters are registered
+    tensors: dict[str, Tensor] = {}
+    metadata = {"format": "pt"}
+    replaced: dict[int, str] = {}
+    if codes:
+        for w in prepared(model):
+            if w.piece.state.quantizer.rowwise.fmt.is_quantized:
+                replaced[id(w.piece.state)] = name = torch_compat.in_state_dict(w.name)
+                storage = w.storage(ROWWISE)
+                whole = storage_tensors(storage, w.like, w.rows)
+                named = {f"{name}.rowwise.{buffer}": _whole(t) for buffer, t in whole.items()}
+                tensors |= named if writes else {}
+                metadata[name] = json.dumps(
+                    storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]}
+                )
+    owners = _states_by_name(model)
+    for name, tensor in state.items():
+        name = torch_compat.in_state_dict(name)
+        quantized = replaced.get(owners.get(name, -1))
+        if quantized is None:
+            whole = _whole(tensor)
+            tensors |= {name: whole} if writes else {}
+        elif quantized != name:
+            metadata[name] = json.dumps({"tied": quantized})
+    if writes:
+        metadata[_DIGESTS] = json.dumps(
+            {name: _digest(value) for name, value in (metadata | tensors).items()}
+        )
+        with replacing(path) as part:
+            save_file(tensors, part, metadata)
+
+
+def _states_by_name(model: nn.Module) -> dict[str, int]:
+    """State dict name -> id of the weight's state, also for tied names."""
+    modules = model.named_modules(remove_duplicate=False)
+    states = (
+        (f"{name}.weight".lstrip("."), getattr(module, "_weight_state", None))
+        for name, module in modules
+    )
+    return {
+        torch_compat.in_state_dict(name): id(state) for name, state in states if state is not None
+    }
+
+
+def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read a file of `export_safetensors`: state dict name -> tensor, or `QuantizedTensor` with the
+    rowwise codes.
+
+    Executes nothing from the file. Ignores foreign metadata; reads files of earlier versions
+    without digests.
+
+    Raises ValueError, naming the tensor, for changed bytes, and for buffers that are missing or do
+    not match the metadata of their weight. Raises ImportError without safetensors.
+    """
+    tensors, metadata = read_checked(path)
+    rebuilt = rebuild_tensors(tensors, metadata, path)
+    return {name: tensor.to(device) for name, tensor in rebuilt.items()}
+
+
+def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata). Raises ValueError if they do not match their digests."""
+    with installed().safe_open(path, "pt", device="cpu") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if _DIGESTS in metadata:
+        digests = _json(metadata.pop(_DIGESTS))
+        if not isinstance(digests, dict):
+            raise ValueError(
+                f"{path}: the digests of its tensors are damaged; export the model again"
+            )
+        found = {
+            name: _digest(value)
+            for name, value in (metadata | tensors).items()
+            if name in digests or name in tensors
+        }
+        wrong = {
+            "lacks": digests.keys() - found,
+            "holds, beside those of the export,": found.keys() - digests.keys(),
+            "holds other bytes, or facts, of": {
+                name for name in found if digests.get(name, found[name]) != found[name]
+            },
+        }
+        for what, names in wrong.items():
+            if names:
+                raise ValueError(
+                    f"{path} {what} {', '.join(sorted(names)[:5])}: the file is damaged; export "
+                    "the model again"
+                )
+    return tensors, metadata
+
+
+def _json(text: str) -> object:
+    """The parsed text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def rebuild_tensors(
+    tensors: dict[str, Tensor], metadata: dict[str, str], path: str | PathLike
+) -> dict[str, Tensor]:
+    """The tensors and quantized weights of a file. Raises ValueError for buffers that the metadata
+    does not describe, and for ties to missing weights."""
+    buffers: dict[str, dict[str, dict[str, Tensor]]] = {}
+    loaded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _BUFFER.fullmatch(name)
+        if match is None:
+            loaded[name] = tensor
+        else:
+            weight, direction, buffer = match.groups()
+            buffers.setdefault(weight, {}).setdefault(direction, {})[buffer] = tensor
+    facts = {name: of for name, text in metadata.items() if isinstance(of := _json(text), dict)}
+    described = {name for name, of in facts.items() if {"format", "direction"} <= of.keys()}
+    for name in {**buffers, **dict.fromkeys(sorted(described))}:
+        its = facts.get(name)
+        if (
+            its is None
+            or name not in described
+            or list(buffers.get(name, ())) != [its["direction"]]
+            or name in loaded
+        ):
+            raise ValueError(
+                f"{path}: the codes of {name} or their facts are missing or of another direction; "
+                "export the model again"
+            )
+        try:
+            loaded[name] = QuantizedTensor(rebuild_storage(its, buffers[name][its["direction"]]))
+        except ValueError as error:
+            raise ValueError(f"{path}: {name}: {error}") from None
+    for name, of in facts.items():
+        if name not in described and isinstance(of.get("tied"), str):
+            if of["tied"] not in described:
+                raise ValueError(
+                    f"{path}: {name} is tied to {of['tied']}, which holds no codes; export the "
+                    "model again"
+                )
+            loaded[name] = loaded[of["tied"]]
+    return loaded

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify`: check a checkpoint without a model."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+import fsdp_quant.recipe as recipes
+
+from ..scaling import DelayedScaling, RowCuts
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import Piece, WeightState
+from .code_hash import fingerprint
+from .files import installed, read_checked, rebuild_tensors
+from .weights import LocalWeight
+
+# Key beside the modules in "moved" of a saved state: [rank that saved it, of how many]. DCP can load
+# older files because it is no leaf of its own.
+SAVED_BY = "saved by"
+
+
+@dataclass
+class Verified:
+    """The result of `verify`: lines to print, and one sentence per problem."""
+
+    path: str
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        verdict = [f"WRONG: {problem}" for problem in self.problems] or ["whole"]
+        return "\n".join([self.path, *self.lines, *verdict])
+
+
+def verify(path: str | PathLike) -> Verified:
+    """Check a checkpoint without a model, and print its contents.
+
+    path:  a file of `export_safetensors`: checks digests and metadata of every tensor. A folder of
+           `torch.distributed.checkpoint`: reads every tensor, and quantizes again and compares the
+           weights that a state of `fq.state_dict` has fingerprints of, if a recipe of `fq.recipes`
+           quantized them. Unpickles such a folder: read only those that you trust.
+
+    Raises FileNotFoundError if there is nothing.
+    """
+    path = Path(path)
+    found = Verified(str(path))
+    if path.is_dir():
+        _verify_folder(path, found)
+    else:
+        with path.open("rb"):
+            _verify_file(path, found)
+    print(found)
+    return found
+
+
+def _verify_file(path: Path, found: Verified) -> None:
+    damaged = installed().SafetensorError
+    try:
+        tensors, metadata = read_checked(path)
+        loaded = rebuild_tensors(tensors, metadata, path)
+    except (ValueError, damaged) as error:
+        found.problems.append(str(error))
+        return
+    for name, tensor in loaded.items():
+        codes = tensor.rowwise or tensor.columnwise if isinstance(tensor, QuantizedTensor) else None
+        found.lines.append(
+            f"  {name}: {list(tensor.shape)} "
+            + (str(tensor.dtype) if codes is None else codes.describe())
+        )
+
+
+def _verify_folder(path: Path, found: Verified) -> None:
+    values: dict[
+        tuple[str, ...], Any
+    ] = {}  # by place; functions that read tensors, which are large
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        for key, stored in metadata.state_dict_metadata.items():
+            place = (metadata.planner_data or {}).get(key, (key,))
+            value = _read_one(path, key, stored)
+            if isinstance(stored, TensorStorageMetadata) and "histories" not in place:
+                found.lines.append(f"  {key}: {list(stored.size)} {stored.properties.dtype}")
+                value = functools.partial(_read_one, path, key, stored)
+            values[tuple(map(str, place))] = value
+    except (Exception, CheckpointException) as error:  # readers of damaged bytes raise anything
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        found.problems.append(
+            f"it cannot be read: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        )
+        return
+    ranks: dict[int, set[int]] = {}
+    for place in values:
+        if place[-1] == "fingerprint" and place[:-1] + ("recipe",) in values:
+            state = {
+                p[len(place) - 1 :]: value
+                for p, value in values.items()
+                if p[: len(place) - 1] == place[:-1]
+            }
+            try:
+                rank, world = _verify_state(".".join(place[:-1]) or "state", state, values, found)
+                ranks.setdefault(world, set()).add(rank)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                found.problems.append(
+                    f"{'.'.join(place[:-1])} is no state of fq.state_dict: {error}"
+                )
+    for world, saved in ranks.items():
+        if world and len(saved) < world and any("histories" in place for place in values):
+            found.problems.append(
+                f"it holds amax histories of ranks {sorted(saved)} of {world}, and each rank has "
+                "its own; save fq.state_dict under a key per rank"
+            )
+
+
+def _read_one(path: Path, key: str, stored: object) -> Any:
+    state: dict[str, Any] = {key: None}
+    if isinstance(stored, TensorStorageMetadata):
+        state[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    load(state, checkpoint_id=path, no_dist=True)
+    return state[key]
+
+
+def _verify_state(
+    name: str, state: dict[tuple, Any], values: dict[tuple, Any], found: Verified
+) -> tuple[int, int]:
+    """Check a state of `fq.state_dict`, whose leaves are given by place. Returns (rank, world size)
+    that saved it; (0, 0) for older files."""
+    rank, world = json.loads(state.get(("moved",), "{}")).get(SAVED_BY, (0, 0))
+    step, seed, text = (state[key,] for key in ("step", "seed", "recipe"))
+    found.lines.append(f"  {name}: step {step}, seed {seed}, rank {rank} of {world or '?'}, {text}")
+    if type(step) is not int or step < 0 or type(seed) is not int:
+        raise ValueError(f"step is {step!r} and seed {seed!r}")
+    histories: dict[str, dict[str, Tensor]] = {}
+    for place, value in state.items():
+        if place[0] == "histories":
+            histories.setdefault(place[1], {})[place[2]] = value
+            if not (value.isfinite() & (value >= 0)).all():
+                found.problems.append(
+                    f"{name}: {place[2]} of the amax history of {place[1]} is negative or not "
+                    "finite"
+                )
+    recipes_of_state, same, other = _recipes_in(text), 0, []
+    codes = {place[1]: value for place, value in state.items() if place[0] == "codes"}
+    for weight, saved in codes.items() if recipes_of_state else ():
+        is_same = _reproduces(recipes_of_state, weight, saved, histories, values)
+        same += is_same is True
+        other += [weight] if is_same is False else []
+    if recipes_of_state:
+        found.lines.append(
+            f"  {name}: codes of {same} of {len(codes)} weights made again, and compared"
+        )
+    else:
+        found.lines.append(
+            f"  {name}: codes not compared, because no recipe of fq.recipes alone made them"
+        )
+    if other:
+        found.problems.append(
+            f"{name}: the codes of {', '.join(other[:5])} are not those that were saved: the "
+            "weight, or its fingerprint, is damaged (or tensor parallelism cut its blocks)"
+        )
+    return rank, world
+
+
+def _reproduces(
+    candidates: list[recipes.Recipe],
+    weight: str,
+    saved: int,
+    histories: Mapping[str, dict],
+    values: Mapping[tuple, Any],
+) -> bool | None:
+    """One of the recipes quantizes the checkpoint's values of a weight to codes of this
+    fingerprint; None: the values are not in it."""
+    stem, _, expert = (
+        (weight, "", "") if weight.rpartition(".")[2] == "weight" else weight.rpartition(".")
+    )
+    places = [
+        p
+        for p, value in values.items()
+        if callable(value) and f".{'.'.join(p)}".endswith(f".{stem}")
+    ]
+    if not places:
+        return None
+    place = min(places, key=lambda p: len(".".join(p)))  # longer ones are of other modules
+    master = values[place]()[int(expert)] if expert else values[place]()
+    for recipe in candidates:
+        hybrid = recipe.hybrid(recipes.Role("linear", "weight", stem.removesuffix(".weight")))
+        state = WeightState(weight, hybrid, tuple(master.shape), recipe.compute_dtype)
+        for d in hybrid.delayed_directions:
+            if (
+                kept := histories.get(f"{stem.removesuffix('weight')}weight.{d.value}")
+            ) is not None:
+                state.history(weight, "weight", d, hybrid.side(d)).load_state_dict(kept)
+        storages = LocalWeight(
+            weight, Piece(state, master, RowCuts((0, len(master))), 0), None, {}
+        ).storages()
+        if sum(int(fingerprint(s)) for s in storages) % 2**64 == saved % 2**64:
+            return True
+    return False
+
+
+def _recipes_in(text: str) -> list[recipes.Recipe]:
+    """The recipes in a text of `Recipe.__repr__` joined by bars; none if one is not of
+    `fq.recipes`."""
+    found = []
+    for part in text.split(" | "):
+        try:
+            name, keywords = _call(ast.parse(part, mode="eval").body)
+            if name not in recipes.NAMED:
+                return []
+            given = {keyword: _value(node) for keyword, node in keywords.items()}
+            options: dict[str, Any] = {"backward_override": None}
+            for option in given.keys() & recipes.Recipe.__dataclass_fields__.keys():
+                options[option] = given.pop(option)
+            arguments = tuple(sorted(given.items()))
+            found.append(recipes.Recipe(name, recipes.by_families, arguments, **options))
+        except (SyntaxError, TypeError, ValueError):
+            return []
+    return found
+
+
+def _call(node: ast.expr) -> tuple[str, dict[str, ast.expr]]:
+    """(name, keyword arguments) of a call. Raises ValueError for anything else."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError(f"wanted name(keyword=value, ..), got {ast.unparse(node)}")
+    return node.func.id, {str(keyword.arg): keyword.value for keyword in node.keywords}
+
+
+def _value(node: ast.expr) -> object:
+    """A literal, a torch dtype, or `DelayedScaling(...)`."""
+    if isinstance(node, ast.Call):
+        name, keywords = _call(node)
+        if name == "DelayedScaling":
+            return DelayedScaling(**{k: ast.literal_eval(value) for k, value in keywords.items()})
+    return _DTYPES.get(ast.unparse(node)) or ast.literal_eval(node)
+
+
+_DTYPES = {f"torch.{name}": getattr(torch, name) for name in ("bfloat16", "float16", "float32")}

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes of a model's quantized weights, as shards and as DTensors for DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..counters import counters
+from ..formats import Direction
+from ..scaling import RowCuts
+from ..storage import Placement, Storage
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.root_statistics import Sharded, take
+from ..tensor.torch_compat import ManagedParam
+from ..tensor.weight_codes import WeightCodes
+from ..tensor.weight_state import (
+    Piece,
+    Shard,
+    WeightState,
+    WeightTensor,
+    encode_shards,
+    values_of,
+)
+
+
+@dataclass(frozen=True)
+class LocalWeight:
+    """This rank's rows of a quantized weight.
+
+    name:        as in the model's state dict.
+    piece:       [local rows, K], its state and cuts.
+    managed:     by `fully_shard`; None if the weight is whole.
+    statistics:  that ranks share, by matrix and direction.
+    experts:     (ranks that hold other matrices of the packed weight, matrices per rank), or None.
+    codes:       of a weight without high-precision values here: its optimizer is gone, a trainer
+                 has its masters (`fq.hooks`), or `fq.freeze` dropped them.
+    """
+
+    name: str
+    piece: Piece
+    managed: ManagedParam | None
+    statistics: dict
+    experts: tuple[dist.ProcessGroup, int] | None = None
+    codes: QuantizedTensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole weight (tensor parallelism: of this rank's part)."""
+        return self.piece.cuts.rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.piece.values.device if self.managed is None else self.managed.device
+
+    @property
+    def like(self) -> DTensor | None:
+        """The sharded weight, or None. Raises NotImplementedError if more than one axis is cut."""
+        if self.piece.state.tensor_group is not None:
+            raise NotImplementedError(
+                f"{self.name} is cut by tensor parallelism, and its codes shard along one axis "
+                "only; save the masters, and write codes from a model without it"
+            )
+        local = None if self.managed is None else self.managed.local
+        if isinstance(local, WeightTensor) and local.state.parts:
+            raise NotImplementedError(
+                f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have "
+                "no form as DTensors; save the high-precision weight, of which a load makes the "
+                "same codes"
+            )
+        return None if self.managed is None else self.managed.registered
+
+    def storage(self, direction: Direction) -> Storage:
+        """Encode these rows as a gather would. `prepared` must have run on every rank."""
+        if self.codes is not None:
+            return self.codes.storage_for(direction)
+        state, values = self.piece.state, self.piece.values
+        dtype = state.compute_dtype or values.dtype
+        statistics = self.statistics.get((state.name, direction))
+        shard = Shard(self.piece, direction, dtype, statistics, records=False)
+        with torch.no_grad(), counters.kept():
+            (encoded,) = encode_shards([shard], self.device)
+        encoding = state.quantizer.encodings[direction]
+        return Storage.of(encoded, encoding, values.shape, dtype, self.piece.row0)
+
+    def storages(self) -> list[Storage]:
+        """One per direction that is encoded from the master and was not dropped."""
+        encoded = self.piece.state.quantizer.encodings
+        return [
+            self.storage(d)
+            for d in encoded
+            if self.codes is None or getattr(self.codes, d.value) is not None
+        ]
+
+
+def prepared(model: nn.Module) -> list[LocalWeight]:
+    """The quantized weights of a model, each once, with the statistics that encoding them needs.
+    Every rank must call it."""
+    managed = {owner: m for m in torch_compat.managed_params_of(model) for owner in m.owners}
+    found: dict[WeightState, tuple[str, Sharded]] = {}
+    for prefix, module in model.named_modules():
+        state, parameter = getattr(module, "_weight_state", None), module._parameters.get("weight")
+        if state is None or parameter is None or getattr(module, "transposed", False):
+            continue
+        m = managed.get((module, "weight"))
+        local = torch_compat.local_of(parameter if m is None else m.registered)
+        found.setdefault(
+            state, (f"{prefix}.weight" if prefix else "weight", Sharded(local, state, m))
+        )
+    shared = [s for _, s in found.values() if s.managed is not None or s.state.spans_parts]
+    take([s for s in shared if _only_codes(s.local) is None], {})
+    weights = []
+    for state, (name, (local, _, m, _)) in found.items():
+        rows, world, rank = (
+            (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
+        )
+        group = state.tensor_group if state.parts else None
+        experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
+        codes = _only_codes(local)
+        values = values_of(local) if codes is None else local.dequantize()
+        pieces = state.pieces(values, RowCuts.chunked(rows, world), rank, every=True)
+        weights += [
+            LocalWeight(
+                f"{name}.{e}" if state.parts else name,
+                piece,
+                m,
+                state.statistics or {},
+                experts,
+                codes,
+            )
+            for e, piece in enumerate(pieces, first)
+        ]
+    return weights
+
+
+def _only_codes(local: Tensor) -> QuantizedTensor | None:
+    """`local` if it has no high-precision values to encode, else None."""
+    has_values = isinstance(local, WeightCodes) and local.has_values
+    return local if isinstance(local, QuantizedTensor) and not has_values else None
+
+
+def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[str, Tensor]:
+    """The buffers of a shard's storage as DTensors for DCP; plain tensors if the weight is whole.
+
+    like:     the sharded weight, whose mesh and placements the DTensors have; buffers that do not
+              shard are replicated, as are scales of blocks that a cut divides. None: not sharded.
+    rows:     of the whole tensor.
+    returns:  buffer name -> tensor. Every rank must call it: cut blocks need a MAX all-reduce.
+    """
+    if like is None:
+        return storage.buffers()
+    group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
+    chunk = RowCuts.chunked(rows, group.size()).bounds[1] if group.size() > 1 else None
+    block_rows = storage.fmt.dims(storage.direction)[0]
+    tensors: dict[str, Tensor] = {}
+    for name, placement in storage.placements(chunk).items():
+        buffer, placements = storage.buffers()[name], like.placements
+        shape = [rows, *buffer.shape[1:]] if name == "data" else list(buffer.shape)
+        if name == "scale" and placement is not Placement.REPLICATE:
+            shape[0] = -(-rows // block_rows)
+        if placement is Placement.HALO:
+            buffer = _whole_scale(buffer, storage.row0 // block_rows, shape, group)
+        if placement is not Placement.SHARD:
+            placements = [Replicate()] * len(placements)
+        stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        tensors[name] = DTensor.from_local(
+            buffer.contiguous(),
+            like.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(stride),
+        )
+    return tensors
+
+
+def _whole_scale(scale: Tensor, first: int, shape: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Scales of every block on every rank. Ranks that share a block have the same scale for it.
+
+    first:  the block row of this rank's first scale.
+    """
+    whole = scale.new_zeros(shape)
+    whole[first : first + scale.shape[0]] = scale
+    # integers order as the scales do, which are not negative
+    bits = whole.view(torch.int32 if whole.dtype is torch.float32 else whole.dtype)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return whole
+
+
+def code_tensors(
+    model: nn.Module, directions: Collection[Direction] = tuple(Direction)
+) -> dict[str, Tensor]:
+    """The codes of every quantized weight for `dcp.save`: "name.direction.buffer" -> DTensor, or a
+    plain tensor if it is whole.
+
+    Leaves out directions that are not encoded from the master. Every rank must call it.
+    """
+    found: dict[str, Tensor] = {}
+    for w in prepared(model):
+        for storage in (w.storage(d) for d in w.piece.state.quantizer.encodings if d in directions):
+            tensors = storage_tensors(storage, w.like, w.rows)
+            found |= {
+                f"{w.name}.{storage.direction.value}.{name}": t for name, t in tensors.items()
+            }
+    return found

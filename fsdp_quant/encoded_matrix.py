@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EncodedMatrix`: what a compact `Storage` and a `GemmOperand` have in common.
+
+Both hold codes and scales of one direction of a [rows, cols] matrix. Only a `Storage` is sharded,
+gathered and saved; only a `GemmOperand` goes to the tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .formats import ROWWISE, Direction, Format
+from .ops import reference
+from .ops.layout import ANCHORED_TENSOR, COMPACT, operand_format
+
+BUFFERS = ("data", "scale", "tensor_amax")
+_Matrix = TypeVar("_Matrix", bound="EncodedMatrix")
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedMatrix:
+    """Codes and scales of one direction of a [rows, cols] matrix; `Storage` and `GemmOperand` give
+    the shapes of the buffers.
+
+    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
+    dtype:        what `dequantize()` returns by default.
+    row0:         global index of the first row: the block grid is the global tensor's.
+    layout:       order of the buffers (`ops.layout`).
+    """
+
+    fmt: Format
+    direction: Direction
+    shape: tuple[int, int]
+    data: Tensor
+    scale: Tensor | None
+    tensor_amax: Tensor | None
+    dtype: torch.dtype
+    row0: int = 0
+    layout: str = COMPACT
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that exist, by field name."""
+        return {name: t for name in BUFFERS if (t := getattr(self, name)) is not None}
+
+    def with_buffers(
+        self: _Matrix, buffers: Mapping[str, Tensor | None], **changes: object
+    ) -> _Matrix:
+        """The same matrix over other buffers (views are kept, nothing is copied)."""
+        return replace(self, **buffers, **changes)
+
+    def map(self: _Matrix, fn: Callable[[Tensor], Tensor]) -> _Matrix:
+        """The same matrix with fn applied to every buffer."""
+        return self.with_buffers({name: fn(t) for name, t in self.buffers().items()})
+
+    @property
+    def scales(self) -> Tensor:
+        """`scale`. Raises ValueError for a matrix without scales."""
+        if self.scale is None:
+            raise ValueError(f"{self.describe()} has no scales")
+        return self.scale
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return self.fmt.padded_shape(self.shape, self.direction)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.buffers().values())
+
+    @property
+    def geometry(self) -> tuple:
+        """Two matrices of equal geometry have equal dtypes and shapes of all buffers."""
+        return self.fmt, self.direction, self.shape, self.row0, self.layout, self.dtype
+
+    @property
+    def is_freed(self) -> bool:
+        """The memory of the codes was freed (FSDP resharded) and must not be read."""
+        return self.data.untyped_storage().size() == 0 and self.data.numel() > 0
+
+    @property
+    def operand_format(self) -> Format:
+        """The meaning of codes and scales as the operand of a GEMM."""
+        return operand_format(self.fmt, self.layout)
+
+    @property
+    def decodes_exactly_to_bf16(self) -> bool:
+        return (
+            self.fmt.decodes_exactly_to_bf16
+            if self.fmt.is_quantized
+            else self.dtype is torch.bfloat16
+        )
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Element times every scale [rows, cols] in fp32 (identity: its own dtype), rounded once to
+        `dtype`.
+
+        A rotated matrix stays rotated.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The logical values [rows, cols] in `dtype` (default: the matrix's), rotated back if they
+        were rotated."""
+        dtype = dtype or self.dtype
+        if not self.fmt.rotated:
+            return self.decode(dtype)
+        values = reference.rotate(self.decode(), self.direction, inverse=True)
+        return values[: self.shape[0], : self.shape[1]].to(dtype)
+
+    def operand(self) -> Tensor:
+        """Decoded values as a GEMM reads them: fp32 (identity: its own dtype) [outer,
+        contraction]."""
+        values = self.decode()
+        return values if self.direction is ROWWISE else values.t()
+
+    def operand_rows(self: _Matrix, start: int, length: int) -> _Matrix | None:
+        """Rows [start, start + length) of a rowwise operand, or None if other rows share a
+        scale."""
+        if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
+            return None
+        return self._operand_rows(start, length, self.scale)
+
+    def _operand_rows(
+        self: _Matrix, start: int, length: int, scale: Tensor | None, dim: int = 0
+    ) -> _Matrix:
+        """dim: of `scale` that the rows index."""
+        if scale is not None and scale.numel() > 1:
+            scale = scale.narrow(dim, start, length).contiguous()
+        shape = (length, self.shape[1])
+        return replace(self, shape=shape, data=self.data.narrow(0, start, length), scale=scale)
+
+    def check(self) -> None:
+        """Raise ValueError for buffers that do not fit format, shape and layout."""
+        expected, found = self.expected_buffers(), self.buffers()
+        for name in {**expected, **found}:
+            dtypes, shapes = expected.get(name, ((), ()))
+            buffer = found.get(name)
+            if (
+                buffer is None
+                or buffer.dtype not in dtypes
+                or self.compared_shape(name, buffer) not in shapes
+            ):
+                got = "missing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+                want = " or ".join(f"{d} {list(s)}" for d in dtypes for s in shapes) or "none"
+                raise ValueError(
+                    f"{name} of {self.describe()} is {got}, wanted {want}: the file is damaged, or "
+                    "of other facts"
+                )
+
+    def expected_buffers(self) -> dict[str, tuple[set[torch.dtype], set[tuple[int, ...]]]]:
+        """Dtypes and shapes that each buffer may have."""
+        raise NotImplementedError
+
+    def compared_shape(self, name: str, buffer: Tensor) -> tuple[int, ...]:
+        """The shape of a buffer that `check` compares."""
+        return tuple(buffer.shape)
+
+    def describe(self) -> str:
+        return f"{self.direction.value} {self.fmt} {list(self.shape)}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()}, {self.nbytes} bytes)"
+
+    def facts(self) -> dict:
+        """The meaning of the buffers in JSON's types, which `rebuild_storage` accepts."""
+        fields = {
+            f: getattr(self.fmt, f)
+            for f in self.fmt.__dataclass_fields__
+            if f not in ("element", "name")
+        }
+        return {
+            "format": self.fmt.name,
+            "element": self.fmt.element.name,
+            **fields,
+            "block": list(self.fmt.block),
+            "direction": self.direction.value,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+def has_tensor_amax(fmt: Format, layout: str) -> bool:
+    """A matrix of this format and layout has a tensor amax; the scale of an anchored tensor
+    contains it."""
+    return fmt.tensor_scale and layout != ANCHORED_TENSOR

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped linear layers of this rank's experts, as Megatron's `TEGroupedMLP` calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...modules.grouped_linear import EXPERT, Expert, GroupedLinear
+from ...modules.linear import Linear
+from ...recipe import Recipe
+from . import core
+from .config import check_arguments, check_config
+from .linear import ParallelLinear
+from .weights import (
+    SERIAL,
+    WeightProxy,
+    check_divides,
+    ignore_extra_state,
+    layer_recipe,
+    mark,
+    new_bias,
+    new_weight,
+    rank_of,
+    size_of,
+    tensor_group_of,
+    uses_expert_groups,
+)
+
+
+class _GroupedLinear(GroupedLinear):
+    """Megatron's grouped linear layer: `weight0`, `weight1`, .. of this rank's experts, (y, biases)
+    = layer(x, tokens of each).
+
+    x [M, K], whose rows lie sorted by expert; y [M, N]. Among ranks of expert tensor parallelism
+    each holds its part of every expert, and the dispatcher sums.
+
+    Raises ValueError for arguments and fields of `config` that are not honoured.
+    """
+
+    _dim: int
+    _recipe_of_class: Recipe | None = None
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config,
+        init_method: Callable,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = True,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection=None,
+        name: str | None = None,
+        recipe: Recipe | None = None,
+    ):
+        nn.Module.__init__(self)
+        name = name or f"{type(self).__name__}.{next(SERIAL)}"
+        check_config(config, name)
+        check_arguments(name, {"is_expert": (is_expert, True, "a grouped layer is of experts")})
+        recipe = layer_recipe(name, recipe, self._recipe_of_class)
+        group = tensor_group_of(getattr(pg_collection, "expt_tp", None), config, True)
+        if bias and self._dim and size_of(group) > 1:
+            raise ValueError(
+                f"{name}: bias=True of a row layer whose experts are cut: every rank would add it; "
+                "leave it out"
+            )
+        check_divides(
+            name,
+            *(("input_size", input_size) if self._dim else ("output_size", output_size)),
+            size_of(group),
+        )
+        self.config, self.num_gemms, self.use_bias, self.skip_bias_add = (
+            config,
+            num_gemms,
+            bias,
+            skip_bias_add,
+        )
+        self._groups, self.tp_group, expert_groups = (
+            pg_collection,
+            group,
+            uses_expert_groups(config, True),
+        )
+        self._linears, self._weight_proxies, self.packed = [], [], True
+        for e in range(num_gemms):
+            weight = new_weight(
+                config, init_method, (output_size, input_size), self._dim, 1, group, True
+            )
+            mark(weight, self._dim, 1, expert_groups)
+            self.register_parameter(f"weight{e}", weight)
+            if bias:
+                self.register_parameter(f"bias{e}", new_bias(config, weight.shape[0]))
+                mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
+            layer = Expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
+            self._linears.append(layer)
+            self._weight_proxies.append(WeightProxy(layer._weight_state))
+        self.in_features, self.out_features = (
+            self._linears[0].in_features,
+            self._linears[0].out_features,
+        )
+        self.finish_experts(name)
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    @property
+    def layers(self) -> Sequence[Linear]:
+        return self._linears
+
+    @property
+    def owners(self) -> Sequence[Linear]:
+        return self._linears
+
+    @torch.compiler.disable
+    def forward(
+        self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        biases = [
+            getattr(self, f"bias{e}") if self.use_bias else None for e in range(self.num_gemms)
+        ]
+        for e, (layer, bias) in enumerate(zip(self._linears, biases)):
+            weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
+            layer.give(weight, None if self.skip_bias_add else bias)
+            layer.training = self.training
+        splits = (
+            tokens_per_expert.tolist()
+            if isinstance(tokens_per_expert, Tensor)
+            else tokens_per_expert
+        )
+        return super().forward(x, splits), biases if self.use_bias and self.skip_bias_add else None
+
+    backward_dw = ParallelLinear.backward_dw
+    get_extra_state = ParallelLinear.get_extra_state
+    set_extra_state = ParallelLinear.set_extra_state
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """The experts as `ShardedTensor`s of all ranks' experts, by the names of a layer an
+        expert."""
+        core.need("sharded_state_dict")
+        metadata, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
+        apart, groups = metadata.get("singleton_local_shards", False), self._groups
+        first, everywhere = rank_of(groups.ep) * self.num_gemms, size_of(groups.ep) * self.num_gemms
+        axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
+        for e in range(self.num_gemms):
+            own = {
+                f"{e}.{kind}": getattr(self, f"{kind}{e}")
+                for kind in ("weight", "bias")[: 1 + self.use_bias]
+            }
+            offsets = (
+                sharded_offsets
+                if apart
+                else (*sharded_offsets, (len(sharded_offsets), first + e, everywhere))
+            )
+            found = core.make_sharded_tensors_for_checkpoint(
+                own,
+                "",
+                {f"{e}.{k}": axis for k, axis in axes.items()},
+                offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            core.replace_prefix_for_sharding(
+                found, f"{e}.", f"{first + e}.{prefix}" if apart else prefix
+            )
+            for key, tensor in found.items():
+                tensor.replica_id = (*tensor.replica_id[:2], rank_of(groups.expt_dp))
+                made[f"{prefix}{key.removeprefix(f'{e}.')}{e}"] = tensor
+        return made
+
+
+class ColumnParallelGroupedLinear(_GroupedLinear):
+    """W [N / R, K] of every expert; see `_GroupedLinear`."""
+
+    _dim = 0
+
+
+class RowParallelGroupedLinear(_GroupedLinear):
+    """W [N, K / R] of every expert; see `_GroupedLinear`."""
+
+    _dim = 1
+
+
+def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, WeightProxy]]:
+    """The weights of our layers in a model: parameter -> (its module, what products read in its
+    place)."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            found[module.weight] = module, module._weight_proxy
+        elif isinstance(module, _GroupedLinear):
+            found |= {
+                getattr(module, f"weight{e}"): (module, s)
+                for e, s in enumerate(module._weight_proxies)
+            }
+    return found

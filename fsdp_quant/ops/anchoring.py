@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of anchored operands, in PyTorch: 8-bit codes whose blocks share one scale per
+tensor, line or run of the contraction. Every kernel equals it bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import E4M3, FP8_EXACT_OPERAND, Direction, Encoding, Format, ceil_div
+from .reference import (
+    blocked,
+    cast_codes,
+    decode,
+    decode_codes,
+    e8m0_code,
+    inverse_exponent,
+    power_of_two,
+    scaled_by_block,
+    statistics,
+    tensor_decode_scale,
+)
+
+
+def e4m3_operand(
+    data: Tensor, scale: Tensor, tensor_amax: Tensor, fmt: Format, direction: Direction, cols: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
+
+    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block
+              cols].
+    returns:  (uint8 [rows, cols], fp32 [1]).
+
+    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose
+    nothing; smaller ones lose what is below 2^-9.
+    """
+    codes = cast_codes(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
+    return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
+
+
+def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
+    """Codes of e8m0 blocks that share the scale of their run of the contraction.
+
+    x:             [rows, cols], floating; scales rounded up.
+    anchor_block:  contraction elements of a run; None: all of them.
+    returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks).
+
+    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run
+    an element is the same number against 2^E as against 2^e, but for those that become subnormal,
+    2^-14 below the run's largest magnitude. The product of two such operands scales its rows and
+    columns once, outside the contraction.
+    """
+    fmt = encoding.fmt
+    run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
+    anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
+    codes = cast_codes(
+        scaled_by_block(x, power_of_two(inverse_exponent(anchor)), run, encoding.direction, 0),
+        fmt.element,
+    )
+    return codes.contiguous(), power_of_two(anchor)
+
+
+def anchored_codes(
+    data: Tensor,
+    scale: Tensor,
+    fmt: Format,
+    direction: Direction,
+    whole: bool = False,
+    cols: int | None = None,
+    run: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of
+    one, or for the tensor.
+
+    data:     uint8 [rows, row bytes], compact.
+    scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
+    whole:    one exponent for the tensor.
+    cols:     of codes in a row; None: a byte has one.
+    run:      elements of the contraction that share an exponent, a multiple of the block; None: all
+              of a line.
+    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines];
+              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines).
+
+    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest
+    block scale of its run, line or tensor and 2^n what the operand's range leaves above the
+    element's (`operand_shift`): rounded a second time where that is subnormal, else the same
+    number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
+    of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
+    """
+    dim = direction.contraction_dim
+    values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
+    if fmt.has_fp32_scales:
+        exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
+        is_zero = blocked(values, fmt, direction, 0).abs().sum((1, 3)) == 0
+        scale = torch.where((scale == 1) & is_zero, 0, exponents).to(torch.uint8)
+    if whole:
+        highest = scale.max().view(1, 1) if scale.numel() else scale.new_zeros(1, 1)
+    else:
+        blocks = max(scale.shape[dim], 1) if run is None else run // fmt.block[1]
+        runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
+        missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
+        highest = (
+            F.pad(scale, (0, missing) if dim else (0, 0, 0, missing))
+            .unflatten(dim, (runs, blocks))
+            .amax(dim + 1)
+        )
+    shift = fmt.element.operand_shift
+    exponent = torch.where(highest == 255, 255, (highest.to(torch.int32) - shift).clamp(min=0))
+    of_block = (
+        exponent
+        if whole or run is None
+        else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
+    )
+    # every element times 2^-127 is zero
+    factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
+    codes = cast_codes(scaled_by_block(values, factor, fmt, direction, 0), fmt.element.operand)
+    if whole:
+        return codes.contiguous(), power_of_two(exponent).flatten()
+    lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
+    lines = lines.repeat_interleave(fmt.block[0], 1)[:, : values.shape[1 - dim]]
+    return codes.contiguous(), lines.flatten() if run is None else F.pad(
+        lines, (0, -lines.shape[1] % 4)
+    )

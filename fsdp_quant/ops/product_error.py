@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What products of anchored operands lose, estimated from their codes: what the guard of anchored
+GEMMs (`modules.guard`) compares with the errors of the formats."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import E2M1, E2M3, E3M2, E4M3, Element, Format
+from .reference import cast_codes, decode_codes
+
+# One of so many steps is looked at by the guard.
+PROBED_STEPS = 16
+# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps
+# are a quarter of e5m2's.
+_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
+_PROBED_LINES = 64
+# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes
+# that were e2m1 with `fp8_exact` scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
+NOT_COUNTED, COUNTED, COUNTED_E2M1, COUNTED_MX_E2M1, COUNTED_MX_E2M3, COUNTED_MX_E3M2 = range(6)
+
+
+class _Exact(NamedTuple):
+    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or
+    a larger one.
+
+    own_error:  as _OWN_ERROR, of gaussian values.
+    """
+
+    block: int
+    least: int
+    own_error: float
+
+
+def _exact_blocks(element: Element, own_error: float) -> _Exact:
+    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach
+    one code less at most."""
+    below = 2.0**-10 / element.least_step
+    return _Exact(32, int(cast_codes(torch.tensor(element.max * below), E4M3)) + 1, own_error)
+
+
+# 28: 6 * 2^-3 * 2^-3, the largest of a block of e2m1 whose e4m3 scale is 2^-3.
+_EXACT = {
+    COUNTED_E2M1: _Exact(16, 28, 9.1e-3),
+    COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
+    COUNTED_MX_E2M3: _exact_blocks(E2M3, 8.1e-4),
+    COUNTED_MX_E3M2: _exact_blocks(E3M2, 2.8e-3),
+}
+_COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3M2}
+
+
+def counted_as(fmt: Format) -> int:
+    """How `product_error` counts an operand of these codes where it is anchored."""
+    return COUNTED_E2M1 if fmt.decodes_exactly_to_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)
+
+
+_LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+
+
+def product_error(
+    a: tuple[Tensor, Tensor | None, Format],
+    b: tuple[Tensor, Tensor | None, Format],
+    counted: tuple[int, int],
+    probe: int = 0,
+    of_tokens: bool = False,
+) -> Tensor:
+    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as
+    mean squares.
+
+    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer
+              rounded up to 4], format of the operand).
+    counted:  how each operand counts (`counted_as`), or NOT_COUNTED.
+    of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
+    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the
+              golden ratio.
+
+    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 /
+    12; those of smaller elements have lost nothing in blocks that are not far below the largest, as
+    the block's largest code tells (`_EXACT`). Along the contraction that meets the energy of the
+    other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
+    where those of b are means over its lines, each against its own energy. The formats' own errors
+    are a constant share of all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each
+    against the sum of both, and then those of b; tokens far below the mean one less, since those
+    without a gradient have its noise.
+    """
+    energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
+    own = sum(
+        _EXACT[how].own_error if how in _EXACT else _OWN_ERROR[of[2].element.name]
+        for of, how in zip((a, b), counted)
+    )
+
+    def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
+        """of [lines, k], every line over its sum of `by` [lines], or left out."""
+        least = by.double().mean().float() * (_LEAST_TOKEN if of_tokens else 0.0)
+        return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
+
+    def of_lines(
+        tokens: tuple[bool, bool], all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor
+    ) -> Tensor:
+        energy = all_b.sum(1)
+        all_b, lost_b = (weighed(t, energy, tokens[1]) for t in (all_b, lost_b))
+        both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (
+            all_a.sum(1) > 0
+        )
+        all_a, lost_a = (weighed(t, both, tokens[0]) for t in (all_a, lost_a))
+        return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
+
+    of_a, of_b = energies
+    return (
+        of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)
+    ).float()
+
+
+def _energies(
+    data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int
+) -> tuple[Tensor, Tensor]:
+    """(squares of the values, mean squares of what they may have lost) of the lines that a probe
+    looks at."""
+    numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
+    lines = torch.tensor(
+        [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device
+    )
+    values = decode_codes(data[lines], fmt, data.shape[1])
+    step = torch.full_like(values, fmt.element.least_step)
+    if fmt.block[1] is not None:
+        along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
+        values, step = values * along, step * along
+    exponent = 0x80 - (1 << fmt.element.mantissa)
+    lost = (data[lines] & exponent == 0) & (counts != NOT_COUNTED)
+    if counts in _EXACT:
+        block, least, _ = _EXACT[counts]
+        largest = (
+            F.pad(data[lines] & 0x7F, (0, -data.shape[1] % block)).unflatten(1, (-1, block)).amax(2)
+        )
+        lost &= (largest < least).repeat_interleave(block, 1)[:, : data.shape[1]]
+    return values**2, lost * step**2 / 12

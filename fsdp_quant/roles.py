@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Role`: the tensor of a module that a recipe chooses a quantizer for; names of layers, and
+`backward_override`."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+from dataclasses import dataclass
+
+from .formats import IDENTITY
+from .quantizer import HybridQuantizer, Quantizer, hybrid_of
+
+TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
+QUANTIZED_TYPES, BOUNDARY_TYPES = TENSOR_TYPES[:3], TENSOR_TYPES[3:]
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+OVERRIDE_VARIABLE = "FSDP_QUANT_BACKWARD_OVERRIDE"
+
+
+@functools.cache
+def default_override() -> str | None:
+    """Default `backward_override`: FSDP_QUANT_BACKWARD_OVERRIDE, read once."""
+    value = os.environ.get(OVERRIDE_VARIABLE) or None
+    if value not in BACKWARD_OVERRIDES:
+        wanted = " or ".join(map(repr, BACKWARD_OVERRIDES[1:]))
+        raise ValueError(
+            f"{OVERRIDE_VARIABLE}={value!r} in the environment; wanted {wanted}, or leave it out"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Role:
+    """The tensor that a quantizer is for.
+
+    module_type:  "linear"; "grouped_linear": an expert of `fq.GroupedLinear`; "quantize":
+                  `fq.Quantize`.
+    tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input".
+                  `fq.Linear` and experts have the first three, with boundary_slots=True all five;
+                  `fq.Quantize` has the boundary slots.
+    name:         the module's qualified name.
+
+    >>> fq.Role("linear", "weight", "layers.0.up").name
+    'layers.0.up'
+    """
+
+    module_type: str
+    tensor_type: str
+    name: str = ""
+
+    def __post_init__(self):
+        if self.tensor_type not in TENSOR_TYPES:
+            raise ValueError(
+                f"tensor_type must be one of {', '.join(TENSOR_TYPES)}, got {self.tensor_type!r}"
+            )
+
+
+def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:
+    """The quantizer of one slot under `backward_override`, for every recipe and module."""
+    if override is None:
+        return hybrid
+    if tensor_type in ("grad_output", "grad_input"):
+        return hybrid_of(IDENTITY)
+    if tensor_type not in ("input", "weight"):
+        return hybrid
+    source = "rowwise_dequantized" if override == "dequantized" else "original"
+    return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """A layer's qualified name, its last component, or a glob."""
+    return fnmatch.fnmatch(name, pattern) or name.rpartition(".")[2] == pattern

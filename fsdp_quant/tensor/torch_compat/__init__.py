@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private torch name that the library uses, for torch 2.11 and later: a file per part of torch."""
+
+from .autograd import (
+    backward_is_running,
+    backward_number,
+    checkpoint_hook,
+    dispatch_is_watched,
+    hand_down,
+    inherited,
+    is_fake,
+    never_compiled,
+    outside_inference_mode,
+    outside_transforms,
+    preserved_versions,
+)
+from .collectives import (
+    all_gather,
+    all_gather_rows,
+    all_reduce,
+    device_of,
+    group_of_name,
+    is_named,
+    reduce_scatter_rows,
+    start_all_gather,
+    start_reduce_scatter,
+    wait,
+)
+from .fsdp2 import (
+    ManagedParam,
+    all_managed_params,
+    alloc_storage,
+    end_failed_pass,
+    free_storage,
+    fsdp_states,
+    is_managed,
+    is_unsharded_parameter,
+    managed_params_beside,
+    managed_params_of,
+    outermost_states,
+    param_groups,
+    root_module,
+    root_of,
+    roots,
+    set_gather_buffers,
+)
+from .graphs import (
+    is_recomputed_in_graph,
+    keeps_its_address,
+    kept_in_backward,
+    save_by_reference,
+    save_what_is_made,
+)
+from .modules import (
+    around_calls,
+    has_hooks,
+    in_state_dict,
+    multi_head_attention_over,
+    unwrapped_names,
+)
+from .tensors import (
+    alias_with_own_storage,
+    by_dtype,
+    copy_all,
+    dtensor_like,
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    grouped_mm,
+    is_captured,
+    local_of,
+    numbered,
+    plain_alias,
+    replace_local,
+    reshaped,
+    stream_of,
+    swap_parameter,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)

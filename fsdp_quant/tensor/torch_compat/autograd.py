@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autograd engine, dispatch modes and torch.func, as they are while the library's code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch import pyfunctorch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+_F = TypeVar("_F", bound=Callable)
+_T = TypeVar("_T")
+
+
+def never_compiled(fn: _F) -> _F:
+    """`torch.compiler.disable` that keeps the function's type."""
+    return torch.compiler.disable(fn)  # pyright: ignore[reportReturnType]  (torch has no types)
+
+
+def preserved_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+    """Do not count writes of these tensors inside: graphs save gathered buffers, which FSDP2 frees
+    and fills again."""
+    counted = tuple(t for t in tensors if not t.is_inference())
+    return _unsafe_preserve_version_counter(counted) if counted else contextlib.nullcontext()
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager:
+    """Leave inference mode, so that new tensors have version counters, as views of parameters need;
+    grad mode is unchanged."""
+    return (
+        _out_of_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    )
+
+
+@contextlib.contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+def backward_number() -> int:
+    """A number per run of the autograd engine; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_is_running() -> bool:
+    """Inside the autograd engine: a forward here is an activation being recomputed."""
+    return backward_number() != -1
+
+
+def hand_down(name: str, value: object) -> None:
+    """Let the autograd engine's threads read `value` in backwards that this thread calls
+    (`inherited`)."""
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(f"fsdp_quant {name}", value)
+
+
+def _stash_steals() -> bool:
+    """torch up to 2.11 takes no reference to a stashed object but drops one when it is replaced."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("fsdp_quant probe", probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STASH_STEALS = _stash_steals()
+
+
+def inherited(name: str, default: _T) -> _T:
+    """The value that the thread that called the running backward handed down."""
+    key = f"fsdp_quant {name}"
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+
+
+def dispatch_is_watched() -> bool:
+    """A dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or torch.func
+    sees operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None
+
+
+def is_fake() -> bool:
+    """Operators compute shapes alone (`FakeTensorMode`)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager:
+    """Run operators untransformed: torch.func refuses writes to tensors that outlive a call."""
+    is_transformed = peek_interpreter_stack() is not None
+    return (
+        pyfunctorch.temporarily_clear_interpreter_stack()
+        if is_transformed
+        else contextlib.nullcontext()
+    )
+
+
+def checkpoint_hook() -> object | None:
+    """The saved-tensor hook of the non-reentrant `torch.utils.checkpoint` that will recompute the
+    running code, or None.
+
+    It is on top of the stack, unless offloading or `save_on_cpu` put another there.
+    """
+    hooks = _top_saved_tensors_default_hooks(True)
+    return (
+        hooks[0]
+        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        else None
+    )

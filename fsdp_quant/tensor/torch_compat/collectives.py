@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of eager code, and those that a graph holds as functional operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose tensors the group's collectives take: the CPU, if it is one of them."""
+    types = [device.type for device in getattr(group, "_device_types", ())]
+    return torch.device("cpu" if not types or "cpu" in types else types[0])
+
+
+def all_gather(
+    out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> Any:
+    """Fill out [ranks * n] with the segments [n] of all ranks. Returns the work if async_op."""
+    # its name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, segment, group=group, async_op=async_op)
+
+
+def all_gather_rows(
+    buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start all-gathers of (received, sent) pairs: `received` gets `sent` of every rank in order.
+    One launch under NCCL."""
+    if (
+        len(buffers) > 1
+        and group.__class__ is dist.ProcessGroup
+        and dist.get_backend(group) == "nccl"
+    ):
+        options = AllgatherOptions()
+        options.asyncOp = True
+        name = (
+            "all_gather_single"
+            if hasattr(group, "all_gather_single_coalesced")
+            else "allgather_into_tensor"
+        )
+        return [getattr(group, f"{name}_coalesced")(*map(list, zip(*buffers)), options)]
+    return [all_gather(received, sent, group, async_op=True) for received, sent in buffers]
+
+
+def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start a reduce-scatter: `received` gets this rank's piece of the sum of `sent`."""
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
+    return getattr(dist, name)(received, sent, group=group, async_op=True)
+
+
+# Functional operators, for graphs #
+
+
+def is_named(group: dist.ProcessGroup | None) -> bool:
+    """Graphs can find the group by name: torch made it, not a trainer."""
+    return group is not None and group in dist.distributed_c10d._world.pg_group_ranks
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group that has this `group_name`."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """op ("sum", "max") of x over the ranks."""
+    return wait(torch.ops._c10d_functional.all_reduce(x, op, group.group_name))
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [n] of every rank, [ranks * n]; not to be read before `wait`."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece [n] of the sum of x [ranks * n] over the ranks; not to be read before
+    `wait`."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(
+        x, "sum", group.size(), group.group_name
+    )
+
+
+def wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters under `fully_shard`, and the states of FSDP2 that gather them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    FSDPParam,
+    ShardedState,
+    alloc_storage,
+    free_storage,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+from .autograd import never_compiled
+
+__all__ = ["FSDPParam", "alloc_storage", "free_storage"]
+
+
+_GONE = "the model of this parameter is freed"
+
+
+class ManagedParam:
+    """One parameter under `fully_shard`, with the group that gathers it and the state that owns the
+    group.
+
+    Holds all three weakly: weights keep one of these, autograd and torch keep weights, and a model
+    must be freed with its last user. Raises ReferenceError once they are freed.
+    """
+
+    def __init__(self, param: FSDPParam, group: FSDPParamGroup, state: FSDPState):
+        self._param, self._group, self._state = map(weakref.ref, (param, group, state))
+
+    @property
+    def identity(self) -> object:
+        """Equal for the same parameter under the same `fully_shard`."""
+        return self._param
+
+    @property
+    def param(self) -> FSDPParam:
+        if (param := self._param()) is None:
+            raise ReferenceError(_GONE)
+        return param
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        if (group := self._group()) is None:
+            raise ReferenceError(_GONE)
+        return group
+
+    @property
+    def state(self) -> FSDPState:
+        if (state := self._state()) is None:
+            raise ReferenceError(_GONE)
+        return state
+
+    @property
+    def local(self) -> Tensor | None:
+        """The registered sharded local tensor; None once the model is freed."""
+        param = self._param()
+        return None if param is None else _sharded(param)._local_tensor
+
+    @property
+    def registered(self) -> DTensor:
+        """The sharded parameter that modules register and optimizers hold."""
+        return _sharded(self.param)
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """(module, attribute) of every registration; more than one if the parameter is tied."""
+        info = self.param._module_info
+        shared = zip(info.shared_modules, info.shared_param_names)
+        return [(info.module, info.param_name), *shared]
+
+    @property
+    def fqn(self) -> str:
+        return self.param._param_fqn or self.param._module_info.param_name
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the unsharded parameter (TP-local under tensor parallelism)."""
+        return self.param._orig_size
+
+    @property
+    def world_size(self) -> int:
+        return _mesh_info(self.param).shard_mesh_size
+
+    @property
+    def rank(self) -> int:
+        return _mesh_info(self.param).shard_mesh_rank
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same shard (HSDP)."""
+        return getattr(self.param.mesh_info, "replicate_mesh_size", 1)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return _mesh_info(self.param).shard_process_group
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The mesh of tensor parallelism, beside the shards; None without."""
+        spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(
+            self.param, "_tp_spec", None
+        )
+        return None if spec is None else spec.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device
+
+    @property
+    def is_offloaded(self) -> bool:
+        """FSDP2 keeps the shard on the CPU and copies it to the device of the gather."""
+        return self.param.offload_to_cpu
+
+    @property
+    def shard_dim(self) -> int:
+        return self.param.fsdp_placement.dim
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of a plain gather."""
+        return self.group.mp_policy.param_dtype or self.param.sharded_param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which FSDP2 reduces the gradient."""
+        return self.group.mp_policy.reduce_dtype or self.param_dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.param.sharded_state.name == "SHARDED"
+
+    @property
+    def in_forward(self) -> bool:
+        return self.group._training_state == TrainingState.FORWARD
+
+    @property
+    def in_pre_backward(self) -> bool:
+        return self.group._training_state == TrainingState.PRE_BACKWARD
+
+    @property
+    def prefetched_after_its_forward(self) -> bool:
+        """Another module's forward gathers the parameter, whose own forward has run and whose
+        backward may still come. (FSDP2 asks for all-gather inputs under no_grad, which hides
+        whether one will.)"""
+        is_prefetched = self.state._training_state != TrainingState.FORWARD
+        return is_prefetched and bool(self.group._post_forward_indices)
+
+    @property
+    def in_forward_of_root(self) -> bool:
+        """A forward of the root gathers the parameter: every rank is in the same call and may read
+        all weights."""
+        shared = self.state._state_ctx
+        return (
+            self.in_forward
+            and bool(shared.all_states)
+            and shared.iter_forward_root is shared.all_states[0]
+        )
+
+    @property
+    def phase(self) -> str:
+        """The pass that gathers: "forward", "backward", or "manual" (an explicit unshard)."""
+        return "forward" if self.in_forward else "backward" if self.in_pre_backward else "manual"
+
+    @property
+    def reshards_by_default(self) -> bool:
+        """`reshard_after_forward` was not given: a root then stays unsharded after forward."""
+        return bool(self.state._auto_reshard_after_forward)
+
+    @property
+    def stays_unsharded_after_forward(self) -> bool:
+        return not self.group._reshard_after_forward
+
+    @property
+    def stays_unsharded_after_backward(self) -> bool:
+        return not self.group.reshard_after_backward
+
+    @property
+    def reshards_to_smaller_world(self) -> bool:
+        """`reshard_after_forward=<int>`."""
+        return self.group._use_post_forward_mesh
+
+    def reshard_before_training(self) -> None:
+        """Reshard before the next training forward of the FSDP module, if this forward leaves the
+        parameter gathered."""
+
+        @never_compiled
+        def reshard(module: nn.Module, args: tuple) -> None:
+            if module.training and isinstance(module, FSDPModule):
+                for handle in handles:
+                    handle.remove()
+                # FSDP2 does not reshard a group in its forward, where an exception leaves it.
+                self.group._training_state = TrainingState.IDLE
+                module.reshard()
+
+        handles = [
+            module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules
+        ]
+
+    def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
+        """The parameters of the group in the order of their hooks, and their local tensors."""
+        params = self.group.fsdp_params
+        return params, [_sharded(p)._local_tensor for p in params]
+
+    @property
+    def inner_buffers(self) -> list[Tensor]:
+        """Buffers, besides the all-gather outputs, that the next reshard frees."""
+        return self.param._unsharded_inner_tensors
+
+    def reset_gather_buffers(self) -> None:
+        """Drop the unsharded parameter and its buffers, so that the next gather builds new ones.
+        Call it in sharded state."""
+        set_gather_buffers([self.param], [[]], [[]])
+        if hasattr(self.param, "_unsharded_param"):
+            del self.param._unsharded_param
+
+    def replace_local(self, local: Tensor) -> None:
+        """Replace the local tensor of the registered DTensor parameter, with FSDP2's hooks."""
+        sharded = self.registered
+        sharded._local_tensor = local
+        padded = self.param.padded_sharded_param_size
+        flat = local
+        if local.shape != padded:
+            flat = local.new_zeros(padded)
+            if local.shape[0]:
+                flat.narrow(0, 0, local.shape[0]).copy_(local)
+            sharded._local_tensor = flat.narrow(0, 0, local.shape[0])
+
+
+def set_gather_buffers(
+    params: Sequence[FSDPParam], outputs: Sequence[list[Tensor]], inner: Sequence[list[Tensor]]
+) -> None:
+    """Set, per parameter, the buffers that the next gather fills and those that the next reshard
+    frees besides."""
+    for param, outs, others in zip(params, outputs, inner):
+        param.all_gather_outputs, param._unsharded_inner_tensors = outs, others.copy()
+
+
+def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """The parameter groups of a state: one in torch 2.11, a list since."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
+def _sharded(param: FSDPParam) -> DTensor:
+    return param.sharded_param  # pyright: ignore[reportReturnType]  (torch says nn.Parameter)
+
+
+def _mesh_info(param: FSDPParam) -> FSDPMeshInfo:
+    return param.mesh_info  # pyright: ignore[reportReturnType]  (torch says its base class)
+
+
+def _params_of(states: Iterable[FSDPState]) -> Iterator[ManagedParam]:
+    for state in states:
+        for group in param_groups(state):
+            for param in group.fsdp_params:
+                yield ManagedParam(param, group, state)
+
+
+def fsdp_states() -> list[FSDPState]:
+    """Every live FSDP state of the process once, in the order of the `fully_shard` calls."""
+    states = (ref() for ref in _module_state_mapping.values())
+    return list(dict.fromkeys(s for s in states if isinstance(s, FSDPState)))
+
+
+def all_managed_params() -> Iterator[ManagedParam]:
+    """Every parameter under any `fully_shard` of the process."""
+    return _params_of(fsdp_states())
+
+
+def is_managed(parameter: Tensor) -> bool:
+    """The tensor is the registered parameter, sharded or not, of any `fully_shard`."""
+    return any(
+        parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None)
+        for m in all_managed_params()
+    )
+
+
+def is_unsharded_parameter(t: Tensor) -> bool:
+    """t is in memory that FSDP2 frees at the next reshard and fills again."""
+    memory = t.untyped_storage().data_ptr()
+    return any(
+        memory == out.untyped_storage().data_ptr()
+        for state in fsdp_states()
+        for group in param_groups(state)
+        if group.is_unsharded
+        for param in group.fsdp_params
+        for out in param.all_gather_outputs
+    )
+
+
+def root_of(managed: ManagedParam) -> object:
+    """An object that all parameters of one root share."""
+    return managed.state._state_ctx
+
+
+def root_module(managed: ManagedParam) -> nn.Module | None:
+    """The module that `fully_shard` found to be the root; None before its first forward."""
+    states = managed.state._state_ctx.all_states
+    return states[0]._modules[0] if states else None
+
+
+def end_failed_pass(root: nn.Module) -> None:
+    """Reset FSDP2 for another forward of `root` if a pass before it raised midway.
+
+    As `FSDPModule.reset_iter_state` (torch 2.13), but unreduced gradients of a failed backward are
+    dropped, which torch adds to the next ones, and those of the micro-batches before a failed
+    forward stay.
+    """
+    state = _get_module_state(root)
+    if not isinstance(state, FSDPState):
+        return
+    shared, comm = state._state_ctx, state._comm_ctx
+    is_backward = shared.post_backward_final_callback_queued
+    if not is_backward and shared.iter_forward_root is None:
+        return
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        one._modules_to_run_forward.clear()
+        for group in param_groups(one):
+            group.finalize_backward()  # waits for its collectives
+            group._training_state = TrainingState.IDLE
+            for param in group.fsdp_params:
+                param.to_sharded()  # also if an unshard was about to begin
+                if is_backward:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+            group._sharded_state = ShardedState.SHARDED
+            if is_backward:
+                group._partial_reduce_output = None
+            if comm.all_gather_state is not None:
+                group._wait_all_gather_streams_on_event(comm.all_gather_state.event)
+                comm.all_gather_state = None
+    comm.post_forward_order.clear()
+    if hasattr(comm, "reduce_scatter_states"):
+        comm.reduce_scatter_states.clear()
+    else:  # torch 2.11
+        setattr(comm, "reduce_scatter_state", None)
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+
+
+def roots() -> Iterator[object]:
+    """`root_of` of every root that has begun its first forward."""
+    return (state._state_ctx for state in fsdp_states() if state._is_root)
+
+
+def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
+    """The parameters of the same root, in the root's module order: the same list on every rank.
+
+    Before the root's first forward: those of the parameter's own state.
+    """
+    shared = managed.state._state_ctx
+    if not shared.all_states:
+        return list(_params_of([managed.state]))
+    cached = _OF_ROOT.get(shared)
+    if cached is None or cached[0] != len(shared.all_states):
+        cached = _OF_ROOT[shared] = len(shared.all_states), list(_params_of(shared.all_states))
+    return cached[1]
+
+
+# Context of a root's states -> (their number, all their parameters). Both are final once the root has
+# run.
+_OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def managed_params_of(model: nn.Module) -> list[ManagedParam]:
+    """The parameters of the `fully_shard` calls on `model` and its submodules, in module order."""
+    states = [s for m in model.modules() if isinstance(s := _get_module_state(m), FSDPState)]
+    return list(_params_of(dict.fromkeys(states)))
+
+
+def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
+    """States of the outermost `fully_shard` calls in `model`: FSDP2's roots, once a forward has
+    run."""
+    state = _get_module_state(model)
+    if isinstance(state, FSDPState):
+        yield state
+        return
+    for child in model.children():
+        yield from outermost_states(child)

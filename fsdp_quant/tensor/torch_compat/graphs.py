@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs that torch.compile traces: what they save, recompute, and keep at one address."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+_proxies_of = getattr(proxy_tensor, "_get_proxies", lambda tensor: ())
+
+
+def save_by_reference(tensors: Sequence[Tensor]) -> None:
+    """Let the backward of the traced graph read these inputs as they are then, like a ctx attribute
+    of an autograd.Function: no version check, no saved-tensor hooks.
+
+    A torch without this compares versions, and its hooks may copy.
+    """
+    for tensor in tensors:
+        for proxy in _proxies_of(tensor):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+# A backward that recomputed these values (step, scales) from the input would get those of the next
+# step. The partitioner ignores "recompute" in the meta of views and of items of a tuple.
+def save_what_is_made(tensors: Sequence[Tensor]) -> None:
+    """Save for the backward of the traced graph the current values of inputs that the graph writes
+    at its end; never recompute them."""
+    for tensor in tensors:
+        if isinstance(tensor, FunctionalTensor):
+            torch._sync(tensor)  # pyright: ignore[reportPrivateImportUsage]
+        for proxy in _proxies_of(tensor):
+            node = proxy.node
+            # compilers drop copies, and do not save items of a tuple
+            while (source := _COPIED.get(node.target)) is not None:
+                node = node.args[source]
+            if node.op != "placeholder":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+# Operators that return the values of one of their arguments -> its position.
+_COPIED = {torch.ops.aten.copy.default: 1, torch.ops.aten.unbind.int: 0, operator.getitem: 0}
+
+
+def keeps_its_address(tensors: Sequence[Tensor]) -> None:
+    """Let CUDA graphs of compiled regions read and write these tensors in place, as
+    `torch._dynamo.mark_static_address(guard=False)`, without importing dynamo."""
+    for tensor in tensors:
+        setattr(tensor, "_dynamo_static_input_type", "unguarded")
+
+
+def is_recomputed_in_graph() -> bool:
+    """The backward of the traced graph may recompute this: inside torch.utils.checkpoint, or under
+    a memory budget of the partitioner."""
+    if functorch_config.activation_memory_budget < 1:
+        return True
+    return (
+        fx_traceback.has_preserved_node_meta()
+        and fx_traceback.get_current_meta().get("recompute") is not None
+    )
+
+
+# The partitioner moves a collective of the backward that needs no gradient into the forward, saves its
+# result, and leaves the collective behind, since `wait_tensor` has side effects: two gathers. (A cat
+# with an empty slice of the gradient does not prevent this: inductor drops empty inputs.) It also
+# read a gathered weight's decode scale in the forward, before FSDP2 had gathered it.
+@contextlib.contextmanager
+def kept_in_backward(backward: bool = True) -> Iterator[None]:
+    """Keep operators that are traced inside in the backward of the graph, even if they need no
+    gradient."""
+    if not (backward and fx_traceback.has_preserved_node_meta()):
+        yield
+        return
+    meta, key = fx_traceback.current_meta, "partitioner_tag"
+    before, meta[key] = meta.get(key), "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[key] = before

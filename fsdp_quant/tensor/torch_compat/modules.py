@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules: names without wrappers, hooks, compiled calls, and torch's attention."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Path components that torch.compile, checkpoint_wrapper and FSDP1 add.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PREFIXES = (("module",), ("base_model", "model"))  # of DDP, PEFT
+
+
+def in_state_dict(name: str) -> str:
+    """The name that `get_model_state_dict` gives to `name`, without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Name -> name in the model without wrappers; all unchanged if two would become one."""
+    names, plain = list(names), {}
+    for name in names:
+        path = [one for one in in_state_dict(name).split(".") if one != "base_layer"]
+        while prefix := next((p for p in _PREFIXES if tuple(path[: len(p)]) == p), None):
+            path = path[len(prefix) :]
+        plain[name] = ".".join(path)
+    return plain if len(set(plain.values())) == len(names) else {name: name for name in names}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """A hook sees the inputs, outputs or gradients of this module, or of all."""
+    every = torch.nn.modules.module
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or every._global_forward_hooks
+        or every._global_forward_pre_hooks
+        or every._global_backward_hooks
+        or every._global_backward_pre_hooks
+    )
+
+
+def around_calls(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `before` and `after` around each call of a module, outside the code of
+    `module.compile()`. Returns a function that removes both. `after` runs even if the call raises."""
+    if (compiled := module._compiled_call_impl) is None:
+        handles = [
+            module.register_forward_pre_hook(lambda *_: before()),
+            module.register_forward_hook(lambda *_: after(), always_call=True),
+        ]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def call(*args, **kwargs):
+        before()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
+
+    module._compiled_call_impl = call
+    return lambda: setattr(module, "_compiled_call_impl", compiled)
+
+
+def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
+    """torch.nn.functional.multi_head_attention_forward with projections by `linear(x, weight,
+    bias)`."""
+    names = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}
+    for name in ("_in_projection_packed", "multi_head_attention_forward"):
+        function = getattr(F, name)
+        copied = types.FunctionType(
+            function.__code__, names, name, function.__defaults__, function.__closure__
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        names[name] = copied
+    return names["multi_head_attention_forward"]

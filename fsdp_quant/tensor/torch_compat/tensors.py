@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors: aliases, local tensors of DTensors, and operators over many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+__all__ = ["tree_flatten", "tree_map_only", "tree_unflatten"]
+
+foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+foreach_zero_ = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+
+
+def by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Split (target, source) pairs into (targets, sources) that one launch can copy."""
+    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        targets, sources = alike.setdefault((target.dtype, source.device), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(alike.values())
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """target.copy_(source) for every pair, one launch per dtype."""
+    for targets, sources in by_dtype(pairs):
+        foreach_copy_(targets, sources)
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """`device` with an index: the current one for "cuda"."""
+    device = torch.device(device)
+    return (
+        device
+        if device.type in ("cpu", "meta") or device.index is not None
+        else torch.empty(0, device=device).device
+    )
+
+
+def stream_of(device: torch.device) -> tuple[int, bool]:
+    """The current stream of a CUDA device, and whether it captures a graph."""
+    return torch._C._cuda_getCurrentRawStream(
+        device.index
+    ), torch.cuda.is_current_stream_capturing()
+
+
+def is_captured(x: Tensor) -> bool:
+    """A CUDA graph records what is done to x now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Per group e that ends at ends[e], in bf16: a[rows of e] b[e]; if b is a matrix,
+    a[:, depth of e] b[depth of e]."""
+    return torch._grouped_mm(a, b, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_alias(tensor: Tensor) -> Tensor:
+    """A plain tensor over the memory of a subclass, with its version counter."""
+    with torch._C._DisableTorchDispatch():
+        return torch._C.TensorBase.detach(tensor)
+
+
+def alias_with_own_storage(tensor: Tensor) -> Tensor:
+    """A plain tensor over the memory of `tensor`, which must keep it, with its own storage
+    object."""
+    alias = plain_alias(tensor)
+    if alias.device.type == "meta":
+        return alias
+    memory = alias.untyped_storage()
+    own = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), alias.device, memory.nbytes()
+    )
+    with torch._C._DisableTorchDispatch():  # a compiler calls this under its fake tensor mode
+        return alias.new_empty(0).set_(own, alias.storage_offset(), alias.shape, alias.stride())
+
+
+def dtensor_like(like: DTensor, local: Tensor, shape: Sequence[int] | None = None) -> DTensor:
+    """A DTensor over `local`, in its dtype, with the mesh and placements of `like`.
+
+    shape:  of the whole tensor (default: of `like`).
+    """
+    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(like.shape if shape is None else shape), stride, local.dtype)
+    return DTensor(
+        local, DTensorSpec(like._spec.mesh, like._spec.placements, meta), requires_grad=False
+    )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def replace_local(tensor: DTensor, local: Tensor) -> None:
+    """Replace the local tensor of a DTensor, for everyone who holds it."""
+    tensor._local_tensor = local
+
+
+def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Make `old` be `new` for everyone who holds it; it keeps its gradient, attributes and hooks."""
+    vars(new).update(vars(old))
+    new.grad = old.grad
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(old, new)
+
+
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape, not as a view: users write in place to what a Function returns."""
+    return torch.ops.aten._unsafe_view(x, list(shape))

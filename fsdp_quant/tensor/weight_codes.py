@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized parameter's two halves: the fp32 master, which the optimizer holds, and the codes.
+
+[Note: the master of a quantized parameter]
+Codes of a weight, or of a dim-0 shard of one, are encoded from high-precision values of the same
+rows. At first those are the initial values, which the weight holds. An optimizer takes them as its
+fp32 master (`detach_master`); from then on the weight holds codes and refers to the master weakly.
+Whatever writes the weight (initialization, a load, a user) writes these values. `refresh_codes`
+encodes them after a step of the optimizer, or at the first gather after a load, from statistics
+that ranks reduce there. So the bytes are those of a `WeightShard`'s gather. Both directions are
+kept and written over in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..gemm import StaleWeightError
+from ..ops.dispatch import Encoded, Statistics
+from ..storage import Storage
+from . import torch_compat
+from .fsdp_hooks import FSDPHooks
+from .quantized_tensor import QuantizedTensor
+from .storage_pair import StoragePair
+from .weight_state import WeightState, WeightSync
+
+
+class CodesState(WeightState):
+    """The state of a weight whose parameter is its codes.
+
+    pending:     an event that all ranks share (creation, an optimizer's step, a load) wrote the
+                 values, which are not encoded yet. Ranks that hold rows of one tensor agree on it.
+    stale_codes: how often all codes became stale other than by a write of the values.
+    found:       (version of the values, statistics of this rank's rows that a kernel computed).
+    collectives: of the weights that are refreshed with this one first (`root_statistics.take`).
+    """
+
+    holds_codes = True
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pending, self.stale_codes = True, 0
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"pending": True}
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.statistics_version: object = None  # of the values that `statistics` describe
+        self.found: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self.collectives: dict = {}
+
+    def set_quantizer(self, quantizer) -> None:
+        super().set_quantizer(quantizer)
+        self.pending = True
+        self.drop_codes()
+
+    def drop_codes(self) -> None:
+        """Encode again at the next use."""
+        self.stale_codes += 1
+
+    def mark_written(self) -> None:
+        """Note that an event that all ranks share wrote the values, maybe past their version
+        counter."""
+        self.pending, self.found = True, (None, {})
+        self.drop_codes()
+
+    def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
+        if not self.quantizer.encodings[direction].fmt.is_quantized:
+            return None
+        storage = local._slots.storage(direction)
+        return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
+
+
+class WeightContent:
+    """What aliases of one shard share.
+
+    values:     high-precision values, until an optimizer takes them; None before the first write.
+    master:     weak reference to the tensor that took their place. owner: to its optimizer.
+    writes:     [object that identifies the values, number of writes through the dispatcher].
+    slots:      the codes. versions: of the values that each direction was encoded from.
+    quantizer:  (quantizer, dtype, `stale_codes`) that encoded them.
+    copied:     (version of the source, own version when it was copied), of a copy.
+    is_padding: allocated to hold another shard and rows behind it (`quantized_weight._copy_`).
+    borrowed:   directions whose codes are in memory of the weight sync, which frees it.
+    """
+
+    def __init__(self, state: CodesState, values: Tensor | None = None):
+        self.state, self.values = state, values
+        self.master: Callable[[], Tensor | None] | None = None
+        self.owner: Callable[[], object] | None = None
+        self.writes: list = [object(), 0]
+        self.slots = StoragePair(owner=state)
+        self.versions: dict[Direction, object] = {}
+        self.quantizer: tuple | None = None
+        self.copied: tuple[object, object] = (None, None)
+        self.is_padding = False
+        self.borrowed: set[Direction] = set()
+
+    def adopt(self, other: WeightContent) -> None:
+        """Share everything with `other`, since the master has one owner and is not copied."""
+        self.__dict__.update(other.__dict__, is_padding=False)
+
+
+def _no_values() -> None:
+    """In place of a weak reference to a master."""
+
+
+class WeightCodes(FSDPHooks, QuantizedTensor):
+    """A quantized parameter as master and codes; `QuantizedWeight` makes it a tensor for torch."""
+
+    _content: WeightContent
+
+    # The master #
+
+    @property
+    def state(self) -> CodesState:
+        return self._content.state
+
+    @property
+    def inner(self) -> Tensor:
+        """The high-precision values [rows, cols]: the initial ones, or the optimizer's master.
+
+        Raises StaleWeightError if the optimizer that took them is gone.
+        """
+        content = self._content
+        if self.state.weight_sync is not None:
+            raise StaleWeightError(
+                f"{self.state.name} is published by a weight sync, and its masters lie with the "
+                "trainer: its codes can be multiplied, but neither changed nor saved in high "
+                "precision; write or save the masters, and call refresh"
+            )
+        if content.master is None:
+            if content.values is None:
+                with torch.inference_mode(False):
+                    content.values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return content.values
+        master = content.master()
+        if master is None:
+            raise StaleWeightError(
+                f"{self.state.name} is a quantized parameter without values: it is frozen, or the "
+                "optimizer that held its fp32 master is gone; its codes can be multiplied and "
+                "saved decoded, but not changed: keep the fq.optim optimizer"
+            )
+        return master
+
+    @property
+    def has_values(self) -> bool:
+        """High-precision values exist: the weight is neither published nor frozen, and the
+        optimizer that took them is alive."""
+        master = self._content.master
+        return self.state.weight_sync is None and (master is None or master() is not None)
+
+    @property
+    def saved(self) -> Tensor:
+        """What a state dict stores: `inner`, or the decoded codes if the values are gone."""
+        if self.has_values or self.state.weight_sync is not None or self._slots.rowwise is None:
+            return self.inner
+        return self.dequantize()
+
+    def read(self) -> Tensor:
+        """The values that the weight stands for, in its dtype."""
+        values = self.saved if self.state.weight_sync is None else self.dequantize()
+        return values.detach().to(self.dtype)
+
+    def drop_values(self) -> None:
+        """Keep the codes alone, for good. They must be current (`refresh_codes`)."""
+        self._content.values, self._content.master = None, _no_values
+
+    @property
+    def version(self) -> object:
+        """Equal for equal values; of the codes if no values are left."""
+        content = self._content
+        if self.state.weight_sync is not None:
+            return self.state.weight_sync.generation
+        if not self.has_values:
+            return content.versions.get(ROWWISE)
+        inner = self.inner
+        own = (*content.writes, 0 if inner.is_inference() else inner._version)
+        source, when_copied = content.copied
+        return source if own == when_copied else own
+
+    def detach_master(self, owner: object = None) -> Tensor:
+        """Return the fp32 master [rows, cols], which `owner`, an optimizer, keeps from now on, and
+        drop the weight's own values.
+
+        Raises ValueError for a weight on the meta device, or whose master another optimizer has.
+        """
+        content = self._content
+        self.check_not_taken()
+        values = self.inner
+        master = values.detach() if values.dtype is torch.float32 else values.float()
+        if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
+            master = master.clone()
+        self.state.pending = True
+        content.values, content.master, content.writes = None, weakref.ref(master), [object(), 0]
+        content.owner = None if owner is None else weakref.ref(owner)
+        return master
+
+    def return_master(self, master: Tensor) -> None:
+        """Hold the values again: undo `detach_master`, which returned `master`."""
+        self._content.values, self._content.master = master, None
+
+    def check_not_taken(self) -> None:
+        """Raise ValueError unless the weight holds its values, on a device that is not meta."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{self.state.name} is on the meta device; call to_empty() and initialize the "
+                "model before making its optimizer"
+            )
+        if self._content.master is not None or self.state.weight_sync is not None:
+            who = "optimizer" if self.state.weight_sync is None else "weight sync"
+            raise ValueError(
+                f"another {who} holds the master of {self.state.name}; give each weight to one "
+                "optimizer"
+            )
+
+    def is_held_by(self, optimizers: Iterable) -> bool:
+        """One of these holds its master."""
+        master, owner = self._content.master, self._content.owner
+        if master is None or owner is None or master() is None:
+            return False
+        return any(one is owner() for one in optimizers)
+
+    def _memory(self) -> list[Tensor]:
+        return [*super()._memory(), *([self.inner] if self.has_values else [])]
+
+    # Published by a weight sync #
+
+    def attach_sync(self, sync: WeightSync) -> Tensor:
+        """Return the values [rows, cols]; from now on `sync` has them and writes the codes
+        (`allocate_codes`)."""
+        content, quantizer = self._content, self.state.quantizer
+        values = self.inner.detach()
+        slots = StoragePair(owner=self.state)
+        for direction in Direction:
+            side = quantizer.side(direction)
+            if side is not None and not (quantizer.shares_storage and direction is COLUMNWISE):
+                rows, cols = self.shape
+                storage = Storage.zeros(side.fmt, direction, (rows, cols), self.dtype, self.device)
+                slots.put(direction, storage)
+        if quantizer.shares_storage:
+            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
+        content.values, content.slots, content.quantizer = None, slots, self._quantizer
+        self.state.weight_sync = sync
+        return values
+
+    def alias_codes_into(self, memory: Tensor, place: int, direction: Direction) -> None:
+        """Let the codes of one direction, and of the other if it shares them, be those in the
+        sync's memory.
+
+        memory:  uint8; place: their first byte.
+        """
+        slots, storage = self._slots, self._slots.storage(direction)
+        # An alias without the version counter: gathers of other codes do not write these.
+        data = storage.data
+        data = data.new_empty(0).set_(
+            memory.untyped_storage(), place // data.itemsize, data.shape, data.stride()
+        )
+        slots.put(direction, replace(storage, data=data))
+        self._content.borrowed.add(direction)
+        if self.state.quantizer.shares_storage:
+            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
+            self._content.borrowed.add(COLUMNWISE)
+
+    def _own_buffers(self, direction: Direction) -> list[Tensor]:
+        borrows = direction in self._content.borrowed
+        buffers = self._slots.storage(direction).buffers()
+        return [b for name, b in buffers.items() if name != "data" or not borrows]
+
+    def allocate_codes(self, direction: Direction) -> Storage:
+        """Allocate the storage of one direction for the sync to write; drops derived layouts."""
+        for buffer in self._own_buffers(direction):
+            torch_compat.alloc_storage(buffer)
+        self._slots.drop_laid_out()
+        return self._slots.storage(direction)
+
+    def free(self, directions: Iterable[Direction]) -> None:
+        """Free the memory of published codes until they are written again."""
+        for direction in directions:
+            for buffer in self._own_buffers(direction):
+                torch_compat.free_storage(buffer)
+        self._slots.drop_laid_out()
+
+    # The codes #
+
+    @property
+    def _slots(self) -> StoragePair:
+        return self._content.slots
+
+    def is_current(self, direction: Direction, version: object = None) -> bool:
+        """The codes of this direction are those of the current values and quantizer.
+
+        version: of the values, if the caller has it."""
+        content, now = self._content, self._quantizer
+        then = content.quantizer
+        if not self.has_values and then is not None:  # they cannot be encoded again
+            then, now = then[:2], now[:2]
+        return then == now and content.versions.get(direction) == (version or self.version)
+
+    @property
+    def _quantizer(self) -> tuple:
+        return self.state.quantizer, self.state.compute_dtype, self.state.stale_codes
+
+    def room(self, direction: Direction) -> tuple[Tensor, Tensor] | None:
+        """(data, scale) of codes of the same format, for new ones to be written over; or None."""
+        content = self._content
+        same = content.quantizer is not None and content.quantizer[:2] == self._quantizer[:2]
+        storage = content.slots.get(direction) if same else None
+        if storage is None or storage.scale is None or not storage.fmt.is_quantized:
+            return None
+        return storage.data, storage.scale
+
+    @torch.no_grad()
+    def store(self, direction: Direction, encoded: Encoded, row0: int) -> None:
+        """Set the codes of one direction, in place of those before, so that captured steps read
+        them."""
+        content, quantizer, version = self._content, self.state.quantizer, self.version
+        if content.quantizer != self._quantizer:
+            if content.quantizer is None or content.quantizer[:2] != self._quantizer[:2]:
+                content.slots = StoragePair(owner=self.state)
+            content.quantizer, content.versions = self._quantizer, {}
+        slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
+        old = slots.get(direction)
+        if old is not None and encoded.data is old.data and encoded.scale is old.scale:
+            # the encoder wrote in place
+            slots.drop_laid_out()
+            if encoded.tensor_amax is not None and old.tensor_amax is not None:
+                old.tensor_amax.copy_(encoded.tensor_amax)
+        else:
+            new = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0)
+            before = old if isinstance(old, Storage) else None
+            stored = _written_over(before, new.map(lambda buffer: buffer.to(self.device)))
+            slots.put(direction, stored)
+            if quantizer.shares_storage:
+                slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
+        content.versions[direction] = version
+        if quantizer.shares_storage:
+            content.versions[COLUMNWISE] = version
+
+
+def _written_over(old: Storage | None, new: Storage) -> Storage:
+    """`old` with the bytes of `new` if their buffers agree, since captured steps keep addresses;
+    else `new`."""
+    if old is None or old.fmt != new.fmt:
+        return new
+    into = old.buffers()
+    if any(
+        n not in into or into[n].shape != t.shape or into[n].dtype != t.dtype
+        for n, t in new.buffers().items()
+    ):
+        return new
+    for name, buffer in new.buffers().items():
+        if buffer.data_ptr() != into[name].data_ptr():  # identity of fp32 is the master itself
+            into[name].copy_(buffer)
+    return old

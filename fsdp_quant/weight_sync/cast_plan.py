@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CastPlan`: the cast of a sync's masters by kernels, from tables that lie on the device.
+
+[Note: three launches]
+    first    tiles of 128 x 128 on the grid of each whole tensor: amaxes that ranks share, or that
+             span more than a tile, are collected; rows of blocks that no cut divides, and whose
+             amax lies in a tile, are encoded at once
+    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order
+    on every rank; first those of
+             whole tensors, which are reduced over other parts of the weights too, if there are some
+    second   what is left is encoded from them
+    scales   of collected amaxes; and whatever travels as values
+
+Codes and scales go straight to the segments that are gathered. A launch serves all weights of like
+encodings, however many there are, and nothing but pointers that have changed is ever sent to the
+device. Bytes are those of `cast_master_weights`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import ROWWISE, Direction, Encoding, ceil_div
+from ..ops import native
+from .synced_weight import SyncedWeight
+
+TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
+COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
+# who shares an amax: ranks of all parts of a weight, of this part, none
+PARTS, RANKS, OWN = range(3)
+FP32 = 4
+
+
+def _packed(*ints: int) -> list[int]:
+    """int32 in pairs, as int64."""
+    words = [a & 0xFFFFFFFF | (b & 0xFFFFFFFF) << 32 for a, b in zip(ints[::2], ints[1::2])]
+    return [w - (1 << 64) if w >> 63 else w for w in words]
+
+
+class _Side:
+    """One encoding of a weight: which blocks are the piece's own, and where the amaxes of others
+    lie in the arena.
+
+    rows:         [first, end) of which the piece holds elements.
+    own:          [first, end) rows of blocks that no cut divides; early: of those whose codes the
+                  first launch makes.
+    cut:          block row that a cut divides -> first element of its amaxes.
+    amaxes:       of block row 0 of the tensor, where those of whole rows, or all, are collected;
+                  None.
+    tensor_amax:  of a two-level format; None.
+    """
+
+    def __init__(self, weight: SyncedWeight, encoding: Encoding, rank: int, dense: bool):
+        fmt, direction = encoding.fmt, encoding.direction
+        self.weight, self.encoding, self.cuts = weight, encoding, weight.cuts
+        self.start, self.end = weight.shards.run(rank)
+        rows, cols = weight.shape
+        self.block_rows, self.across = fmt.scale_shape(weight.shape, direction)
+        self.rows = self.start // cols, ceil_div(self.end, cols)
+        self.height = fmt.dims(direction)[0] or rows
+        self.spans = fmt.block[1] is None  # a scale needs more than a tile
+        self.in_one_launch = not self.spans and not fmt.tensor_scale
+        self.all_shared = dense and self.cuts.is_sharded
+        cut = self.cuts.cut_block_rows(encoding)
+        self.cut_rows = [
+            r for r in cut if self.rows[0] // self.height <= r < ceil_div(self.rows[1], self.height)
+        ]
+        unit = self.height * cols
+        lo, hi = (
+            ceil_div(self.start, unit),
+            ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit,
+        )
+        self.own = (
+            (0, 0)
+            if fmt.dims(direction)[0] is None and cut
+            else (lo * self.height, min(max(hi, lo) * self.height, rows))
+        )
+        self.early = self.own if self.in_one_launch else (0, 0)
+
+    def collect(self, reserve: Callable[[int, int], int]) -> None:
+        """Lay out the amaxes that are collected; reserve(elements, among) gives room, alike on all
+        ranks that share it."""
+        fmt, across, blocks = self.encoding.fmt, self.across, RANKS if self.cuts.is_sharded else OWN
+        whole = PARTS if self.weight.spans_parts(self.encoding) else blocks
+        self.tensor_amax = reserve(1, whole) if fmt.tensor_scale else None
+        blocks = blocks if fmt.tensor_scale else whole
+        if self.all_shared:
+            self.amaxes = reserve(self.block_rows * across, blocks)
+            self.cut = {r: self.amaxes + r * across for r in self.cut_rows}
+            return
+        shared = {r: reserve(across, blocks) for r in self.cuts.cut_block_rows(self.encoding)}
+        self.amaxes, self.cut = None, {r: shared[r] for r in self.cut_rows}
+        if self.spans and self.block_rows == 1 and shared:
+            self.amaxes, self.cut = shared[0], {}
+        elif self.spans and self.start < self.end:
+            first, end = self.rows[0] // self.height, ceil_div(self.rows[1], self.height)
+            self.amaxes = (
+                reserve((end - first) * across, PARTS if blocks == PARTS else OWN) - first * across
+            )
+
+    def work(self, second: bool) -> list[int]:
+        """What a launch does of this side in each tile row, from the first one of the piece on."""
+        found = []
+        for tile_row in range(self.rows[0] // TILE, ceil_div(self.rows[1], TILE)):
+            first, end = (
+                max(tile_row * TILE, self.rows[0]),
+                min((tile_row + 1) * TILE, self.rows[1]),
+            )
+            is_early = self.early[0] <= first and end <= self.early[1]
+            if second:
+                found.append(0 if is_early or self.weight.gathers_values else ENCODE)
+            else:
+                collects = (
+                    not self.in_one_launch
+                    or self.all_shared
+                    or first < self.own[0]
+                    or end > self.own[1]
+                )
+                encodes = first < self.early[1] and end > self.early[0]
+                found.append(COLLECT * collects | ENCODE * encodes)
+        return found
+
+    def scale_runs(self, synced: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """(first element in the arena, first scale, scales) of those that are made of collected
+        amaxes.
+
+        synced:     [first, end) of the scales that are wanted.
+        """
+        if self.all_shared or (self.spans and self.block_rows == 1):
+            found = [(self.amaxes, 0, self.block_rows * self.across)]
+        else:
+            found = [(at, r * self.across, (r + 1) * self.across) for r, at in self.cut.items()]
+            if self.spans and self.amaxes is not None:
+                own = [ceil_div(row, self.height) * self.across for row in self.own]
+                found.append((self.amaxes + own[0], *own))
+        clipped = [
+            (at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found
+        ]
+        return [(at + lo - first, lo, hi - lo) for at, first, lo, hi in clipped if lo < hi]
+
+
+class _Group:
+    """Weights of like encodings, which a launch does together.
+
+    masters:  of each row of the table, the index of its weight.
+    """
+
+    def __init__(self, row: Encoding | None, col: Encoding | None):
+        self.encodings = row, col
+        self.masters: list[int] = []
+        self.sides: list[tuple[_Side | None, _Side | None]] = []
+        self.tiles: list[Tensor | None] = [None, None]
+        # None: the launch leaves that side alone
+        self.works: list[list[Encoding | None]] = [[row, col], [row, col]]
+
+    def lay_tiles(self, device: torch.device) -> None:
+        """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles,
+        then right."""
+        for second in (False, True):
+            made = [torch.empty(0, 4, dtype=torch.int32)]
+            for index, sides in enumerate(self.sides):
+                one = next(s for s in sides if s is not None)
+                if one.start == one.end:
+                    continue
+                sides_work = [
+                    [w << 2 * d for w in s.work(second)]
+                    for d, s in enumerate(sides)
+                    if s is not None
+                ]
+                work = torch.tensor([sum(of) for of in zip(*sides_work)], dtype=torch.int32)
+                rows, cols = _in_order(len(work), ceil_div(one.weight.shape[1], TILE))
+                laid = torch.stack(
+                    (torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1
+                )
+                made.append(laid[laid[:, 3] != 0])
+            tiles = torch.cat(made)
+            self.works[second] = [
+                e if (tiles[:, 3] >> 2 * d & 3).any() else None
+                for d, e in enumerate(self.encodings)
+            ]
+            # what was read last is in L2
+            self.tiles[second] = (tiles.flip(0) if second else tiles).contiguous().to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
+    """int32 (row, column) of every tile: neighbours in time write neighbouring parts of rows and of
+    block columns."""
+    rows, cols = torch.arange(down).repeat(right), torch.arange(right).repeat_interleave(down)
+    order = ((rows // 4) * (4 * right) + cols * 4 + rows % 4).argsort()
+    return rows[order].int(), cols[order].int()
+
+
+@dataclass
+class _Runs:
+    """Scales, and values: rows of the table (`ScaleSegment` in csrc/quantize/pieces.h).
+
+    encodings:  of the scales.
+    masters:    row -> index of the weight whose master it reads.
+    """
+
+    encodings: list[Encoding] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    masters: dict[int, int] = field(default_factory=dict)
+    table: Tensor | None = None
+    chunks: Tensor | None = None
+
+    def add(
+        self,
+        source: int,
+        out: int,
+        count: int,
+        encoding: Encoding | None = None,
+        tensor_amax: int = 0,
+        enc: int = 0,
+        record: int = 0,
+        narrow: int = 0,
+        master: int | None = None,
+    ) -> None:
+        """Scales of an encoding, or (None) values."""
+        if count:
+            if master is not None:
+                self.masters[len(self.rows)] = master
+            side = -1 if encoding is None else self.encodings.index(encoding)
+            self.rows.append([source, out, tensor_amax, enc, record, count, *_packed(narrow, side)])
+
+    def lay(self, device: torch.device) -> None:
+        counts = [ceil_div(row[5], CHUNK) for row in self.rows]
+        runs = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        chunks = torch.cat([torch.arange(n) for n in counts])
+        self.chunks = torch.stack((runs, chunks), 1).int().to(device)
+
+
+class CastPlan:
+    """Casts the masters of `weights` into the segments of a sync; every rank of the group has one,
+    or none has.
+
+    weights:  of the sync, in its order.
+    address:  (weight's name, direction, part) -> address of this rank's run of a plane; asked again
+              when `moved` differs.
+    moved:    something that differs where addresses do.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[SyncedWeight],
+        rank: int,
+        dense: bool,
+        device: torch.device,
+        address: Callable[[str, Direction | None, str], int],
+        moved: Callable[[], object],
+    ):
+        self._weights, self._rank, self._device, self._dense = weights, rank, device, dense
+        self._address, self._moved = address, moved
+        self._groups: dict[tuple, _Group] = {}
+        self._sides: list[_Side] = []
+        for index, weight in enumerate(weights):
+            made: list[_Side | None] = [None, None]
+            for fragment in weight.fragments(torch.empty(0), rank):
+                for encoding in fragment.encodings:
+                    if encoding.fmt.is_quantized:
+                        made[encoding.direction is not ROWWISE] = _Side(
+                            weight, encoding, rank, dense
+                        )
+            if any(made):
+                key = tuple(None if s is None else s.encoding for s in made)
+                group = self._groups.setdefault(key, _Group(*key))
+                group.masters.append(index)
+                group.sides.append(tuple(made))
+                self._sides += [s for s in made if s is not None]
+        used = [0, 0, 0]
+
+        def reserve(elements: int, among: int) -> int:
+            used[among] += elements
+            return used[among] - elements
+
+        # the second time it is known how much others share, and the rest lies behind it
+        for start in (0, 1):
+            used = [0, start * used[PARTS], start * (used[PARTS] + used[RANKS])]
+            for side in self._sides:
+                side.collect(reserve)
+        self._of_parts, self._shared, size = used
+        self._arena = torch.zeros(size, device=device)
+        self._delayed = [s.weight for s in self._sides if s.weight.quantizer.delayed_directions]
+        for group in self._groups.values():
+            group.lay_tiles(device)
+        self._runs: list[_Runs] = []
+        # rows on the host, and on the device
+        self._tables: list[tuple[_Group, Tensor, Tensor | None]] = []
+        self._laid: object = None
+        self._masters: list[weakref.ref] = []
+        self._pointers: list[int] = []
+
+    @staticmethod
+    def unsupported_reason(weights: Sequence[SyncedWeight], device: torch.device) -> str | None:
+        """Why kernels cannot cast these weights, in one clause, from what all ranks share; None
+        when they can."""
+        if not native.runs_on(device):
+            return f"no kernels run on this {device.type}"
+        for weight in weights:
+            for direction, encoding in weight.quantizer.encodings.items():
+                reason = native.why_not_pieces(encoding, weight.seen[direction], weight.shape[1])
+                if weight.gathers_values and weight.wire_dtype not in native.PIECE_VALUES:
+                    reason = f"values travel in {weight.wire_dtype}"
+                if reason is not None:
+                    return f"{weight.name}.{direction.value}: {reason}"
+        return None
+
+    # Tables #
+
+    def knows(self, masters: Sequence[Tensor]) -> bool:
+        """These are the masters of the last cast, where they were."""
+        return (
+            len(masters) == len(self._masters)
+            and all(ref() is m for ref, m in zip(self._masters, masters))
+            and [m.data_ptr() for m in masters] == self._pointers
+        )
+
+    def _at(self, index: int | None) -> int:
+        return 0 if index is None else self._arena.data_ptr() + FP32 * index
+
+    def _scale_base(self, side: _Side) -> tuple[int, tuple[int, int]]:
+        """(address of scale 0 of the whole tensor, [first, end) of the scales that this rank
+        writes)."""
+        weight, direction = side.weight, side.encoding.direction
+        if weight.gathers_values:
+            return 0, (0, 0)
+        if self._dense:
+            return weight.sides[direction].scale.data_ptr(), (0, side.block_rows * side.across)
+        first, end = weight.planes[direction, "scale"][1].map.run(self._rank)
+        size = side.encoding.fmt.scale_bytes
+        return self._address(weight.name, direction, "scale") - first * size, (first, end)
+
+    def _side_row(self, side: _Side | None) -> list[int]:
+        if side is None:
+            return [0] * 16
+        weight, e = side.weight, side.encoding
+        data, bits = 0, e.fmt.bits
+        if not weight.gathers_values:
+            data = self._address(weight.name, e.direction, "codes") - side.start * bits // 8
+        scale = 0 if side.spans or side.all_shared else self._scale_base(side)[0]
+        (rows, cols), cut = weight.shape, [*side.cut.items(), (-1, None), (-1, None)][:2]
+        history = weight.history(e.direction)
+        pointers = [
+            data,
+            scale,
+            self._at(side.amaxes),
+            *(self._at(at) for _, at in cut),
+            self._at(side.tensor_amax),
+            0 if history is None else history.enc.data_ptr(),
+            side.start,
+            side.end,
+        ]
+        lines, length = (rows, cols) if e.direction is ROWWISE else (cols, rows)
+        vectors = cols % 8 == 0 and data % (bits if bits == 8 else 4) == 0
+        return pointers + _packed(
+            lines,
+            length,
+            side.across,
+            *(r for r, _ in cut),
+            *side.own,
+            *side.early,
+            *side.rows,
+            side.all_shared,
+            vectors,
+            0,
+        )
+
+    def _lay(self) -> None:
+        """Tables with everything but masters."""
+        encodings = list(dict.fromkeys(s.encoding for s in self._sides))
+        starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
+        self._tables, self._runs = (
+            [],
+            [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts],
+        )
+        for group in self._groups.values():
+            rows = []
+            for index, sides in zip(group.masters, group.sides):
+                one = next(s for s in sides if s is not None)
+                head = [0, one.start, one.end, *_packed(*self._weights[index].shape, 0, 0)]
+                rows.append(head + self._side_row(sides[0]) + self._side_row(sides[1]))
+            self._tables.append((group, torch.tensor(rows, dtype=torch.int64), None))
+        for side in self._sides:
+            self._lay_scales(side)
+        for index, weight in enumerate(self._weights):
+            for (direction, part), (_, plane) in weight.planes.items():
+                dtype = weight.wire_dtype if part == "values" else weight.seen[direction]
+                if part == "values" or (
+                    part == "codes" and not weight.quantizer.encodings[direction].fmt.is_quantized
+                ):
+                    start, end = plane.map.run(self._rank)
+                    narrow = 2 * (dtype is torch.bfloat16)
+                    out = self._address(weight.name, direction, part)
+                    self._runs[0].add(0, out, end - start, narrow=narrow, master=index)
+        for runs in self._runs:
+            if runs.rows:
+                runs.lay(self._device)
+
+    def _lay_scales(self, side: _Side) -> None:
+        weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
+        history, (base, synced) = weight.history(direction), self._scale_base(side)
+        runs = next(r for r in self._runs if side.encoding in r.encodings)
+        delayed = (
+            {}
+            if history is None
+            else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
+        )
+        made = side.scale_runs(synced)
+        for at, first, count in made:
+            out = base + first * fmt.scale_bytes
+            runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
+        if delayed and not made:  # another rank publishes the scale; every rank has the history
+            runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
+        kept = (
+            weight.amaxes.get(direction)
+            if weight.gathers_values
+            else weight.sides[direction].tensor_amax
+        )
+        if kept is not None:
+            source = side.amaxes if side.tensor_amax is None else side.tensor_amax
+            runs.add(self._at(source), kept.data_ptr(), 1)
+
+    def _point_at(self, masters: Sequence[Tensor]) -> None:
+        """Put the masters into the tables, and the tables on the device."""
+        for i, (group, rows, _) in enumerate(self._tables):
+            for row, index in enumerate(group.masters):
+                master, side = masters[index], next(s for s in group.sides[row] if s is not None)
+                size, cols = master.element_size(), side.weight.shape[1]
+                first = master.data_ptr() - side.start * size
+                vectors = first % 16 == 0 and cols * size % 16 == 0
+                rows[row, 0] = first
+                rows[row, 4] = _packed(size == 2, vectors)[0]
+            self._tables[i] = group, rows, rows.to(self._device)
+        for runs in self._runs:
+            if runs.rows:
+                for row, index in runs.masters.items():
+                    runs.rows[row][0] = masters[index].data_ptr()
+                    runs.rows[row][6] = runs.rows[row][6] & ~1 | (
+                        masters[index].element_size() == 2
+                    )
+                runs.table = torch.tensor(runs.rows, dtype=torch.int64).to(self._device)
+
+    def _update(self, masters: Sequence[Tensor]) -> None:
+        histories = [
+            h.enc.data_ptr()
+            for w in self._delayed
+            for d in w.quantizer.delayed_directions
+            if (h := w.history(d))
+        ]
+        laid = self._moved(), histories
+        if laid != self._laid:
+            self._lay()
+            self._laid, self._masters = laid, []
+        if not self._masters or not self.knows(masters):
+            self._point_at(masters)
+            self._masters, self._pointers = (
+                [weakref.ref(m) for m in masters],
+                [m.data_ptr() for m in masters],
+            )
+
+    # A cast #
+
+    def cast_(
+        self,
+        masters: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        parts: dist.ProcessGroup | None,
+        skip: Tensor | None,
+    ) -> None:
+        """Write this rank's segments, and what every rank keeps of the scales.
+
+        masters:  flat, contiguous, of the lengths of the plan; fp32 or bf16.
+        parts:    of ranks that hold other parts of the weights, or None.
+        skip:     bool [1] on the device; where true, nothing is written.
+        """
+        self._update(masters)
+        self._arena.zero_()
+        for second in (False, True):
+            for of, shared in ((group, self._shared), (parts, self._of_parts)) if second else ():
+                if shared and of is not None and of.size() > 1:
+                    counters.add("amax all-reduce", "sync")
+                    dist.all_reduce(
+                        self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of
+                    )
+            for of, _, table in self._tables:
+                if len(of.tiles[second]):
+                    native.cast_pieces(table, of.tiles[second], *of.works[second], second, skip)
+        for runs in self._runs:
+            if runs.rows:
+                native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
+        for of, *_ in self._tables:
+            for encoding in of.encodings:
+                if encoding is not None:
+                    counters.add(
+                        "quantize",
+                        (encoding.fmt.name, encoding.direction.value, "native"),
+                        len(of.masters),
+                    )

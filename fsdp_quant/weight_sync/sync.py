@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WeightSync`: cast, gather and finish the weights of one data-parallel group; see `hooks`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import Direction, canonical_text
+from ..gemm import StaleWeightError
+from ..modules.training_steps import roll
+from ..ops import native
+from ..tensor import torch_compat
+from .cast import cast_master_weights
+from .cast_plan import CastPlan
+from .shard_map import ALIGNMENT, Segments
+from .synced_weight import BOTH, GatherBuffer, SyncedWeight
+
+
+class BufferRequest(NamedTuple):
+    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; of rank r from r * segment
+    on."""
+
+    directions: frozenset[Direction]
+    nbytes: int
+    segment: int
+    alignment: int
+
+
+class WeightSync:
+    """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes
+    it.
+
+    unsupported_reason: None where kernels cast the pieces (`weight_sync.cast_plan`); else why covering
+                    rows are cast, in one clause.
+    generation:  casts that were attempted, on the host.
+    applied:     int64 [] on the device: steps (`cast_`) that were not skipped.
+    fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and
+                 transport.
+
+    Every rank of the group makes the same calls in the same order; their number and order follow
+    from the plan alone.
+    """
+
+    def __init__(
+        self,
+        weights: list[SyncedWeight],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dense: bool,
+        tensor_group: dist.ProcessGroup | None,
+    ):
+        self.group, self.rank, self.world = (
+            group,
+            0 if group is None else group.rank(),
+            1 if group is None else group.size(),
+        )
+        self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
+        self._device, self._weights, self._dense, self._ready = (
+            device,
+            weights,
+            dense,
+            dict.fromkeys(Direction, 0),
+        )
+        self._tensor_group = tensor_group
+        by_serves: dict[frozenset[Direction], list] = {}
+        for weight in weights:
+            for (direction, part), (serves, plane) in weight.planes.items():
+                by_serves.setdefault(serves, []).append(((weight.name, direction, part), plane))
+        self._channels = []
+        for serves, found in by_serves.items():
+            found.sort(key=lambda one: Segments.in_order(one[1]))
+            segments = Segments(tuple(plane for _, plane in found), self.world)
+            segments.validate()
+            own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
+            self._channels.append(GatherBuffer(serves, [key for key, _ in found], segments, own))
+        self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
+        self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
+        self._plan = None
+        if self.unsupported_reason is None:
+            self._plan = CastPlan(
+                weights, self.rank, dense, device, self._run_address, self._segment_addresses
+            )
+        self._initial = [weight.weight.attach_sync(self) for weight in weights]
+        for channel in self._channels:
+            channel.hold({weight.name: weight.weight for weight in weights})
+
+    def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
+        channel, p = self._places[name, direction, part]
+        return channel.own.data_ptr() + channel.segments.offsets[self.rank][p]
+
+    def _segment_addresses(self) -> list[int]:
+        return [channel.own.data_ptr() for channel in self._channels]
+
+    @property
+    def fingerprint(self) -> str:
+        facts = [
+            (w.state.name, w.shape, w.quantizer, w.state.compute_dtype, w.weight.dtype)
+            for w in self._weights
+        ]
+        return f"{zlib.crc32(canonical_text(facts).encode()):08x}"
+
+    # Memory #
+
+    def buffers(self) -> list[BufferRequest]:
+        """The memory that gathers fill, one request a channel."""
+        return [
+            BufferRequest(c.serves, c.nbytes, c.segments.size, ALIGNMENT) for c in self._channels
+        ]
+
+    def bind(self, buffers: Sequence[Tensor]) -> None:
+        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken
+        along, to be gathered.
+
+        Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or
+        elsewhere.
+        """
+        wanted = self.buffers()
+        if len(buffers) != len(wanted):
+            raise ValueError(
+                f"bind takes {len(wanted)} buffers, as buffers() says, got {len(buffers)}"
+            )
+        for i, (buffer, want) in enumerate(zip(buffers, wanted)):
+            got = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+            if (
+                buffer.dtype is not torch.uint8
+                or buffer.stride() != (1,)
+                or buffer.device != self._device
+            ):
+                raise ValueError(
+                    f"{got}; wanted contiguous uint8 [{want.nbytes}] on {self._device}"
+                )
+            if buffer.numel() < want.nbytes:
+                raise ValueError(f"{got}, which is too small: wanted at least {want.nbytes} bytes")
+            if buffer.data_ptr() % want.alignment:
+                raise ValueError(
+                    f"{got}, at an address that is no multiple of {want.alignment}; align it"
+                )
+        spans = sorted(
+            (b.data_ptr(), b.data_ptr() + want.nbytes) for b, want in zip(buffers, wanted)
+        )
+        if any(end > start for (_, end), (start, _) in zip(spans, spans[1:])):
+            raise ValueError(
+                "buffers overlap: a gather of one direction would write the other's bytes"
+            )
+        for buffer, channel in zip(buffers, self._channels):
+            channel.bind(buffer, self.rank)
+
+    @torch.no_grad()
+    def init_masters(self) -> list[Tensor]:
+        """fp32 [owned elements] of each weight's initial values, exact; then the initial values are
+        freed.
+
+        Raises RuntimeError when they were handed out, or cast over, before.
+        """
+        if self._initial is None:
+            raise RuntimeError(
+                "the initial values are gone: init_masters() hands them out once, before the first "
+                "cast"
+            )
+        masters = []
+        for weight, values in zip(self._weights, self._initial):
+            start, end = weight.shards.run(self.rank)
+            masters.append(values.detach().reshape(-1)[start:end].to(torch.float32, copy=True))
+        self._initial = None
+        return masters
+
+    # A step #
+
+    def cast_(self, masters: Sequence[Tensor], *, skip: Tensor | bool | None = None) -> None:
+        """After an optimizer step: histories roll, amaxes are shared, this rank's elements are
+        encoded into its segments.
+
+        masters:  for each weight the fp32 (or compute dtype) values of the elements that this rank
+                  owns, in any shape.
+        skip:     not zero, alike on every rank: the step was not applied. No byte, scale or history
+                  changes, and amaxes of activations and gradients since the step before are
+                  dropped. It is read on the device.
+
+        Raises ValueError, and changes nothing, for masters that do not fit the plan.
+        """
+        if skip is not None and self.generation == 0:
+            raise ValueError(
+                "the first cast cannot be skipped, because there are no codes yet; call "
+                "refresh(masters) first"
+            )
+        masters = self._checked(masters)
+        if skip is not None:
+            flag = torch.as_tensor(skip, device=self._device)
+            skip = flag.reshape(()) != 0
+        self._roll(skip)
+        self._cast(masters, skip)
+        self.applied += 1 if skip is None else ~skip
+
+    @torch.no_grad()
+    def refresh(self, masters: Sequence[Tensor]) -> None:
+        """Codes of these masters in every direction, outside a step: at the start, after a load,
+        for an evaluation."""
+        self._cast(self._checked(masters), None)
+        self.gather()
+        self.finish()
+
+    def _checked(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._plan is not None and self._plan.knows(masters):
+            return masters
+        if len(masters) != len(self._weights):
+            raise ValueError(
+                f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}"
+            )
+        for weight, master in zip(self._weights, masters):
+            start, end = weight.shards.run(self.rank)
+            if master.numel() != end - start:
+                raise ValueError(
+                    f"{weight.name}: rank {self.rank} owns the {end - start} elements [{start}, "
+                    f"{end}), got a master of {master.numel()}; pass the owned elements only, "
+                    "without padding"
+                )
+            if (
+                not master.is_floating_point()
+                or master.device != self._device
+                or not master.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{weight.name}: the master is {master.dtype} on {master.device}, strides "
+                    f"{master.stride()}; wanted contiguous floating values on {self._device}"
+                )
+            if self._plan is not None and master.dtype not in native.PIECE_VALUES:
+                raise ValueError(
+                    f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got "
+                    f"{master.dtype}"
+                )
+        if self._plan is not None:
+            return masters
+        return [master.detach().reshape(-1) for master in masters]
+
+    @torch.no_grad()
+    def _roll(self, skip: Tensor | None) -> None:
+        """End the step of every history of these weights' layers; a skipped one drops amaxes of
+        activations and gradients."""
+        states = {w.state for w in self._weights}
+        histories = {
+            id(h): h.to(self._device) for state in states for h in state.histories.values()
+        }
+        roll(histories.values(), skip)
+
+    @torch.no_grad()
+    def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
+        for channel in self._channels:
+            channel.wait()
+        if self._plan is None:
+            self._cast_rows(masters, skip)
+        else:
+            self._plan.cast_(masters, self.group, self._tensor_group, skip)
+        self.generation, self._initial = self.generation + 1, None
+
+    def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
+        """Where no kernel begins at any element: pieces as the rows that cover them."""
+
+        def write(target: Tensor, values: Tensor) -> None:
+            target.copy_(values if skip is None else torch.where(skip, target, values))
+
+        fragments, owners = [], []
+        for weight, master in zip(self._weights, masters):
+            fragments += (of := weight.fragments(master, self.rank))
+            owners += [weight] * len(of)
+        factors = [[w.factor(e.direction) for e in f.encodings] for w, f in zip(owners, fragments)]
+        if self.world > 1 and any(
+            self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings
+        ):
+            counters.add("amax all-reduce", "sync")
+        if any(w.spans_parts(e) for w, f in zip(owners, fragments) for e in f.encodings):
+            counters.add("amax all-reduce", "sync")
+        pieces: dict[tuple[str, Direction | None, str], Tensor] = {}
+        made = cast_master_weights(fragments, self.group, factors, self._dense, self._tensor_group)
+        for weight, fragment, casts in zip(owners, fragments, made):
+            for encoding, cast in zip(fragment.encodings, casts):
+                direction = encoding.direction
+                if (history := weight.history(direction)) is not None:
+                    history.record(cast.amax if skip is None else torch.where(skip, 0.0, cast.amax))
+                if (whole := weight.amaxes.get(direction)) is not None:
+                    write(
+                        whole,
+                        (cast.amax if cast.tensor_amax is None else cast.tensor_amax).view_as(
+                            whole
+                        ),
+                    )
+                if weight.gathers_values:
+                    continue
+                side = weight.sides[direction]
+                pieces[weight.name, direction, "codes"] = cast.codes
+                for staged, fresh in (
+                    (side.tensor_amax, cast.tensor_amax),
+                    (side.scale, cast.scale),
+                ):
+                    if staged is not None:
+                        write(staged, fresh)
+                if (direction, "scale") in weight.planes:
+                    start, end = weight.planes[direction, "scale"][1].map.run(self.rank)
+                    before = fragment.block_rows(encoding).start * cast.scale.shape[1]
+                    own = cast.scale.reshape(-1)[start - before : end - before]
+                    pieces[weight.name, direction, "scale"] = own.view(torch.uint8)
+        for weight, master in zip(self._weights, masters):
+            if weight.gathers_values:
+                pieces[weight.name, None, "values"] = master.to(weight.wire_dtype).view(torch.uint8)
+        for channel in self._channels:
+            write(channel.own, self._packed(channel, pieces))
+
+    def _packed(self, channel: GatherBuffer, pieces: dict) -> Tensor:
+        offsets, parts, at = channel.segments.offsets[self.rank], [], 0
+        for key, offset in zip(channel.keys, offsets):
+            parts += [pieces[key].new_zeros(offset - at), pieces[key]]
+            at = offset + pieces[key].numel()
+        return torch.cat([*parts, channel.own.new_zeros(channel.segments.size - at)])
+
+    def _of(self, directions) -> list[GatherBuffer]:
+        wanted = frozenset(directions)
+        if not wanted or not wanted <= BOTH:
+            raise ValueError(f"directions are fq.ROWWISE and fq.COLUMNWISE, got {directions}")
+        return [c for c in self._channels if c.serves & wanted]
+
+    def gather(self, directions=tuple(Direction), async_op: bool = False) -> Work | None:
+        """All-gather the segments that serve these directions, in place.
+
+        async_op:  return at once with something to wait for; `finish` waits too.
+        Raises StaleWeightError before the first cast.
+        """
+        channels = self._of(directions)
+        if self.generation == 0:
+            raise StaleWeightError(
+                "nothing was cast yet; call cast_ or refresh with the masters first"
+            )
+        for channel in channels:
+            channel.gather(self.group)
+            channel.gathered = self.generation
+            counters.add("gather", ("sync", channel.served, "segments"), channel.nbytes)
+        work = Work(channels)
+        return work if async_op else work.wait()
+
+    def gathered(self, directions=tuple(Direction)) -> None:
+        """The trainer has gathered the segments of these directions itself, into the buffers that
+        it has bound.
+
+        Raises StaleWeightError where no buffer is bound, or nothing was cast.
+        """
+        channels = self._of(directions)
+        if self.generation == 0 or not all(channel.is_bound for channel in channels):
+            raise StaleWeightError(
+                "gathered() without a cast, or without buffers: call cast_; bind what buffers() "
+                "asks for"
+            )
+        for channel in channels:
+            channel.gathered = self.generation
+
+    @torch.no_grad()
+    def finish(self, directions=tuple(Direction)) -> None:
+        """Let the weights be what was gathered; a direction that is ready already is left alone.
+
+        Raises StaleWeightError, and changes nothing, for a direction that was not gathered since
+        the last cast.
+        """
+        channels = self._of(directions)
+        late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
+        needed = [c for c in channels if c.serves & set(late)]
+        if self.generation == 0 or any(c.gathered != self.generation for c in needed):
+            raise StaleWeightError(
+                f"finish({[d.value for d in directions]}) before their gather of generation "
+                f"{self.generation}; call gather(), or gathered() after an all-gather of your own"
+            )
+        for channel in channels:
+            channel.wait()
+        pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
+        for channel in needed:
+            channel.allocate_codes()
+            for p, (name, direction, part) in enumerate(
+                channel.keys if not channel.is_in_place else ()
+            ):
+                pieces[name][direction, part] = channel.pieces(p)
+        torch_compat.copy_all(
+            [pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])]
+        )
+        for weight in self._weights:
+            weight.derive(late)
+        self._ready.update(dict.fromkeys(late, self.generation))
+        for channel in channels:
+            if all(self._ready[d] == self.generation for d in channel.serves):
+                channel.drop()
+
+    def release(self, directions=tuple(Direction)) -> None:
+        """Free the codes of these directions, until they are gathered and finished again; for
+        gathers in every pass."""
+        channels = self._of(directions)
+        for channel in channels:
+            channel.wait()
+            channel.drop()
+            channel.gathered = 0
+        self._ready.update(dict.fromkeys(directions, 0))
+        for channel in channels:
+            if all(self._ready[d] == 0 for d in channel.serves):
+                channel.free()
+        for weight in self._weights:
+            weight.weight.free(
+                [d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))]
+            )
+
+    def check_ready(self, name: str, direction: Direction) -> None:
+        """Raise StaleWeightError unless the codes of a direction are those of the last cast."""
+        if self.generation == 0 or self._ready[direction] != self.generation:
+            done = "cast" if self.generation else "planned"
+            if self.generation and all(
+                c.gathered == self.generation for c in self._of((direction,))
+            ):
+                done = "gathered"
+            raise StaleWeightError(
+                f"{name}: the {direction.value} codes are of generation {self._ready[direction]} "
+                f"and generation {self.generation} is {done}, not finished; call gather and finish "
+                f"for {direction.value}, or refresh, before a product reads it"
+            )
+
+    # Checkpoints and text #
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many
+        steps were applied."""
+        return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a checkpoint, at any world size, cuts and transport; `refresh(masters)` then
+        makes the codes.
+
+        Raises ValueError, and changes nothing, where other weights, formats or rounding were saved.
+        """
+        fingerprint, applied = state.get("fingerprint"), state.get("applied")
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                "the checkpoint is of other weights, formats or rounding (fingerprint "
+                f"{fingerprint}, here {self.fingerprint}); plan the sync with the recipe that was "
+                "saved, or leave this state out to change it"
+            )
+        whole = (
+            isinstance(applied, Tensor)
+            and applied.dtype is torch.int64
+            and applied.dim() == 0
+            and int(applied) >= 0
+        )
+        if not whole:
+            raise ValueError(
+                f"applied of the saved state is {applied!r}, wanted a number of steps, int64 []; "
+                "give what state_dict gave"
+            )
+        self.applied.copy_(applied)
+
+    def describe(self) -> str:
+        """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every
+        rank."""
+        lines = []
+        for channel in self._channels:
+            used, segment = (
+                sum(plane.nbytes for plane in channel.segments.planes),
+                channel.segments.size,
+            )
+            lines.append(
+                f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} "
+                f"segments of {segment}"
+            )
+            lines[-1] += "" if channel.codes is None else ", read where they are gathered"
+        reduced = len({d for w in self._weights for d in w.sides}) and (
+            "every amax" if self._dense else "amaxes of cut blocks"
+        )
+        if any(
+            weight.spans_parts(e)
+            for weight in self._weights
+            for e in weight.quantizer.encodings.values()
+        ):
+            reduced = (
+                f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
+            )
+        cast = (
+            "by kernels"
+            if self.unsupported_reason is None
+            else f"of covering rows, because {self.unsupported_reason}"
+        )
+        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
+
+    def __repr__(self) -> str:
+        return f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, generation {self.generation})"
+
+
+class Work(NamedTuple):
+    """All-gathers under way."""
+
+    channels: list[GatherBuffer]
+
+    def wait(self) -> None:
+        for channel in self.channels:
+            channel.wait()
