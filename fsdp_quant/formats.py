@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantized bytes mean: elements, formats, directions, block geometry.
+"""The meaning of quantized bytes: elements, formats, directions, block geometry.
 
 [Note: formats]
 A `Format` is a row of data, never a class of its own. It says which element the codes hold, how
@@ -23,9 +23,10 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
@@ -36,34 +37,32 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 @dataclass_transform(frozen_default=True)
 def value_class(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass that computes its hash once, and its canonical text: values are the keys
-    of caches that every call reads.
+    """A frozen dataclass that computes its hash and canonical text once: every call looks values up
+    in caches.
 
     Neither is pickled: text hashes differently in another process.
     """
     cls = dataclass(frozen=True)(cls)
-    compute = cls.__hash__
+    compute: Callable[[Any], int] = cls.__hash__
 
-    def hash_once(self) -> int:
-        kept = self.__dict__.get("_hash")
-        if kept is None:
-            kept = self.__dict__["_hash"] = compute(self)
-        return kept
+    def hash_once(self: Any) -> int:
+        cached = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = compute(self)
+        return cached
 
-    def text_once(self) -> str:
-        kept = self.__dict__.get("_canonical")
-        if kept is None:
-            kept = self.__dict__["_canonical"] = _text_of_fields(self)
-        return kept
+    def text_once(self: object) -> str:
+        cached = self.__dict__.get("_canonical")
+        if cached is None:
+            cached = self.__dict__["_canonical"] = _text_of_fields(self)
+        return cached
 
-    def state(self) -> dict:
-        return {
-            name: field
-            for name, field in self.__dict__.items()
-            if name not in ("_hash", "_canonical")
-        }
+    def state(self: object) -> dict:
+        return {n: v for n, v in self.__dict__.items() if n not in ("_hash", "_canonical")}
 
-    cls.__hash__, cls._canonical_text, cls.__getstate__ = hash_once, text_once, state
+    setattr(cls, "__hash__", hash_once)
+    setattr(cls, "_canonical_text", text_once)
+    setattr(cls, "__getstate__", state)
     return cls
 
 
@@ -134,13 +133,13 @@ class Element:
 
     @property
     def operand(self) -> Element:
-        """The 8-bit element that products of anchored codes multiply: e4m3 has every number of a
-        smaller one; else itself."""
+        """The 8-bit element of anchored codes: e4m3 for smaller ones, whose numbers it contains; else
+        itself."""
         return E4M3 if self.bits < 8 and self.mantissa <= E4M3.mantissa else self
 
     @property
     def operand_shift(self) -> int:
-        """Its numbers times 2^operand_shift are the largest that fit in `operand`: what is left for
+        """The largest power of two by which all numbers may be scaled within `operand`: room for
         blocks below the largest."""
         return 0 if self.operand is self else math.floor(math.log2(self.operand.max / self.max))
 
@@ -162,32 +161,30 @@ E2M1 = Element("e2m1", 4, 6.0, 1, 0, None)
 OWN_DTYPE = Element("own dtype", 16, math.inf, 0, 0, None)
 ELEMENTS = {e.name: e for e in (E4M3, E5M2, E3M2, E2M3, E2M1, OWN_DTYPE)}
 
-# Bytes of one scale, by kind. "none" is for the identity element.
+# Bytes per scale, by kind. "none" is for the identity element.
 SCALE_BYTES = {"none": 0, "fp32": 4, "e8m0": 1, "e4m3": 1}
 SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 
 ROTATION_BLOCK = 16
 
-# How e4m3 scales of e2m1 blocks follow from their target, the scale that takes the block's amax to
-# 6.
-# fp8_exact: from a significand of the target (in [1, 2)) that reaches the first number on, the
-#            second times its power of two.
-# The largest is 1.5 * 2^8. The bounds minimize the mean square error of gaussian, Laplace, t3 and
-# silu(a) * b blocks. Choosing each scale among three by its block's mean square error took the
-# noise of gaussian vectors from .101 to .091 and of silu(a) * b from .104 to .097, and changed
-# nothing in training (`bench.learning`, gaps of two seeds .0393, .0365; by the amax .0391, .0393).
-# So the amax alone
+# Rules for the e4m3 scale of an e2m1 block, given the target that maps the block's amax to 6.
+# fp8_exact: (bound, s): a significand of the target in [bound, next bound) gives s times its power
+#            of two; at most 1.5 * 2^8.
+# The bounds minimize the mean square error of gaussian, Laplace, t3 and silu(a) * b blocks.
+# Choosing among three scales by a block's mean square error took the noise of gaussian vectors from
+# .101 to .091 and of silu(a) * b from .104 to .097, and changed nothing in training
+# (`bench.learning`, gaps of two seeds .0393, .0365; by the amax .0391, .0393). So the amax alone
 # decides: one rule for activations, shards, pieces and blocks that a cut divides.
 SCALE_RULES = ("nearest", "fp8_exact")
 FP8_EXACT_SCALES = ((1.0, 1.0), (1.15, 1.25), (1.4, 1.5), (1.8, 2.0))
 FP8_EXACT_LARGEST = 384.0
-# 6 * 384 * 2^-3 is in e4m3's range: codes are multiplied as element * scale * 2^-3.
+# 6 * 384 * 2^-3 is in e4m3's range: operands are element * scale * 2^-3.
 FP8_EXACT_OPERAND = 0.125
 
 
 @value_class
 class Format:
-    """What the bytes of one storage mean; hashable, compared by value.
+    """The meaning of the bytes of one storage; hashable, compared by value.
 
     element:         codes (see `Element`).
     block:           (outer, contraction) elements that share a scale; None is the whole extent.
@@ -197,8 +194,7 @@ class Format:
     tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
     scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5,
                      so that an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
-    rotated:         the values were turned by a 16-wide random Hadamard matrix along the
-                     contraction.
+    rotated:         values are multiplied by a 16-wide random Hadamard matrix along the contraction.
 
     >>> fq.Format("mxfp8_1x64", fq.format_of("mxfp8").element, (1, 64), "e8m0").block
     (1, 64)
@@ -241,8 +237,8 @@ class Format:
 
     @property
     def decoding(self) -> tuple:
-        """What a reader of the bytes must know; how scales were chosen (pow2, scale_rounding,
-        scale_rule) is left out."""
+        """The fields that decoding needs; not those that choose scales (pow2, scale_rounding,
+        scale_rule)."""
         return self.element, self.block, self.scale, self.tensor_scale, self.rotated
 
     @property
@@ -259,8 +255,7 @@ class Format:
 
     @property
     def overflow(self) -> float:
-        """Magnitude, over its scale, from which a value would round to a number above the largest
-        element, had it one."""
+        """Scaled magnitude from which a value would round above the largest element."""
         return self.element.max + 2.0 ** (
             math.floor(math.log2(self.element.max)) - self.element.mantissa - 1
         )
@@ -294,8 +289,8 @@ class Format:
 
     @property
     def largest_scaled(self) -> float:
-        """Largest element times largest block scale of a two-level format: what the tensor's amax
-        is encoded to."""
+        """Largest element times largest block scale of a two-level format, to which the tensor's
+        amax is encoded."""
         return self.element.max * (
             FP8_EXACT_LARGEST if self.scale_rule == "fp8_exact" else E4M3.max
         )
@@ -312,8 +307,7 @@ class Format:
         return self.tensor_scale or (self.scale != "none" and self.block == (None, None))
 
     def row_alignment(self, direction: Direction) -> int:
-        """Where rows of a tensor are cut at multiples of this, no block of these codes and no
-        rotation is divided."""
+        """Cuts between rows at multiples of this divide no block and no rotation."""
         rotation = ROTATION_BLOCK if self.rotated and direction is not Direction.ROWWISE else 1
         return math.lcm(self.dims(direction)[0] or 1, rotation)
 
@@ -322,15 +316,14 @@ class Format:
         outer, contraction = self.block
         return (outer, contraction) if direction is ROWWISE else (contraction, outer)
 
-    def padded_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int]:
-        """[rows, cols] of the stored codes: rotation fills the contraction up to a multiple of
-        16."""
+    def padded_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int]:
+        """[rows, cols] of the stored codes: rotation pads the contraction to a multiple of 16."""
+        rows, cols = shape
         if not self.rotated:
-            return tuple(shape)
-        padded = list(shape)
-        dim = direction.contraction_dim
-        padded[dim] = round_up(padded[dim], ROTATION_BLOCK)
-        return tuple(padded)
+            return rows, cols
+        if direction is ROWWISE:
+            return rows, round_up(cols, ROTATION_BLOCK)
+        return round_up(rows, ROTATION_BLOCK), cols
 
     def row_bytes(self, cols: int, dtype: torch.dtype) -> int:
         """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element
@@ -340,18 +333,16 @@ class Format:
         codes, size = self.element.packing
         return ceil_div(cols, codes) * size
 
-    def scale_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int] | None:
+    def scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int] | None:
         """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without
         scales."""
         if self.scale == "none":
             return None
-        return tuple(
-            1 if block is None else ceil_div(extent, block)
-            for extent, block in zip(self.padded_shape(shape, direction), self.dims(direction))
-        )
+        (rows, cols), (b0, b1) = self.padded_shape(shape, direction), self.dims(direction)
+        return 1 if b0 is None else ceil_div(rows, b0), 1 if b1 is None else ceil_div(cols, b1)
 
     def bytes_per_element(self, dtype: torch.dtype = torch.bfloat16) -> float:
-        """Stored bytes an element of a large tensor takes, scales included."""
+        """Stored bytes per element of a large tensor, scales included."""
         if not self.is_quantized:
             return float(dtype.itemsize)
         outer, contraction = self.block
@@ -382,20 +373,17 @@ class Format:
 def canonical_text(value: object) -> str:
     """A text that is equal for equal values and differs for different ones, in any process
     (dataclasses by field)."""
-    if is_dataclass(value):
-        return (
-            value._canonical_text() if hasattr(value, "_canonical_text") else _text_of_fields(value)
-        )
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(canonical_text, value))})"
-    return repr(value)
+    if not is_dataclass(value):
+        return repr(value)
+    of_value = getattr(value, "_canonical_text", None)
+    return _text_of_fields(value) if of_value is None else of_value()
 
 
-def _text_of_fields(value: object) -> str:
-    fields = ", ".join(
-        f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value)
-    )
-    return f"{type(value).__name__}({fields})"
+def _text_of_fields(value: Any) -> str:
+    fields = (f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value))
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -461,11 +449,10 @@ def format_of(name: str | Format, **changes) -> Format:
 
 @functools.cache
 def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
-    """What codes of `fmt` mean once one fp32 scale serves `run` elements of the contraction (None:
-    all), or the tensor.
+    """The format of codes of `fmt` with one fp32 scale per `run` elements of the contraction (None:
+    all), or, whole=True, for the tensor.
 
-    The scale is a power of two where the format's are; codes smaller than 8 bits are those of
-    `Element.operand`.
+    Scales stay powers of two; codes smaller than 8 bits become those of `Element.operand`.
     """
     if fmt.decodes_exactly_to_e4m3:
         return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
@@ -475,8 +462,8 @@ def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format
 
 
 def spread_format(fmt: Format) -> Format:
-    """What codes of `fmt` mean once each scale of 128 elements, a power of two, is written as four
-    e8m0 scales of 32."""
+    """The format of codes of `fmt` with each power-of-two scale of 128 elements as four e8m0 scales
+    of 32."""
     return Format(f"{fmt.name} spread", fmt.element, (1, 32), "e8m0")
 
 
@@ -493,7 +480,7 @@ class Family:
 
     @property
     def rotates(self) -> bool:
-        """Training in this backward rotates the operands of wgrad, and rounds gradients
+        """A backward in this family rotates the operands of wgrad, and rounds gradients
         stochastically."""
         return self.vector.element.bits == 4
 
@@ -525,11 +512,11 @@ def family_of(name: str) -> Family:
 
 @value_class
 class Encoding:
-    """How one direction's bytes are made from high-precision values.
+    """How high-precision values are encoded in one direction.
 
     stochastic:  round up with probability equal to the fraction, on bits keyed by the global
                  element.
-    eps:         block amaxes below it count as eps (fp32 scales only).
+    eps:         least block amax (fp32 scales only).
     """
 
     fmt: Format
@@ -539,14 +526,11 @@ class Encoding:
 
 
 def check_pair(gemm: str, a: Format, b: Format, a_name: str, b_name: str) -> None:
-    """Raise ValueError unless a product of these two storages is defined.
-
-    Every pair of scales and elements multiplies. A rotation must be on both operands, where it
-    cancels.
-    """
+    """Raise ValueError unless the GEMM of these two formats is defined: a rotation must be on both
+    operands, where it cancels. Every pair of scales and elements multiplies."""
     if a.rotated != b.rotated:
-        turned, plain = (a_name, b_name) if a.rotated else (b_name, a_name)
+        rotated, plain = (a_name, b_name) if a.rotated else (b_name, a_name)
         raise ValueError(
-            f"{gemm} multiplies {a_name} ({a}) by {b_name} ({b}): {turned} is rotated and {plain} "
+            f"{gemm} multiplies {a_name} ({a}) by {b_name} ({b}): {rotated} is rotated and {plain} "
             "is not, so the rotation does not cancel; rotate both or neither"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Quantizer` makes one storage, `HybridQuantizer` one a direction; both are immutable values.
+"""`Quantizer` encodes one direction of a tensor, `HybridQuantizer` both; both are immutable values.
 
-A quantizer holds no tensor and no state: histories of delayed scaling live with the weight, random
-keys with the step. One quantizer may serve any number of tensors, and both sides of a hybrid.
+A quantizer has no tensor and no state: weights hold the histories of delayed scaling, the step
+holds random keys. Any number of tensors, and both sides of a hybrid, may share a quantizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 @cache
 def _encoding(*fields) -> Encoding:
-    """One object for all that are equal: found in caches without a comparison."""
+    """One object per value, so that caches find it without a comparison."""
     return Encoding(*fields)
 
 
@@ -39,12 +39,12 @@ class Quantizer:
     """Format, scaling and rounding of one direction.
 
     fmt:       `Format` or its name.
-    scaling:   "current", or `DelayedScaling(...)` (formats with one fp32 scale a tensor).
+    scaling:   "current", or `DelayedScaling(...)` (formats with one fp32 scale per tensor).
     rounding:  "nearest" (even) or "stochastic".
     rotation:  random Hadamard transform of 16 values along the contraction before encoding.
-    eps:       block amaxes below it count as eps (fp32 scales).
+    eps:       least block amax (fp32 scales).
 
-    Raises ValueError for combinations that mean nothing, naming the format.
+    Raises ValueError for combinations without a meaning.
 
     >>> fq.Quantizer("fp8_row").quantize(torch.randn(32, 64)).rowwise.scale.shape
     torch.Size([32, 1])
@@ -120,13 +120,12 @@ class Quantizer:
 
 @value_class
 class HybridQuantizer:
-    """One quantizer a direction; the two may have different formats.
+    """One quantizer per direction; the two may have different formats.
 
-    rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (the direction is not
-                          made).
-    columnwise_source:    "original": the columnwise storage is quantized from the same values as
-                          the rowwise one; "rowwise_dequantized": from the decoded rowwise storage,
-                          so that the backward sees the values that the forward multiplied.
+    rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (no such direction).
+    columnwise_source:    "original": quantize the columnwise storage from the same values as the
+                          rowwise one; "rowwise_dequantized": from the decoded rowwise storage, so
+                          that the backward sees the values that the forward multiplied.
 
     >>> t = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(torch.randn(32, 64))
     >>> t.rowwise.fmt.name, t.columnwise.fmt.name
@@ -151,43 +150,54 @@ class HybridQuantizer:
                 f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got "
                 f"{self.columnwise_source!r}"
             )
-        if self.columnwise_source != "original" and None in (self.rowwise, self.columnwise):
+        if self.columnwise_source == "original":
+            return
+        if self.rowwise is None or self.columnwise is None:
             raise ValueError("columnwise_source='rowwise_dequantized' needs both directions")
-        if self.columnwise_source != "original" and self.rowwise.rotation:
+        if self.rowwise.rotation:
             raise ValueError(
                 "columnwise_source='rowwise_dequantized' needs a rowwise side that is not rotated"
             )
 
-    def side(self, direction: Direction) -> Quantizer | None:
-        return self.rowwise if direction is ROWWISE else self.columnwise
+    @cached_property
+    def sides(self) -> dict[Direction, Quantizer]:
+        """The quantizers of the directions that are quantized."""
+        sides = (ROWWISE, self.rowwise), (COLUMNWISE, self.columnwise)
+        return {d: q for d, q in sides if q is not None}
+
+    def side(self, direction: Direction) -> Quantizer:
+        """The quantizer of a direction. Raises ValueError if there is none."""
+        if direction not in self.sides:
+            raise ValueError(f"{self} has no {direction.value} quantizer")
+        return self.sides[direction]
 
     @property
     def is_stochastic(self) -> bool:
         """Some side needs a random key."""
-        return any(q is not None and q.is_stochastic for q in (self.rowwise, self.columnwise))
+        return any(q.is_stochastic for q in self.sides.values())
 
     @property
     def shares_storage(self) -> bool:
         """The rowwise storage serves both directions."""
-        return self.rowwise == self.columnwise and self.rowwise.fmt.shares_storage
+        return self.rowwise == self.columnwise and self.side(ROWWISE).fmt.shares_storage
 
     @property
     def is_derived(self) -> bool:
-        """The columnwise storage is made from the rowwise one, and differs from it."""
+        """The columnwise storage is quantized from the rowwise one."""
         return self.columnwise_source != "original" and not self.shares_storage
 
     @cached_property
     def encodings(self) -> dict[Direction, Encoding]:
-        """What is encoded from the original values, by direction."""
-        sides = {d: q.encoding(d) for d in Direction if (q := self.side(d)) is not None}
+        """The encodings of the original values, by direction."""
+        encodings = {d: q.encoding(d) for d, q in self.sides.items()}
         if self.shares_storage or self.is_derived:
-            del sides[COLUMNWISE]
-        return sides
+            del encodings[COLUMNWISE]
+        return encodings
 
     @cached_property
     def delayed_directions(self) -> tuple[Direction, ...]:
-        """Directions that are encoded with delayed scaling, each with a history of its own."""
-        return tuple(d for d in self.encodings if self.side(d).is_delayed)
+        """Directions with delayed scaling; each has a history of its own."""
+        return tuple(d for d in self.encodings if self.sides[d].is_delayed)
 
     def derive_columnwise(
         self,
@@ -200,16 +210,14 @@ class HybridQuantizer:
         compute_dtype:  dtype that a quantized columnwise format sees (None: the storage's);
                         identity keeps the storage's.
         """
-        dtype = rowwise.dtype
-        source = dtype if not self.columnwise.fmt.is_quantized else compute_dtype or dtype
-        storage = self.columnwise.storage(
-            rowwise.dequantize(torch.float32).to(source), COLUMNWISE, key
-        )
-        return replace(storage, dtype=dtype)
+        columnwise, dtype = self.side(COLUMNWISE), rowwise.dtype
+        source = compute_dtype or dtype if columnwise.fmt.is_quantized else dtype
+        values = rowwise.dequantize(torch.float32).to(source)
+        return replace(columnwise.storage(values, COLUMNWISE, key), dtype=dtype)
 
     def columnwise_of(self, rowwise: Storage, key: Tensor | None = None) -> Storage:
-        """The columnwise storage, where it is not encoded from the values: the rowwise one itself,
-        or derived from it."""
+        """The columnwise storage if it is not encoded from the values: the rowwise one itself, or
+        derived from it."""
         return (
             rowwise.as_direction(COLUMNWISE)
             if self.shares_storage
@@ -237,7 +245,7 @@ class HybridQuantizer:
         encodings = self._encodings_for(directions, {})
         encoded, amaxes = self._encode(x, encodings, key, factors, {}, statistics)
         made = {d: Storage.of(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()}
-        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
+        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in made:
             made[COLUMNWISE] = self.columnwise_of(made[ROWWISE], key)
         return {d: s for d, s in made.items() if d in directions}, amaxes
 
@@ -259,7 +267,7 @@ class HybridQuantizer:
         made = {
             d: encoded_matrix(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()
         }
-        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
+        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in made:
             made[COLUMNWISE] = self.columnwise_of(to_storage(made[ROWWISE]), key)
         return {
             d: to_layout(m, layouts.get(d, COMPACT)) for d, m in made.items() if d in directions
@@ -269,10 +277,10 @@ class HybridQuantizer:
         self, directions: Collection[Direction], layouts: dict[Direction, str]
     ) -> dict[Direction, Encoding]:
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
-        if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
+        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in encodings:
             if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
                 # the same codes in another layout
-                encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)
+                encodings[COLUMNWISE] = self.side(COLUMNWISE).encoding(COLUMNWISE)
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
         return encodings
@@ -293,7 +301,7 @@ class HybridQuantizer:
             list(encodings.values()),
             [statistics.get(source[d]) for d in encodings] if statistics else None,
             keys=[key] * len(encodings),
-            encs=[factors.get(source[d]) for d in encodings] if factors else None,
+            encode_scales=[factors.get(source[d]) for d in encodings] if factors else None,
             layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts else None,
         )
         amaxes = {
@@ -316,7 +324,7 @@ class HybridQuantizer:
         """
         rows = as_rows(x.detach())
         if any(not e.fmt.is_quantized for e in self.encodings.values()):
-            # an identity storage is made over its input, and `update` writes into it
+            # an identity storage is a view of its input, and `update` writes into it
             rows = rows.clone()
         if key is None and self.is_stochastic:
             key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(
@@ -337,10 +345,8 @@ class HybridQuantizer:
             raise ValueError(
                 f"cannot update {out!r} from {list(x.shape)} {x.dtype}: shape and dtype must agree"
             )
-        for direction in Direction:
-            quantizer, storage = self.side(direction), getattr(out, direction.value)
-            if quantizer is None:
-                continue
+        for direction, quantizer in self.sides.items():
+            storage = getattr(out, direction.value)
             if storage is None:
                 raise ValueError(
                     f"cannot update {out!r}: its {direction.value} storage was dropped"
@@ -355,14 +361,10 @@ class HybridQuantizer:
                     f"cannot update {out!r} with {self}: one storage serves both of its directions"
                 )
         fresh = self.quantize(x, key=key)
-        for direction in Direction:
-            if self.side(direction) is not None:
-                new, old = (
-                    getattr(fresh, direction.value).buffers(),
-                    getattr(out, direction.value).buffers(),
-                )
-                for name, buffer in old.items():
-                    buffer.copy_(new[name])
+        for direction in self.sides:
+            new = fresh.storage_for(direction).buffers()
+            for name, buffer in getattr(out, direction.value).buffers().items():
+                buffer.copy_(new[name])
         return out
 
     def __repr__(self) -> str:
@@ -383,9 +385,8 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def hybrid_of(value) -> HybridQuantizer:
-    """A `Format`, its name, a `Quantizer` or a `HybridQuantizer` as a hybrid: the same on both
-    sides unless it says."""
+def hybrid_of(value: HybridQuantizer | Quantizer | Format | str) -> HybridQuantizer:
+    """A `HybridQuantizer`; or one with a `Quantizer`, a `Format` or its name on both sides."""
     if isinstance(value, HybridQuantizer):
         return value
     side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))

@@ -273,7 +273,9 @@ def encoded_at_scale_one(x: Tensor, element: str) -> Tensor:
     else:
         encoding = Encoding(format_of("fp8_tensor", element=element), ROWWISE)
         amax, enc = torch.ones(1, 1), torch.ones(1)
-    (made,) = dispatch.encode(x, [encoding], [dispatch.Statistics(amax, tensor_amax)], encs=[enc])
+    (made,) = dispatch.encode(
+        x, [encoding], [dispatch.Statistics(amax, tensor_amax)], encode_scales=[enc]
+    )
     return torch.from_numpy(oracle.unpack(made.data.numpy(), bits, x.shape[1]))
 
 

@@ -195,7 +195,7 @@ def test_codes_of_a_group_follow_their_histories(dtype: torch.dtype):
             torch.full((3 if i % 3 else 0,), 0.25, device=expected.DEVICE) for i in range(len(x))
         ]
         made = native.multi_tensor_quantize(
-            x, e, row0, dtype is FP32, stats, encs=enc, records=records
+            x, e, row0, dtype is FP32, stats, encode_scales=enc, records=records
         )
         for i, (got, s) in enumerate(zip(made, stats)):
             if x[i].numel() == 0:

@@ -517,7 +517,7 @@ def build_plan(
     slots = {t: recipe.hybrid(Role(module_type, t, name)) for t in QUANTIZED_TYPES}
     for slot, hybrid in slots.items():
         for direction in Direction:
-            if hybrid.side(direction) is None:
+            if direction not in hybrid.sides:
                 raise ValueError(
                     f"{name}: {slot}.{direction.value} is read by a product, but {recipe} makes "
                     "none"

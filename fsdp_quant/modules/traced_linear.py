@@ -304,7 +304,7 @@ def _weight_storage(
         values,
         [encoding],
         [statistics.get(source)] if source in statistics else None,
-        encs=[factor],
+        encode_scales=[factor],
         dtype=seen,
         layouts=[laid_out],
     )

@@ -16,6 +16,7 @@ from .reference import (
     decode_codes,
     e8m0_code,
     inverse_exponent,
+    known,
     power_of_two,
     scaled_by_block,
     statistics,
@@ -24,7 +25,12 @@ from .reference import (
 
 
 def e4m3_operand(
-    data: Tensor, scale: Tensor, tensor_amax: Tensor, fmt: Format, direction: Direction, cols: int
+    data: Tensor,
+    scale: Tensor,
+    tensor_amax: Tensor | None,
+    fmt: Format,
+    direction: Direction,
+    cols: int,
 ) -> tuple[Tensor, Tensor]:
     """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
 
@@ -36,7 +42,8 @@ def e4m3_operand(
     nothing; smaller ones lose what is below 2^-9.
     """
     codes = cast_codes(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
-    return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
+    decode_scale = tensor_decode_scale(known(tensor_amax, "the tensor amax"), fmt)
+    return codes.contiguous(), decode_scale / FP8_EXACT_OPERAND
 
 
 def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
@@ -53,7 +60,8 @@ def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[T
     """
     fmt = encoding.fmt
     run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
-    anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
+    amax, _ = statistics(x, Encoding(run, encoding.direction))
+    anchor = e8m0_code(known(amax, "the amax"), run)
     codes = cast_codes(
         scaled_by_block(x, power_of_two(inverse_exponent(anchor)), run, encoding.direction, 0),
         fmt.element,
@@ -88,7 +96,7 @@ def anchored_codes(
     number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
     of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
     """
-    dim = direction.contraction_dim
+    dim, (outer_block, block) = direction.contraction_dim, fmt.block
     values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
     if fmt.has_fp32_scales:
         exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
@@ -97,7 +105,7 @@ def anchored_codes(
     if whole:
         highest = scale.max().view(1, 1) if scale.numel() else scale.new_zeros(1, 1)
     else:
-        blocks = max(scale.shape[dim], 1) if run is None else run // fmt.block[1]
+        blocks = max(scale.shape[dim], 1) if run is None else run // (block or run)
         runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
         missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
         highest = (
@@ -118,7 +126,7 @@ def anchored_codes(
     if whole:
         return codes.contiguous(), power_of_two(exponent).flatten()
     lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
-    lines = lines.repeat_interleave(fmt.block[0], 1)[:, : values.shape[1 - dim]]
+    lines = lines.repeat_interleave(outer_block or 1, 1)[:, : values.shape[1 - dim]]
     return codes.contiguous(), lines.flatten() if run is None else F.pad(
         lines, (0, -lines.shape[1] % 4)
     )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an operation runs: the compiled kernel when there is one for the device and format, else
+"""Dispatch of operations: to the compiled kernel if there is one for the device and format, else to
 the reference.
 
-Both give the same bytes. Callers pass every direction they want of one tensor together, so that a
-kernel reads the tensor once. `dtype` is what the encoder sees: values are rounded to it first
-(None: they are not).
+Both return the same bytes. Callers pass all directions of one tensor together, so that a kernel
+reads the tensor once. Values are rounded to `dtype` before they are encoded (None: they are not).
 """
 
 from __future__ import annotations
@@ -29,30 +28,26 @@ from .layout import (
     is_anchored_of_codes,
     is_exact_operand,
 )
+from .reference import known
 
 
 class Statistics(NamedTuple):
     """amax: fp32 [block rows, block cols] or None; tensor_amax: fp32 [1] or None.
 
-    In graphs amax of one scale may be those of parts of the tensor, [parts, 1], whose largest
-    counts.
+    In graphs amax of one scale may be [parts, 1], of parts of the tensor: the largest counts.
     """
 
     amax: Tensor | None
     tensor_amax: Tensor | None
 
     def to(self, device: torch.device) -> Statistics:
-        own = self.tensor_amax if self.amax is None else self.amax
-        return (
-            self
-            if own.device == device
-            else Statistics(*(None if t is None else t.to(device) for t in self))
-        )
+        amax, tensor_amax = (None if t is None else t.to(device) for t in self)
+        return Statistics(amax, tensor_amax)
 
 
 class Encoded(NamedTuple):
-    """The buffers of one storage (see `Storage`), and the amax they were made from, where one scale
-    spans a row or more."""
+    """The buffers of one storage (see `Storage`), and the amax that scaled them if one scale spans a
+    row or more."""
 
     data: Tensor
     scale: Tensor | None
@@ -62,9 +57,9 @@ class Encoded(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """Which encodings of one call a kernel makes: indices in its list."""
+    """Indices of the encodings of one call that a kernel computes, and of the rest."""
 
-    taken: tuple[int, ...]
+    by_kernel: tuple[int, ...]
     rest: tuple[int, ...]
 
 
@@ -72,22 +67,22 @@ class _Route(NamedTuple):
 def _route_of(
     encodings: tuple[Encoding, ...], dtype: torch.dtype | None, whole_tiles: bool
 ) -> _Route:
-    """dtype: of values on a device where kernels run; None where none do. whole_tiles: row0 begins
-    a tile."""
-    taken = [
+    """dtype: of values on a device with kernels; None: no kernels. whole_tiles: row0 begins a
+    tile."""
+    chosen = [
         i
         for i, e in enumerate(encodings)
         if dtype is not None and native.encodes(e, dtype, whole_tiles)
     ]
-    if len({encodings[i].direction for i in taken}) < len(taken):
-        taken = taken[:1]  # a kernel makes one of each direction
-    return _Route(tuple(taken), tuple(i for i in range(len(encodings)) if i not in taken))
+    if len({encodings[i].direction for i in chosen}) < len(chosen):
+        chosen = chosen[:1]  # a kernel computes one encoding per direction
+    return _Route(tuple(chosen), tuple(i for i in range(len(encodings)) if i not in chosen))
 
 
 def _split(
     x: Tensor, encodings: tuple[Encoding, ...], dtype: torch.dtype | None, row0: int
 ) -> tuple[_Route, Tensor, bool]:
-    """(who makes what, x as the kernel reads it, rounded to bf16 there)."""
+    """(route, x as the kernel reads it, whether the kernel rounds to bf16)."""
     round_to_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
     values = x if round_to_bf16 else _as(x, dtype)
     runs = native.runs(values) and values.numel() > 0
@@ -98,31 +93,33 @@ def _split(
     )
 
 
-class _Laid(NamedTuple):
-    """The calls that make what a kernel makes in the layouts that are wanted: indices, and what the
-    calls are told."""
+class _Calls(NamedTuple):
+    """Kernel calls that write encodings in the requested layouts: indices, and arguments."""
 
     anchored: tuple[int, ...]
     anchored_encodings: tuple[Encoding, ...]
     anchor_runs: tuple[int, ...]
-    anchored_turned: tuple[bool, ...]
+    anchored_transposed: tuple[bool, ...]
     plain: tuple[int, ...]
     plain_encodings: tuple[Encoding, ...]
-    turned: tuple[bool, ...]
+    transposed: tuple[bool, ...]
     scale_layouts: tuple[int, ...]
     layouts: tuple[str, ...]
 
 
 @functools.cache
-def _laid_of(
+def _calls_for(
     encodings: tuple[Encoding, ...],
-    taken: tuple[int, ...],
+    by_kernel: tuple[int, ...],
     layouts: tuple[str, ...] | None,
     can_anchor: tuple[bool, ...],
     whole: bool,
     native_scales: int,
-) -> _Laid:
+) -> _Calls:
     layouts = layouts or (COMPACT,) * len(encodings)
+
+    def is_columnwise(i: int) -> bool:
+        return encodings[i].direction is not ROWWISE
 
     def anchors(i: int) -> bool:
         fmt = encodings[i].fmt
@@ -133,30 +130,26 @@ def _laid_of(
         )
         return can_anchor[i] and fits and not encodings[i].stochastic
 
-    anchored = tuple(filter(anchors, taken))
-    # one launch takes one kind; the others come compact
+    anchored = tuple(filter(anchors, by_kernel))
+    # one launch writes one kind; the others are compact
     if len({layouts[i] == ANCHORED_TENSOR for i in anchored}) > 1:
         anchored = tuple(i for i in anchored if layouts[i] != ANCHORED_TENSOR)
-    plain = tuple(i for i in taken if i not in anchored)
-    operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
-    laid = [operand or (whole and layouts[i] in LAID_OUT) for i, operand in zip(plain, operands)]
-
-    def turns(i: int) -> bool:
-        return encodings[i].direction is not ROWWISE
-
-    return _Laid(
+    plain = tuple(i for i in by_kernel if i not in anchored)
+    exact = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
+    fits = [is_exact or (whole and layouts[i] in LAID_OUT) for i, is_exact in zip(plain, exact)]
+    return _Calls(
         anchored,
         tuple(encodings[i] for i in anchored),
         tuple(native.anchor_run(layouts[i]) for i in anchored),
-        tuple(map(turns, anchored)),
+        tuple(map(is_columnwise, anchored)),
         plain,
         tuple(encodings[i] for i in plain),
-        tuple(n and turns(i) for i, n in zip(plain, laid)),
+        tuple(fit and is_columnwise(i) for i, fit in zip(plain, fits)),
         tuple(
-            native.OPERAND if o else native_scales if n else native.COMPACT
-            for n, o in zip(laid, operands)
+            native.OPERAND if is_exact else native_scales if fit else native.COMPACT
+            for fit, is_exact in zip(fits, exact)
         ),
-        tuple(layouts[i] if n else COMPACT for i, n in zip(plain, laid)),
+        tuple(layouts[i] if fit else COMPACT for i, fit in zip(plain, fits)),
     )
 
 
@@ -169,11 +162,11 @@ def statistics(
 ) -> list[Statistics]:
     """Block and tensor amaxes of x [rows, cols] for each encoding; `row0` places x in the global
     tensor."""
-    (taken, rest), values, round_to_bf16 = _split(x, tuple(encodings), dtype, row0)
+    (by_kernel, rest), values, round_to_bf16 = _split(x, tuple(encodings), dtype, row0)
     results: dict[int, Statistics] = {}
-    if taken:
-        made = native.statistics(values, [encodings[i] for i in taken], row0, round_to_bf16)
-        results = {i: Statistics(*m) for i, m in zip(taken, made)}
+    if by_kernel:
+        made = native.statistics(values, [encodings[i] for i in by_kernel], row0, round_to_bf16)
+        results = {i: Statistics(*m) for i, m in zip(by_kernel, made)}
     for i in rest:
         e = encodings[i]
         if opaque.is_tracing() and e.fmt.is_quantized:
@@ -191,116 +184,103 @@ def encode(
     stats: Sequence[Statistics | None] | None,
     row0: int = 0,
     keys: Sequence[Tensor | None] | None = None,
-    encs: Sequence[Tensor | None] | None = None,
+    encode_scales: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype | None = None,
     layouts: Sequence[str] | None = None,
 ) -> list[Encoded]:
-    """Codes and scales of x [rows, cols]; one result an encoding.
+    """Codes and scales of x [rows, cols]; one result per encoding.
 
-    stats:    shared by every rank that holds a part of the tensor; None: taken from x. Of a layout
-              that is anchored by the tensor, its amax.
-    keys:     int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
-    encs:     fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is
-              none.
-    layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact,
-              and says so.
+    stats:    shared by every rank that holds a part of the tensor; None: compute them from x. For
+              a layout that is anchored by the tensor, its amax.
+    keys:     int64 [5] per encoding (`rng.KEY_FIELDS`), for stochastic rounding.
+    encode_scales:  fp32 [1] per encoding, for delayed scaling: of a history, 0 while it is empty.
+    layouts:  requested layout of each result (`ops.layout`); compact if no kernel writes it, as
+              `Encoded.layout` tells.
     """
     encodings = tuple(encodings)
-    (taken, rest), values, round_to_bf16 = _split(x, encodings, dtype, row0)
+    (by_kernel, rest), values, round_to_bf16 = _split(x, encodings, dtype, row0)
+    none = (None,) * len(encodings)
+    stats, keys, encode_scales = stats or none, keys or none, encode_scales or none
     results: dict[int, Encoded] = {}
-    if taken:
+    if by_kernel:
         whole_bf16 = row0 == 0 and (round_to_bf16 or values.dtype is torch.bfloat16)
-        can_anchor = tuple(
-            whole_bf16 and (stats is None or stats[i] is None or stats[i].amax is None)
-            for i in range(len(encodings))
-        )
-        wanted = tuple(layouts) if layouts else None
-        calls = _laid_of(
-            encodings,
-            taken,
-            wanted,
-            can_anchor,
-            row0 == 0,
-            native.scale_layout(values) if wanted else 0,
-        )
-        if calls.anchored:
+        can_anchor = tuple([whole_bf16 and (s is None or s.amax is None) for s in stats])
+        requested = tuple(layouts) if layouts else None
+        native_scales = native.scale_layout(values) if requested else 0
+        calls = _calls_for(encodings, by_kernel, requested, can_anchor, row0 == 0, native_scales)
+        if requested and calls.anchored:
             made = native.quantize_anchored(
                 values,
                 calls.anchored_encodings,
                 calls.anchor_runs,
                 round_to_bf16,
-                calls.anchored_turned,
-                [stats[i] and stats[i].tensor_amax for i in calls.anchored]
-                if stats is not None
-                else None,
+                calls.anchored_transposed,
+                [None if (s := stats[i]) is None else s.tensor_amax for i in calls.anchored],
             )
-            for i, (data, scale) in zip(calls.anchored, made):
-                scale = scale if calls.anchored_turned[calls.anchored.index(i)] else scale.t()
-                results[i] = Encoded(
-                    data, _anchored_scale(scale, layouts[i]), None, None, layouts[i]
-                )
+            for i, (data, scale), transposed in zip(
+                calls.anchored, made, calls.anchored_transposed
+            ):
+                scale = _anchored_scale(scale if transposed else scale.t(), requested[i])
+                results[i] = Encoded(data, scale, None, None, requested[i])
         if calls.plain:
-            known = None if stats is None else [s or Statistics(None, None) for s in stats]
-            chosen = [
-                [of[i] for i in calls.plain] if of is not None else None
-                for of in (known, keys, encs)
-            ]
             made = native.quantize(
                 values,
                 calls.plain_encodings,
                 row0,
                 round_to_bf16,
-                *chosen,
-                calls.turned,
+                [stats[i] or (None, None) for i in calls.plain],
+                [keys[i] for i in calls.plain],
+                [encode_scales[i] for i in calls.plain],
+                calls.transposed,
                 calls.scale_layouts,
             )
-            for i, one, laid in zip(calls.plain, made, calls.layouts):
-                results[i] = Encoded(*one, laid)
+            for i, (*buffers, amax), layout_of in zip(calls.plain, made, calls.layouts):
+                data, scale, tensor_amax = buffers
+                results[i] = Encoded(data, scale, tensor_amax, amax, layout_of)
     for i in rest:
-        e = encodings[i]
+        e, key, encode_scale = encodings[i], keys[i], encode_scales[i]
         if opaque.is_tracing() and e.fmt.is_quantized:
-            known = (stats[i] if stats is not None else None) or Statistics(None, None)
-            key, enc = (of[i] if of is not None else None for of in (keys, encs))
-            results[i] = Encoded(*opaque.encode(_as(x, dtype), e, *known, row0, key, enc))
+            amax, tensor_amax = stats[i] or (None, None)
+            results[i] = Encoded(
+                *opaque.encode(_as(x, dtype), e, amax, tensor_amax, row0, key, encode_scale)
+            )
             continue
         prepared = reference.prepared(_as(x, dtype), e)
-        amax, tensor_amax = (stats[i] if stats is not None else None) or reference.statistics(
-            prepared, e, row0
-        )
-        enc = encs[i] if encs is not None else None
-        if enc is not None:
-            enc = reference.delayed_factor(enc, amax, e)
-        data, scale = reference.encode(
-            prepared, amax, tensor_amax, e, row0, keys[i] if keys else None, enc
-        )
+        amax, tensor_amax = stats[i] or reference.statistics(prepared, e, row0)
+        if encode_scale is not None:
+            encode_scale = reference.delayed_factor(encode_scale, known(amax, "the amax"), e)
+        data, scale = reference.encode(prepared, amax, tensor_amax, e, row0, key, encode_scale)
         results[i] = Encoded(data, scale, tensor_amax, amax)
     for i, e in enumerate(encodings):
         if e.fmt.is_quantized:
-            counters.add(
-                "quantize", (e.fmt.name, e.direction.value, "native" if i in taken else "reference")
-            )
+            by = "native" if i in by_kernel else "reference"
+            counters.add("quantize", (e.fmt.name, e.direction.value, by))
     return [results[i] for i in range(len(encodings))]
 
 
-def _takes_group(
+def _encodes_group(
     x: Sequence[Tensor], encoding: Encoding, dtype: torch.dtype | None
 ) -> tuple[bool, bool]:
-    """(one launch does all of x, rounded to bf16 there)."""
+    """(one launch encodes all of x, the kernel rounds to bf16)."""
     first = x[0]
     round_to_bf16 = first.dtype is torch.float32 and dtype is torch.bfloat16
     as_they_are = round_to_bf16 or dtype in (None, first.dtype)
-    takes = len(x) > 1 and as_they_are and native.takes_group(encoding, first.dtype, round_to_bf16)
-    return takes and any(map(native.runs, x)) and all(
-        one.dtype is first.dtype for one in x
-    ), round_to_bf16
+    encodes = (
+        len(x) > 1
+        and as_they_are
+        and native.takes_group(encoding, first.dtype, round_to_bf16)
+        and any(map(native.runs, x))
+        and all(one.dtype is first.dtype for one in x)
+    )
+    return encodes, round_to_bf16
 
 
 def multi_tensor_amax(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[Statistics]:
     """`statistics` of one encoding of each tensor."""
-    takes, round_to_bf16 = _takes_group(x, encoding, dtype)
-    if takes:
+    in_one, round_to_bf16 = _encodes_group(x, encoding, dtype)
+    if in_one:
         return [Statistics(*s) for s in native.multi_tensor_amax(x, encoding, row0, round_to_bf16)]
     return [statistics(one, (encoding,), start, dtype)[0] for one, start in zip(x, row0)]
 
@@ -310,74 +290,73 @@ def multi_tensor_encode(
     encoding: Encoding,
     stats: Sequence[Statistics | None],
     row0: Sequence[int],
-    encs: Sequence[Tensor | None],
+    encode_scales: Sequence[Tensor | None],
     dtype: torch.dtype | None = None,
     into: Sequence[tuple[Tensor, Tensor] | None] | None = None,
     records: Sequence[Tensor | None] | None = None,
     calls: list[native.RecordedEncode] | None = None,
 ) -> list[Encoded]:
-    """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each.
+    """`encode` of one encoding of each tensor; stats, row0 and encode_scales have one entry per
+    tensor.
 
-    into:     (data, scale) of each, or None; written where one launch does all and all are given.
-    records:  of each that enc scales, its history, in which the amax is recorded (`record_amax`);
-              or None.
-    calls:    takes the launch that made all, if there was one, which may be made again
+    into:     (data, scale) of each, or None: buffers to write if one launch encodes all tensors.
+    records:  per delayed tensor, the history in which to record its amax (`record_amax`), or None.
+    calls:    receives the launch that encoded all tensors, if it can be replayed
               (`replay_encode`).
     """
-    takes, round_to_bf16 = _takes_group(x, encoding, dtype)
+    in_one, round_to_bf16 = _encodes_group(x, encoding, dtype)
     records = records or [None] * len(x)
-    if not takes:
+    if not in_one:
         made = [
-            encode(one, [encoding], None if s is None else [s], start, encs=[enc], dtype=dtype)[0]
-            for one, s, start, enc in zip(x, stats, row0, encs)
+            encode(one, [encoding], [s], start, encode_scales=[scale], dtype=dtype)[0]
+            for one, s, start, scale in zip(x, stats, row0, encode_scales)
         ]
         for one, record in zip(made, records):
             if record is not None:
-                record_amax(record, one.amax)
+                record_amax(record, known(one.amax, "the amax"))
         return made
+    given: list[Statistics | None] | None = list(stats)
     if encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale:
-        missing = [i for i, s in enumerate(stats) if s is None]
-        if (
-            len(missing) == len(x)
-            and not encoding.fmt.tensor_scale
-            and not any(enc is not None for enc in encs)
-        ):
-            stats = None  # taken again whenever the launch is made again
+        missing = [i for i, s in enumerate(given) if s is None]
+        is_delayed = any(scale is not None for scale in encode_scales)
+        if len(missing) == len(x) and not encoding.fmt.tensor_scale and not is_delayed:
+            given = None  # each replay computes them again
         elif missing:
-            stats = list(stats)
             found = native.multi_tensor_amax(
                 [x[i] for i in missing], encoding, [row0[i] for i in missing], round_to_bf16
             )
-            for i, s in zip(missing, found):
-                stats[i] = s
+            for i, (amax, tensor_amax) in zip(missing, found):
+                given[i] = Statistics(amax, tensor_amax)
             calls = None
-    into = None if into is None or None in into else into
+    targets = [pair for pair in into or () if pair is not None]
+    targets = targets if len(targets) == len(x) else None
     made = native.multi_tensor_quantize(
-        x, encoding, row0, round_to_bf16, stats, into, encs, records, calls
+        x, encoding, row0, round_to_bf16, given, targets, encode_scales, records, calls
     )
     counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
     return [Encoded(*one) for one in made]
 
 
 def replay_encode(call: native.RecordedEncode, x: Sequence[Tensor]) -> None:
-    """What `multi_tensor_encode` made, of other values."""
+    """Repeat a launch of `multi_tensor_encode` over other values."""
     call(x)
     counters.add(
         "quantize", (call.encoding.fmt.name, call.encoding.direction.value, "native"), len(x)
     )
 
 
-def scales(stats: Statistics, encoding: Encoding, enc: Tensor | None = None) -> Tensor:
-    """Decode scales [block rows, block cols] of blocks whose amaxes are known; enc: fp32 [1], of a
-    history."""
-    if enc is not None:
-        enc = reference.delayed_factor(enc, stats.amax, encoding)
-    return reference.scales(stats.amax, stats.tensor_amax, encoding, enc)[0]
+def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = None) -> Tensor:
+    """Decode scales [block rows, block cols] of blocks with these amaxes; encode_scale: fp32 [1],
+    of a history."""
+    amax = known(stats.amax, "the amax")
+    if encode_scale is not None:
+        encode_scale = reference.delayed_factor(encode_scale, amax, encoding)
+    return reference.scales(amax, stats.tensor_amax, encoding, encode_scale)[0]
 
 
 def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
-    """fp32 scales [runs, lines] as a product reads them: [lines], or [runs, lines rounded up to 4];
-    of a tensor [1]."""
+    """fp32 scales [runs, lines] in a layout of ANCHORS: [1], [lines], or [runs, lines rounded up to
+    4]."""
     return (
         scale.flatten()
         if wanted in (ANCHORED_TENSOR, ANCHORED)
@@ -418,10 +397,10 @@ def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sums over the rows of x [rows, cols], [cols]: added up in fp32, rounded once.
+    """Sums over the rows of x [rows, cols], [cols]: added in fp32, rounded once.
 
-    A kernel adds up tiles of 128 rows, as those that quantize x do on the way; so its last bits may
-    differ from torch's.
+    A kernel adds tiles of 128 rows, as the kernels that quantize x do, so its last bits may differ
+    from torch's.
     """
     if x.dtype is torch.bfloat16 and x.numel() and native.runs(x):
         return native.column_sums(x)
@@ -438,7 +417,7 @@ def random_key(
 
     step:  int64 [5] (`context.STEP_FIELDS`); ids: int64 [slots]. Without a token offset, a rank's
            rows follow those of the rank before.
-    after: a gradient: a graph reads the step in its backward then, as eager mode does.
+    after: a gradient, so that a graph reads the step in its backward, as eager mode does.
     """
     if native.runs(step):
         return native.random_key(step, ids, slot, rows, after)
@@ -472,7 +451,7 @@ def multi_tensor_transpose(
     fmt: Format,
     calls: list[native.RecordedLaunch] | None = None,
 ) -> list[Tensor]:
-    """`transpose_codes` of each; calls: takes the launch."""
+    """`transpose_codes` of each; calls: receives the launch."""
     if len(data) > 1 and fmt.bits in native.TRANSPOSED_BITS and all(map(native.runs, data)):
         return native.multi_tensor_transpose(data, shapes, fmt.bits, calls=calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
@@ -487,22 +466,20 @@ def anchor_codes(
     direction: Direction,
     wanted: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compact codes of cols columns as an operand [outer, contraction] in a layout of anchors, and
-    its fp32 scales.
-
-    `anchoring.anchored_codes`, and `anchoring.e4m3_operand` of what decodes exactly to e4m3.
-    """
-    turned = direction is not ROWWISE
+    """Compact codes of cols columns as an operand [outer, contraction] in a layout of ANCHORS, and
+    its fp32 scales: `anchoring.anchored_codes`; `anchoring.e4m3_operand` for codes that decode
+    exactly to e4m3."""
+    transposed = direction is not ROWWISE
     if native.runs(data):
         return native.anchor_codes(
-            data, scale, tensor_amax, cols, fmt, direction, turned, native.anchor_run(wanted)
+            data, scale, tensor_amax, cols, fmt, direction, transposed, native.anchor_run(wanted)
         )
     if fmt.decodes_exactly_to_e4m3:
         codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
         whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
         codes, made = anchoring.anchored_codes(data, scale, fmt, direction, whole, cols, run)
-    return (codes.t().contiguous() if turned else codes), made
+    return (codes.t().contiguous() if transposed else codes), made
 
 
 def multi_tensor_anchor(
@@ -515,7 +492,7 @@ def multi_tensor_anchor(
     wanted: str,
     calls: list[native.RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
+    """`anchor_codes` of each; calls: receives the launch, if it can be replayed."""
     if all(map(native.runs, data)):
         run = native.anchor_run(wanted)
         return native.multi_tensor_anchor(
@@ -527,7 +504,7 @@ def multi_tensor_anchor(
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
-    """One-byte block scales, one a row of the operand, in 128 x 4 tiles (`layout.swizzle_128x4`),
+    """One-byte block scales, one per row of the operand, in 128 x 4 tiles (`layout.swizzle_128x4`),
     padding zero.
 
     scale:        uint8 [outer blocks, contraction blocks]; transposed: [contraction blocks, outer

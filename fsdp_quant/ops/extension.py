@@ -95,7 +95,8 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
         ),
         None,
     )
-    name = builder.glue_name(torch.__version__, torch.version.cuda)
+    cuda = torch.version.cuda or ""  # set wherever kernels are loaded
+    name = builder.glue_name(torch.__version__, cuda)
     have = ", ".join(sorted(p.name for p in folder.glob("_glue*.so"))) or "none"
     if csrc is None or not builder.cxx():
         missing = "no sources" if csrc is None else "no C++ compiler"
@@ -133,7 +134,7 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
                     kernels,
                     root,
                     torch.__version__,
-                    torch.version.cuda,
+                    cuda,
                     toolkit,
                     cache / "objects",
                 )

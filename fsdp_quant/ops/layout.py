@@ -136,9 +136,8 @@ def scales_before_spread(flat: Tensor, fmt: Format, outer: int, contraction: int
     """Exponents, uint8 [outer blocks, contraction blocks], of the swizzled `spread_scales` of a
     format's codes [outer, contraction]."""
     outer_block, block = fmt.block
-    return unswizzle_128x4(flat, outer, SPREAD_BLOCKS * ceil_div(contraction, block))[
-        ::outer_block, ::SPREAD_BLOCKS
-    ]
+    blocks = SPREAD_BLOCKS * ceil_div(contraction, block or contraction)
+    return unswizzle_128x4(flat, outer, blocks)[::outer_block, ::SPREAD_BLOCKS]
 
 
 def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
@@ -154,15 +153,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if count == 1:
         return codes
     codes = F.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
-    codes = codes.unbind(-1) if size == 1 else codes.int().unbind(-1)
-    word = functools.reduce(torch.bitwise_or, (code << (bits * i) for i, code in enumerate(codes)))
-    return (
-        word
-        if size == 1
-        else torch.stack([word >> (8 * i) & 0xFF for i in range(size)], -1)
-        .flatten(-2)
-        .to(torch.uint8)
-    )
+    word = _word(codes if size == 1 else codes.int(), bits)
+    return word if size == 1 else _split_word(word, 8, size)
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
@@ -170,13 +162,19 @@ def unpack(data: Tensor, bits: int) -> Tensor:
     count, size = PACKINGS[bits]
     if count == 1:
         return data
-    parts = (data if size == 1 else data.int()).unflatten(-1, (-1, size)).unbind(-1)
-    word = functools.reduce(torch.bitwise_or, (part << (8 * i) for i, part in enumerate(parts)))
-    return (
-        torch.stack([word >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1)
-        .flatten(-2)
-        .to(torch.uint8)
-    )
+    word = _word((data if size == 1 else data.int()).unflatten(-1, (-1, size)), 8)
+    return _split_word(word, bits, count)
+
+
+def _word(parts: Tensor, bits: int) -> Tensor:
+    """Parts of so many bits along the last dim as one number, the first in the lowest bits."""
+    shifted = (part << (bits * i) for i, part in enumerate(parts.unbind(-1)))
+    return functools.reduce(torch.bitwise_or, shifted)
+
+
+def _split_word(word: Tensor, bits: int, count: int) -> Tensor:
+    parts = [word >> (bits * i) & ((1 << bits) - 1) for i in range(count)]
+    return torch.stack(parts, -1).flatten(-2).to(torch.uint8)
 
 
 def repack(data: Tensor, bits: int, rows: int, cols: int) -> Tensor:

@@ -151,8 +151,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Norm
     if _runs(x, weight, bias, widest=native.WIDEST_NORM):
         return Normal(*native.norm(x, weight, bias, *spec))
     if opaque.is_tracing():
-        return Normal(*_norm_op(x, weight, bias, *spec), None)
-    return Normal(*reference_norm(x, weight, bias, spec), None)
+        y, rstd, mean = _norm_op(x, weight, bias, *spec)
+    else:
+        y, rstd, mean = reference_norm(x, weight, bias, spec)
+    return Normal(y, rstd, mean, None)
 
 
 def reference_norm(
@@ -292,6 +294,8 @@ _norm_backward_op = opaque.define(
     "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "Tensor rstd, Tensor mean, float eps, bool centred, bool zero_centered, bool rounds_first) -> "
     "Tensor[]",
-    lambda *given: _made(reference_norm_backward(*given[:7], NormSpec(*given[7:]))),
+    lambda dy, x, weight, bias, residual, rstd, mean, *spec: _made(
+        reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, NormSpec(*spec))
+    ),
     lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],
 )

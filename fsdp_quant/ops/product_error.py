@@ -127,7 +127,7 @@ def _energies(
     )
     values = decode_codes(data[lines], fmt, data.shape[1])
     step = torch.full_like(values, fmt.element.least_step)
-    if fmt.block[1] is not None:
+    if fmt.block[1] is not None and scale is not None:
         along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
         values, step = values * along, step * along
     exponent = 0x80 - (1 << fmt.element.mantissa)

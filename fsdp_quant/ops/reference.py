@@ -42,7 +42,6 @@ from torch import Tensor
 
 from ..formats import (
     E2M1,
-    E4M3,
     FLT_MAX,
     FP8_EXACT_SCALES,
     ROTATION_BLOCK,
@@ -55,6 +54,13 @@ from .layout import pack, unpack
 from .rng import random_bytes
 
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def known(tensor: Tensor | None, what: str) -> Tensor:
+    """The tensor. Raises ValueError if it is missing."""
+    if tensor is None:
+        raise ValueError(f"{what} is needed, got None")
+    return tensor
 
 
 # Geometry #
@@ -85,8 +91,8 @@ def scaled_by_block(
     x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: int
 ) -> Tensor:
     """Every element of x times the factor [block rows, block cols] of its block, in fp32."""
-    x4 = blocked(x, fmt, direction, row0).float() * factor[:, None, :, None]
-    return _unblocked(x4, *x.shape, fmt, direction, row0)
+    x4, (rows, cols) = blocked(x, fmt, direction, row0).float(), x.shape
+    return _unblocked(x4 * factor[:, None, :, None], rows, cols, fmt, direction, row0)
 
 
 # Rotation #
@@ -248,11 +254,11 @@ def _two_level_scale(
     target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
     target = target.clamp(max=fmt.largest_scaled / E2M1.max)
     chosen = _exact_target(target, round_up) if fmt.scale_rule == "fp8_exact" else target
-    code = chosen.to(E4M3.dtype).view(torch.uint8)
+    code = chosen.to(torch.float8_e4m3fn).view(torch.uint8)
     if round_up:
-        code = code + (code.view(E4M3.dtype).float() < target)
+        code = code + (code.view(torch.float8_e4m3fn).float() < target)
     code = torch.where(amax.isnan(), 0x7F, code.to(torch.int32)).to(torch.uint8)
-    enc = divide(1.0, code.view(E4M3.dtype).float() * divide(1.0, factor))
+    enc = divide(1.0, code.view(torch.float8_e4m3fn).float() * divide(1.0, factor))
     return code, enc.clamp(max=FLT_MAX)
 
 
@@ -266,6 +272,7 @@ def scales(
         scale = e8m0_code(amax, fmt)
         return scale, power_of_two(inverse_exponent(scale))
     if fmt.tensor_scale:
+        tensor_amax = known(tensor_amax, "the tensor amax")
         return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
     factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
     return torch.where(
@@ -334,7 +341,7 @@ def encode(
     fmt, direction = encoding.fmt, encoding.direction
     if not fmt.is_quantized:
         return x.contiguous(), None
-    scale, factor = scales(amax, tensor_amax, encoding, enc)
+    scale, factor = scales(known(amax, "the amax"), tensor_amax, encoding, enc)
     values = scaled_by_block(x, factor, fmt, direction, row0)
     if encoding.stochastic:
         if key is None:
@@ -374,7 +381,7 @@ def decode_scale(scale: Tensor, fmt: Format) -> Tensor:
     """Stored scales as fp32 numbers."""
     if fmt.scale == "e8m0":
         return power_of_two(scale)
-    return scale.view(E4M3.dtype).float() if fmt.scale == "e4m3" else scale
+    return scale.view(torch.float8_e4m3fn).float() if fmt.scale == "e4m3" else scale
 
 
 def scale_of_each(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def stream_of(tensor_id: Tensor, direction: Direction, micro_batch: Tensor) -> T
     return h ^ (h >> 16)
 
 
-def random_bytes(shape: tuple[int, int], direction: Direction, key: Tensor) -> Tensor:
+def random_bytes(shape: Sequence[int], direction: Direction, key: Tensor) -> Tensor:
     """One random byte an element: uint8 [rows, cols].
 
     key:  int64 [5] (`KEY_FIELDS`).

@@ -240,7 +240,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         values = self.inner.detach()
         slots = StoragePair(owner=self.state)
         for direction in Direction:
-            side = quantizer.side(direction)
+            side = quantizer.sides.get(direction)
             if side is not None and not (quantizer.shares_storage and direction is COLUMNWISE):
                 rows, cols = self.shape
                 storage = Storage.zeros(side.fmt, direction, (rows, cols), self.dtype, self.device)

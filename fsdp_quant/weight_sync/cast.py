@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cast_master_weights`: codes and scales of weights whose high-precision masters lie in pieces,
-cut at any element.
+"""`cast_master_weights`: encode weights whose masters are cut into pieces at any element.
 
 [Note: one cast]
     piece of the master -> rounded to the compute dtype -> largest magnitude of each block that the
     piece touches one MAX all-reduce for all weights and directions
     scales, a pure function of the amaxes -> codes of the elements of the piece
 
-Each step gives what the whole tensor gives, so that pieces put together are its bytes, for every
-format and every cut. An encoding that mixes elements across a cut has no such pieces: a rotation.
+Each step equals that of the whole tensor, so the pieces concatenate to its bytes for every format
+and cut. Rotations mix elements across cuts and are not supported.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ..scaling import Fragment, share_statistics
 class Cast(NamedTuple):
     """One encoding of a piece.
 
-    codes:        uint8: the bytes that hold the codes of the piece (`ops.runs.codes_of_run`).
+    codes:        uint8, the bytes that hold the codes of the piece (`ops.runs.codes_of_run`).
     scale:        scales of the block rows that the piece touches, or of the whole tensor; None for
                   identity.
     tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
-    amax:         of the whole tensor, where one scale spans it.
+    amax:         of the whole tensor, if one scale spans it.
     """
 
     codes: Tensor
@@ -47,22 +46,19 @@ def cast_master_weights(
     whole_scales: bool = False,
     parts: dist.ProcessGroup | None = None,
 ) -> list[list[Cast]]:
-    """Codes of every (fragment, encoding), from statistics shared by at most one MAX all-reduce a
-    group.
+    """Encode every (fragment, encoding), with at most one MAX all-reduce per group.
 
-    fragments:     the same weights, encodings and cuts in the same order on every rank of `group`;
-                   empty pieces too.
-    factors:       fp32 [1] of a history for each of them (delayed scaling), or None.
-    whole_scales:  the scales of every block on every rank, not only of the blocks that a rank
-                   touches.
-    parts:         of ranks that hold other parts of these weights (`scaling.share_statistics`), or
-                   None.
+    fragments:     the same weights, encodings and cuts in the same order on every rank of `group`,
+                   empty pieces included.
+    factors:       fp32 [1] encode scale of a history per encoding (delayed scaling), or None.
+    whole_scales:  return the scales of every block, not only of those that the piece touches.
+    parts:         group of the other tensor-parallel parts (`scaling.share_statistics`), or None.
 
-    Every rank of the groups must call it. Equal encodings are made in one launch.
+    Every rank of the groups must call it. Equal encodings share one launch.
     """
     shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
-    made: list[list[Cast]] = [[None] * len(f.encodings) for f in fragments]
+    made: dict[tuple[int, int], Cast] = {}
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
@@ -90,13 +86,11 @@ def cast_master_weights(
                 if whole_scales and stats is not None
                 else one.scale
             )
-            made[f][e] = Cast(codes, scale, one.tensor_amax, one.amax)
-    return made
+            made[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
+    return [[made[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
 
 
 def _of_rows(stats: Statistics | None, block_rows: slice, whole: bool) -> Statistics | None:
-    return (
-        Statistics(stats.amax[block_rows], stats.tensor_amax)
-        if whole and stats is not None
-        else stats
-    )
+    if stats is None or stats.amax is None or not whole:
+        return stats
+    return Statistics(stats.amax[block_rows], stats.tensor_amax)

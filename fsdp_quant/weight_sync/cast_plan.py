@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CastPlan`: the cast of a sync's masters by kernels, from tables that lie on the device.
+"""`CastPlan`: cast the masters of a sync with kernels that read tables in device memory.
 
 [Note: three launches]
-    first    tiles of 128 x 128 on the grid of each whole tensor: amaxes that ranks share, or that
-             span more than a tile, are collected; rows of blocks that no cut divides, and whose
-             amax lies in a tile, are encoded at once
-    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order
-    on every rank; first those of
-             whole tensors, which are reduced over other parts of the weights too, if there are some
-    second   what is left is encoded from them
-    scales   of collected amaxes; and whatever travels as values
+    first       per 128 x 128 tile of each whole tensor: collect amaxes that ranks share or that
+                span several tiles; encode blocks that no cut divides and one tile contains
+    all-reduce  of the shared amaxes, in one buffer with the same order on every rank; those of
+                whole tensors come first and are also reduced over tensor-parallel parts
+    second      encode the remaining blocks
+    scales      of collected amaxes; cast masters that are gathered as values
 
-Codes and scales go straight to the segments that are gathered. A launch serves all weights of like
-encodings, however many there are, and nothing but pointers that have changed is ever sent to the
-device. Bytes are those of `cast_master_weights`.
+Codes and scales are written into the segments that are gathered. One launch serves all weights with
+equal encodings, and only changed pointers are copied to the device. Bytes equal those of
+`cast_master_weights`.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ROWWISE, Direction, Encoding, ceil_div
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
 from .synced_weight import SyncedWeight
 
-TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
+TILE, CHUNK = native.TILE, 2048  # CHUNK: scales or values per thread block
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
-# who shares an amax: ranks of all parts of a weight, of this part, none
+# who shares an amax: ranks of all parts of a weight, ranks of this part, nobody
 PARTS, RANKS, OWN = range(3)
 FP32 = 4
 
@@ -46,17 +44,19 @@ def _packed(*ints: int) -> list[int]:
 
 
 class _Side:
-    """One encoding of a weight: which blocks are the piece's own, and where the amaxes of others
-    lie in the arena.
+    """One encoding of a weight: the blocks that only this piece holds, and the arena offsets of the
+    other blocks' amaxes.
 
-    rows:         [first, end) of which the piece holds elements.
-    own:          [first, end) rows of blocks that no cut divides; early: of those whose codes the
-                  first launch makes.
+    rows:         [first, end) that the piece overlaps.
+    own:          [first, end) rows of blocks that no cut divides; early: those that the first
+                  launch encodes.
     cut:          block row that a cut divides -> first element of its amaxes.
-    amaxes:       of block row 0 of the tensor, where those of whole rows, or all, are collected;
-                  None.
-    tensor_amax:  of a two-level format; None.
+    amaxes:       offset of block row 0, if amaxes of whole rows, or all, are collected; else None.
+    tensor_amax:  offset of a two-level format's tensor amax, or None.
     """
+
+    amaxes: int | None
+    tensor_amax: int | None
 
     def __init__(self, weight: SyncedWeight, encoding: Encoding, rank: int, dense: bool):
         fmt, direction = encoding.fmt, encoding.direction
@@ -86,8 +86,8 @@ class _Side:
         self.early = self.own if self.in_one_launch else (0, 0)
 
     def collect(self, reserve: Callable[[int, int], int]) -> None:
-        """Lay out the amaxes that are collected; reserve(elements, among) gives room, alike on all
-        ranks that share it."""
+        """Lay out the collected amaxes; reserve(elements, among) returns the same offset on every
+        rank that shares them."""
         fmt, across, blocks = self.encoding.fmt, self.across, RANKS if self.cuts.is_sharded else OWN
         whole = PARTS if self.weight.spans_parts(self.encoding) else blocks
         self.tensor_amax = reserve(1, whole) if fmt.tensor_scale else None
@@ -107,7 +107,7 @@ class _Side:
             )
 
     def work(self, second: bool) -> list[int]:
-        """What a launch does of this side in each tile row, from the first one of the piece on."""
+        """Work of a launch per tile row of the piece, for this side."""
         found = []
         for tile_row in range(self.rows[0] // TILE, ceil_div(self.rows[1], TILE)):
             first, end = (
@@ -129,18 +129,18 @@ class _Side:
         return found
 
     def scale_runs(self, synced: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """(first element in the arena, first scale, scales) of those that are made of collected
-        amaxes.
+        """(first element in the arena, first scale, scales) of scales from collected amaxes.
 
-        synced:     [first, end) of the scales that are wanted.
+        synced:     [first, end) of the wanted scales.
         """
-        if self.all_shared or (self.spans and self.block_rows == 1):
+        found: list[tuple[int, int, int]]
+        if self.amaxes is not None and (self.all_shared or (self.spans and self.block_rows == 1)):
             found = [(self.amaxes, 0, self.block_rows * self.across)]
         else:
             found = [(at, r * self.across, (r + 1) * self.across) for r, at in self.cut.items()]
             if self.spans and self.amaxes is not None:
-                own = [ceil_div(row, self.height) * self.across for row in self.own]
-                found.append((self.amaxes + own[0], *own))
+                first, end = (ceil_div(row, self.height) * self.across for row in self.own)
+                found.append((self.amaxes + first, first, end))
         clipped = [
             (at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found
         ]
@@ -148,22 +148,21 @@ class _Side:
 
 
 class _Group:
-    """Weights of like encodings, which a launch does together.
+    """Weights with equal encodings, which share a launch.
 
-    masters:  of each row of the table, the index of its weight.
+    masters:  index of the weight, per row of the table.
     """
 
     def __init__(self, row: Encoding | None, col: Encoding | None):
         self.encodings = row, col
         self.masters: list[int] = []
         self.sides: list[tuple[_Side | None, _Side | None]] = []
-        self.tiles: list[Tensor | None] = [None, None]
-        # None: the launch leaves that side alone
+        self.tiles: list[Tensor] = []  # int32 [tiles, 4], of both launches
+        # None: the launch skips that side
         self.works: list[list[Encoding | None]] = [[row, col], [row, col]]
 
     def lay_tiles(self, device: torch.device) -> None:
-        """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles,
-        then right."""
+        """int32 [tiles, 4] per launch: index, tile row, tile column, work; in strips of four rows."""
         for second in (False, True):
             made = [torch.empty(0, 4, dtype=torch.int32)]
             for index, sides in enumerate(self.sides):
@@ -186,14 +185,13 @@ class _Group:
                 e if (tiles[:, 3] >> 2 * d & 3).any() else None
                 for d, e in enumerate(self.encodings)
             ]
-            # what was read last is in L2
-            self.tiles[second] = (tiles.flip(0) if second else tiles).contiguous().to(device)
+            # the second launch starts with what is in L2
+            self.tiles.append((tiles.flip(0) if second else tiles).contiguous().to(device))
 
 
 @functools.lru_cache(maxsize=64)
 def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
-    """int32 (row, column) of every tile: neighbours in time write neighbouring parts of rows and of
-    block columns."""
+    """int32 (row, column) of every tile; consecutive tiles write adjacent memory."""
     rows, cols = torch.arange(down).repeat(right), torch.arange(right).repeat_interleave(down)
     order = ((rows // 4) * (4 * right) + cols * 4 + rows % 4).argsort()
     return rows[order].int(), cols[order].int()
@@ -210,8 +208,8 @@ class _Runs:
     encodings: list[Encoding] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     masters: dict[int, int] = field(default_factory=dict)
-    table: Tensor | None = None
-    chunks: Tensor | None = None
+    table: Tensor = field(default_factory=lambda: torch.empty(0))
+    chunks: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def add(
         self,
@@ -240,13 +238,11 @@ class _Runs:
 
 
 class CastPlan:
-    """Casts the masters of `weights` into the segments of a sync; every rank of the group has one,
-    or none has.
+    """Casts the masters of `weights` into the segments of a sync, on all ranks of the group or none.
 
-    weights:  of the sync, in its order.
-    address:  (weight's name, direction, part) -> address of this rank's run of a plane; asked again
-              when `moved` differs.
-    moved:    something that differs where addresses do.
+    weights:  the weights of the sync, in its order.
+    address:  (weight's name, direction, part) -> address of this rank's run of a plane.
+    moved:    returns a value that changes whenever addresses do.
     """
 
     def __init__(
@@ -258,31 +254,30 @@ class CastPlan:
         address: Callable[[str, Direction | None, str], int],
         moved: Callable[[], object],
     ):
-        self._weights, self._rank, self._device, self._dense = weights, rank, device, dense
+        self._weights, self._rank, self._device = weights, rank, device
         self._address, self._moved = address, moved
         self._groups: dict[tuple, _Group] = {}
         self._sides: list[_Side] = []
         for index, weight in enumerate(weights):
-            made: list[_Side | None] = [None, None]
+            made: dict[Direction, _Side] = {}
             for fragment in weight.fragments(torch.empty(0), rank):
                 for encoding in fragment.encodings:
                     if encoding.fmt.is_quantized:
-                        made[encoding.direction is not ROWWISE] = _Side(
-                            weight, encoding, rank, dense
-                        )
-            if any(made):
-                key = tuple(None if s is None else s.encoding for s in made)
+                        made[encoding.direction] = _Side(weight, encoding, rank, dense)
+            if made:
+                row, col = made.get(ROWWISE), made.get(COLUMNWISE)
+                key = None if row is None else row.encoding, None if col is None else col.encoding
                 group = self._groups.setdefault(key, _Group(*key))
                 group.masters.append(index)
-                group.sides.append(tuple(made))
-                self._sides += [s for s in made if s is not None]
+                group.sides.append((row, col))
+                self._sides += [s for s in (row, col) if s is not None]
         used = [0, 0, 0]
 
         def reserve(elements: int, among: int) -> int:
             used[among] += elements
             return used[among] - elements
 
-        # the second time it is known how much others share, and the rest lies behind it
+        # The second pass knows the sizes of the shared parts, and places the rest behind them.
         for start in (0, 1):
             used = [0, start * used[PARTS], start * (used[PARTS] + used[RANKS])]
             for side in self._sides:
@@ -294,15 +289,14 @@ class CastPlan:
             group.lay_tiles(device)
         self._runs: list[_Runs] = []
         # rows on the host, and on the device
-        self._tables: list[tuple[_Group, Tensor, Tensor | None]] = []
+        self._tables: list[tuple[_Group, Tensor, Tensor]] = []
         self._laid: object = None
         self._masters: list[weakref.ref] = []
         self._pointers: list[int] = []
 
     @staticmethod
     def unsupported_reason(weights: Sequence[SyncedWeight], device: torch.device) -> str | None:
-        """Why kernels cannot cast these weights, in one clause, from what all ranks share; None
-        when they can."""
+        """Why kernels cannot cast these weights, in one clause equal on all ranks, or None."""
         if not native.runs_on(device):
             return f"no kernels run on this {device.type}"
         for weight in weights:
@@ -317,7 +311,7 @@ class CastPlan:
     # Tables #
 
     def knows(self, masters: Sequence[Tensor]) -> bool:
-        """These are the masters of the last cast, where they were."""
+        """These are the masters of the last cast, at the same addresses."""
         return (
             len(masters) == len(self._masters)
             and all(ref() is m for ref, m in zip(self._masters, masters))
@@ -328,13 +322,13 @@ class CastPlan:
         return 0 if index is None else self._arena.data_ptr() + FP32 * index
 
     def _scale_base(self, side: _Side) -> tuple[int, tuple[int, int]]:
-        """(address of scale 0 of the whole tensor, [first, end) of the scales that this rank
-        writes)."""
+        """(address of scale 0 of the whole tensor, [first, end) of the scales to write)."""
         weight, direction = side.weight, side.encoding.direction
         if weight.gathers_values:
             return 0, (0, 0)
-        if self._dense:
-            return weight.sides[direction].scale.data_ptr(), (0, side.block_rows * side.across)
+        scale = weight.sides[direction].scale
+        if scale is not None:
+            return scale.data_ptr(), (0, side.block_rows * side.across)
         first, end = weight.planes[direction, "scale"][1].map.run(self._rank)
         size = side.encoding.fmt.scale_bytes
         return self._address(weight.name, direction, "scale") - first * size, (first, end)
@@ -375,7 +369,7 @@ class CastPlan:
         )
 
     def _lay(self) -> None:
-        """Tables with everything but masters."""
+        """Build the tables, without masters."""
         encodings = list(dict.fromkeys(s.encoding for s in self._sides))
         starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
         self._tables, self._runs = (
@@ -388,7 +382,8 @@ class CastPlan:
                 one = next(s for s in sides if s is not None)
                 head = [0, one.start, one.end, *_packed(*self._weights[index].shape, 0, 0)]
                 rows.append(head + self._side_row(sides[0]) + self._side_row(sides[1]))
-            self._tables.append((group, torch.tensor(rows, dtype=torch.int64), None))
+            table = torch.tensor(rows, dtype=torch.int64)
+            self._tables.append((group, table, table))
         for side in self._sides:
             self._lay_scales(side)
         for index, weight in enumerate(self._weights):
@@ -418,7 +413,7 @@ class CastPlan:
         for at, first, count in made:
             out = base + first * fmt.scale_bytes
             runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
-        if delayed and not made:  # another rank publishes the scale; every rank has the history
+        if delayed and not made:  # another rank writes the scale; every rank keeps the history
             runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
         kept = (
             weight.amaxes.get(direction)
@@ -430,7 +425,7 @@ class CastPlan:
             runs.add(self._at(source), kept.data_ptr(), 1)
 
     def _point_at(self, masters: Sequence[Tensor]) -> None:
-        """Put the masters into the tables, and the tables on the device."""
+        """Write the masters' addresses into the tables, and copy the tables to the device."""
         for i, (group, rows, _) in enumerate(self._tables):
             for row, index in enumerate(group.masters):
                 master, side = masters[index], next(s for s in group.sides[row] if s is not None)
@@ -476,11 +471,11 @@ class CastPlan:
         parts: dist.ProcessGroup | None,
         skip: Tensor | None,
     ) -> None:
-        """Write this rank's segments, and what every rank keeps of the scales.
+        """Write this rank's segments and the staged scales.
 
-        masters:  flat, contiguous, of the lengths of the plan; fp32 or bf16.
-        parts:    of ranks that hold other parts of the weights, or None.
-        skip:     bool [1] on the device; where true, nothing is written.
+        masters:  flat, contiguous, of the planned lengths; fp32 or bf16.
+        parts:    group of the other tensor-parallel parts, or None.
+        skip:     bool [1] on the device; if true, nothing is written.
         """
         self._update(masters)
         self._arena.zero_()

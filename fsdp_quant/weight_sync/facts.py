@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats import COLUMNWISE, Direction
+from ..formats import COLUMNWISE
 from ..recipe import Recipe, Role, as_recipe
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
@@ -17,10 +17,10 @@ from .synced_weight import bits_of
 
 @dataclass(frozen=True)
 class WeightFacts:
-    """What a trainer may ask of a parameter before it lays out its buffers.
+    """Formats and wire size of a parameter, for a trainer that lays out buffers.
 
-    formats:     by direction; a direction that shares or derives its storage says so.
-    wire_bits:   of an element's codes, by what is encoded of the master; scales come on top.
+    formats:     by direction; says whether a direction shares or derives its storage.
+    wire_bits:   bits per element of codes, by encoded direction; without scales.
     """
 
     is_quantized: bool
@@ -30,12 +30,12 @@ class WeightFacts:
 
 
 def describe(param: Tensor) -> WeightFacts:
-    """What is known of a parameter: formats and bits on the wire, or that it is not quantized."""
+    """Formats and wire bits of a parameter, or that it is not quantized."""
     weight = local_of(param)
     if not isinstance(weight, QuantizedWeight):
         return WeightFacts(False, tuple(param.shape), {}, {})
     quantizer = weight.state.quantizer
-    formats = {d.value: repr(q.fmt) for d in Direction if (q := quantizer.side(d)) is not None}
+    formats = {d.value: repr(q.fmt) for d, q in quantizer.sides.items()}
     if quantizer.shares_storage:
         formats[COLUMNWISE.value] += " (the rowwise storage)"
     elif quantizer.is_derived:
@@ -45,21 +45,19 @@ def describe(param: Tensor) -> WeightFacts:
 
 
 def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
-    """Tokens of which a group (an expert's, a sequence shard's) must be a multiple, so that no
-    block of an activation or a gradient crosses into the next group: the least common multiple over
-    both tensors and directions.
+    """Multiple of tokens per group (expert, sequence shard) such that no block of an activation or
+    gradient crosses into the next group.
 
-    role:  of any tensor of the module, or the module's name.
+    role:  role of any tensor of the module, or the module's name.
     """
-    recipe = as_recipe(recipe, "token_alignment", Recipe)
+    own = as_recipe(recipe, "token_alignment", Recipe)
     kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
     sizes = [1]
     for tensor_type in ("input", "grad_output"):
-        hybrid = recipe.hybrid(Role(kind, tensor_type, name))
+        hybrid = own.hybrid(Role(kind, tensor_type, name))
         sizes += [
             size
-            for d in Direction
-            if (q := hybrid.side(d)) is not None
+            for d, q in hybrid.sides.items()
             for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
         ]
     return math.lcm(*sizes)

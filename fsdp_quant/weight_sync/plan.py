@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.torch_compat import local_of
 from .cast_plan import CastPlan
 from .sync import WeightSync
 from .synced_weight import SyncedWeight, SyncItem
@@ -29,25 +29,27 @@ def plan_weight_sync(
     compute_dtype: torch.dtype | None = torch.bfloat16,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> WeightSync:
-    """Plan how these weights are cast, gathered and finished; from then on they are what the sync
-    publishes.
+    """Plan how these weights are cast, gathered and finished; the sync writes their codes from then
+    on.
 
     items:          the same on every rank of `group` (None: one process), in the same order.
-    transport:      "codes", "highprec" (rounded masters), or "auto": for each weight what sends
-                    fewer bytes.
-    stats:          "dense" or "halo"; see the module's note.
-    compute_dtype:  that the weights' recipe has: what quantizers see of the master.
-    tensor_group:   of ranks whose weights of these names are the other parts of them, or copies:
-                    each cast reduces amaxes of whole tensors over it too. None: every weight is
+    transport:      "codes", "highprec" (rounded masters), or "auto": the one that sends fewer bytes
+                    per weight.
+    stats:          "dense" or "halo"; see the note of `hooks`.
+    compute_dtype:  dtype that quantizers see, which must be the recipe's.
+    tensor_group:   ranks that hold the other tensor-parallel parts of these weights, or copies:
+                    each cast also reduces amaxes of whole tensors over it. None: every weight is
                     whole.
 
-    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every
-    rank, and changes no weight, if any of them cannot plan: ownership that does not cover a weight
-    once, encodings that mix elements across a cut (a rotation), stochastic rounding, a weight that
-    is no quantized parameter, or that another sync or optimizer has, or a layer's part of a weight
-    whose scales span all parts, without its layer's group.
+    Every rank must call it: one all-reduce per group compares the plans. Raises ValueError on every
+    rank, and changes no weight, if any rank cannot plan: shards that do not cover a weight once,
+    rotated or stochastically rounded encodings, a weight that is no quantized parameter or belongs
+    to another sync or optimizer, or a tensor-parallel part whose scales span all parts, without
+    tensor_group.
     """
-    error, weights, dense = None, [], stats == "dense"
+    error: ValueError | TypeError | None = None
+    weights: list[SyncedWeight] = []
+    dense = stats == "dense"
     part = (0, 1) if tensor_group is None else (tensor_group.rank(), tensor_group.size())
     device = next(
         (part.device for item in items for part in item if isinstance(part, Tensor)),
@@ -55,10 +57,10 @@ def plan_weight_sync(
     )
     try:
         planned = [SyncItem(*item) for item in items]
-        _check(planned, group, device, transport, stats, compute_dtype, part)
+        params = _checked(planned, group, device, transport, stats, compute_dtype, part)
         weights = [
-            SyncedWeight(item, transport, dense, part if item.is_part else (0, 1))
-            for item in planned
+            SyncedWeight(item, param, transport, dense, part if item.is_part else (0, 1))
+            for item, param in zip(planned, params)
         ]
     except (ValueError, TypeError) as caught:
         error = caught
@@ -82,31 +84,32 @@ def plan_weight_sync(
                 _REMEDY,
                 "ranks plan other weight syncs",
             )
-        except (ValueError, TypeError) as caught:  # ranks of the other group wait to hear it
+        except (ValueError, TypeError) as caught:  # the other group compares too
             error = caught
     if error is not None:
         raise error
     return WeightSync(weights, group, device, dense, tensor_group)
 
 
-def _check(
+def _checked(
     items: list[SyncItem],
-    group,
-    device,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
     transport: str,
     stats: str,
     compute_dtype: torch.dtype | None,
     part: tuple[int, int],
-) -> None:
-    """Raise ValueError for what cannot be planned, naming the weight."""
+) -> list[QuantizedWeight]:
+    """The parameters of the items. Raises ValueError, naming the weight, if one cannot be
+    planned."""
     if transport not in TRANSPORTS or stats not in STATISTICS:
         raise ValueError(
             f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} "
             f"and {stats!r}"
         )
-    world, seen = 1 if group is None else group.size(), set()
+    world, seen, params = 1 if group is None else group.size(), set(), []
     for name, weight, shards, is_part in items:
-        if weight is not local_of(weight):
+        if isinstance(weight, DTensor):
             raise ValueError(
                 f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
                 "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
@@ -164,3 +167,5 @@ def _check(
                 f"{name}: its recipe quantizes from {state.compute_dtype}, and "
                 f"compute_dtype={compute_dtype}; wanted one dtype"
             )
+        params.append(weight)
+    return params

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,8 +24,7 @@ from .synced_weight import BOTH, GatherBuffer, SyncedWeight
 
 
 class BufferRequest(NamedTuple):
-    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; of rank r from r * segment
-    on."""
+    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; rank r at r * segment."""
 
     directions: frozenset[Direction]
     nbytes: int
@@ -34,18 +33,16 @@ class BufferRequest(NamedTuple):
 
 
 class WeightSync:
-    """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes
-    it.
+    """Casts, gathers and finishes the weights of one data-parallel group; see `plan_weight_sync`.
 
-    unsupported_reason: None where kernels cast the pieces (`weight_sync.cast_plan`); else why covering
-                    rows are cast, in one clause.
+    unsupported_reason: why covering rows are cast in place of pieces, in one clause; None if
+                 kernels cast the pieces (`cast_plan`).
     generation:  casts that were attempted, on the host.
     applied:     int64 [] on the device: steps (`cast_`) that were not skipped.
-    fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and
+    fingerprint: hash of names, shapes, formats and rounding; independent of world size, cuts and
                  transport.
 
-    Every rank of the group makes the same calls in the same order; their number and order follow
-    from the plan alone.
+    Every rank of the group makes the same collective calls in the order of the plan.
     """
 
     def __init__(
@@ -56,19 +53,11 @@ class WeightSync:
         dense: bool,
         tensor_group: dist.ProcessGroup | None,
     ):
-        self.group, self.rank, self.world = (
-            group,
-            0 if group is None else group.rank(),
-            1 if group is None else group.size(),
-        )
+        self.group, self._tensor_group = group, tensor_group
+        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
         self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
-        self._device, self._weights, self._dense, self._ready = (
-            device,
-            weights,
-            dense,
-            dict.fromkeys(Direction, 0),
-        )
-        self._tensor_group = tensor_group
+        self._device, self._weights, self._dense = device, weights, dense
+        self._ready = dict.fromkeys(Direction, 0)
         by_serves: dict[frozenset[Direction], list] = {}
         for weight in weights:
             for (direction, part), (serves, plane) in weight.planes.items():
@@ -109,17 +98,17 @@ class WeightSync:
     # Memory #
 
     def buffers(self) -> list[BufferRequest]:
-        """The memory that gathers fill, one request a channel."""
+        """The memory that gathers fill, one request per channel."""
         return [
             BufferRequest(c.serves, c.nbytes, c.segments.size, ALIGNMENT) for c in self._channels
         ]
 
     def bind(self, buffers: Sequence[Tensor]) -> None:
-        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken
-        along, to be gathered.
+        """Use the trainer's memory for `buffers()`, in that order; codes that were cast are copied
+        there.
 
-        Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or
-        elsewhere.
+        Raises ValueError, and binds nothing, for memory that is too small, misaligned, overlapping
+        or on another device.
         """
         wanted = self.buffers()
         if len(buffers) != len(wanted):
@@ -154,10 +143,9 @@ class WeightSync:
 
     @torch.no_grad()
     def init_masters(self) -> list[Tensor]:
-        """fp32 [owned elements] of each weight's initial values, exact; then the initial values are
-        freed.
+        """fp32 [owned elements] of each weight's exact initial values, which are then freed.
 
-        Raises RuntimeError when they were handed out, or cast over, before.
+        Raises RuntimeError on a second call and after the first cast.
         """
         if self._initial is None:
             raise RuntimeError(
@@ -177,11 +165,11 @@ class WeightSync:
         """After an optimizer step: histories roll, amaxes are shared, this rank's elements are
         encoded into its segments.
 
-        masters:  for each weight the fp32 (or compute dtype) values of the elements that this rank
-                  owns, in any shape.
-        skip:     not zero, alike on every rank: the step was not applied. No byte, scale or history
-                  changes, and amaxes of activations and gradients since the step before are
-                  dropped. It is read on the device.
+        masters:  per weight, the fp32 (or compute dtype) elements that this rank owns, in any
+                  shape.
+        skip:     nonzero, equal on every rank: the step was not applied. No byte, scale or history
+                  changes, and amaxes of activations and gradients of the step are dropped. Read on
+                  the device.
 
         Raises ValueError, and changes nothing, for masters that do not fit the plan.
         """
@@ -200,8 +188,7 @@ class WeightSync:
 
     @torch.no_grad()
     def refresh(self, masters: Sequence[Tensor]) -> None:
-        """Codes of these masters in every direction, outside a step: at the start, after a load,
-        for an evaluation."""
+        """Cast, gather and finish outside a step: at the start, after a load, for an evaluation."""
         self._cast(self._checked(masters), None)
         self.gather()
         self.finish()
@@ -260,7 +247,7 @@ class WeightSync:
         self.generation, self._initial = self.generation + 1, None
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
-        """Where no kernel begins at any element: pieces as the rows that cover them."""
+        """Cast each piece as the rows that cover it, without kernels."""
 
         def write(target: Tensor, values: Tensor) -> None:
             target.copy_(values if skip is None else torch.where(skip, target, values))
@@ -280,30 +267,24 @@ class WeightSync:
         made = cast_master_weights(fragments, self.group, factors, self._dense, self._tensor_group)
         for weight, fragment, casts in zip(owners, fragments, made):
             for encoding, cast in zip(fragment.encodings, casts):
-                direction = encoding.direction
-                if (history := weight.history(direction)) is not None:
-                    history.record(cast.amax if skip is None else torch.where(skip, 0.0, cast.amax))
-                if (whole := weight.amaxes.get(direction)) is not None:
-                    write(
-                        whole,
-                        (cast.amax if cast.tensor_amax is None else cast.tensor_amax).view_as(
-                            whole
-                        ),
-                    )
+                direction, scale = encoding.direction, cast.scale
+                amax = cast.amax if cast.tensor_amax is None else cast.tensor_amax
+                history, whole = weight.history(direction), weight.amaxes.get(direction)
+                if history is not None and amax is not None:
+                    history.record(amax if skip is None else torch.where(skip, 0.0, amax))
+                if whole is not None and amax is not None:
+                    write(whole, amax.view_as(whole))
                 if weight.gathers_values:
                     continue
                 side = weight.sides[direction]
                 pieces[weight.name, direction, "codes"] = cast.codes
-                for staged, fresh in (
-                    (side.tensor_amax, cast.tensor_amax),
-                    (side.scale, cast.scale),
-                ):
-                    if staged is not None:
+                for staged, fresh in ((side.tensor_amax, cast.tensor_amax), (side.scale, scale)):
+                    if staged is not None and fresh is not None:
                         write(staged, fresh)
-                if (direction, "scale") in weight.planes:
+                if scale is not None and (direction, "scale") in weight.planes:
                     start, end = weight.planes[direction, "scale"][1].map.run(self.rank)
-                    before = fragment.block_rows(encoding).start * cast.scale.shape[1]
-                    own = cast.scale.reshape(-1)[start - before : end - before]
+                    before = fragment.block_rows(encoding).start * scale.shape[1]
+                    own = scale.reshape(-1)[start - before : end - before]
                     pieces[weight.name, direction, "scale"] = own.view(torch.uint8)
         for weight, master in zip(self._weights, masters):
             if weight.gathers_values:
@@ -318,19 +299,21 @@ class WeightSync:
             at = offset + pieces[key].numel()
         return torch.cat([*parts, channel.own.new_zeros(channel.segments.size - at)])
 
-    def _of(self, directions) -> list[GatherBuffer]:
+    def _channels_of(self, directions: Iterable[Direction]) -> list[GatherBuffer]:
         wanted = frozenset(directions)
         if not wanted or not wanted <= BOTH:
             raise ValueError(f"directions are fq.ROWWISE and fq.COLUMNWISE, got {directions}")
         return [c for c in self._channels if c.serves & wanted]
 
-    def gather(self, directions=tuple(Direction), async_op: bool = False) -> Work | None:
+    def gather(
+        self, directions: Sequence[Direction] = tuple(Direction), async_op: bool = False
+    ) -> Work | None:
         """All-gather the segments that serve these directions, in place.
 
-        async_op:  return at once with something to wait for; `finish` waits too.
+        async_op:  return without waiting; wait for the result, or call `finish`.
         Raises StaleWeightError before the first cast.
         """
-        channels = self._of(directions)
+        channels = self._channels_of(directions)
         if self.generation == 0:
             raise StaleWeightError(
                 "nothing was cast yet; call cast_ or refresh with the masters first"
@@ -342,13 +325,12 @@ class WeightSync:
         work = Work(channels)
         return work if async_op else work.wait()
 
-    def gathered(self, directions=tuple(Direction)) -> None:
-        """The trainer has gathered the segments of these directions itself, into the buffers that
-        it has bound.
+    def gathered(self, directions: Sequence[Direction] = tuple(Direction)) -> None:
+        """Declare that the trainer gathered these directions into its bound buffers.
 
-        Raises StaleWeightError where no buffer is bound, or nothing was cast.
+        Raises StaleWeightError if no buffer is bound or nothing was cast.
         """
-        channels = self._of(directions)
+        channels = self._channels_of(directions)
         if self.generation == 0 or not all(channel.is_bound for channel in channels):
             raise StaleWeightError(
                 "gathered() without a cast, or without buffers: call cast_; bind what buffers() "
@@ -358,13 +340,13 @@ class WeightSync:
             channel.gathered = self.generation
 
     @torch.no_grad()
-    def finish(self, directions=tuple(Direction)) -> None:
-        """Let the weights be what was gathered; a direction that is ready already is left alone.
+    def finish(self, directions: Sequence[Direction] = tuple(Direction)) -> None:
+        """Build the weights' storages from the gathered bytes, for directions that are not ready.
 
         Raises StaleWeightError, and changes nothing, for a direction that was not gathered since
         the last cast.
         """
-        channels = self._of(directions)
+        channels = self._channels_of(directions)
         late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
         needed = [c for c in channels if c.serves & set(late)]
         if self.generation == 0 or any(c.gathered != self.generation for c in needed):
@@ -391,10 +373,9 @@ class WeightSync:
             if all(self._ready[d] == self.generation for d in channel.serves):
                 channel.drop()
 
-    def release(self, directions=tuple(Direction)) -> None:
-        """Free the codes of these directions, until they are gathered and finished again; for
-        gathers in every pass."""
-        channels = self._of(directions)
+    def release(self, directions: Sequence[Direction] = tuple(Direction)) -> None:
+        """Free the codes of these directions until the next gather and finish."""
+        channels = self._channels_of(directions)
         for channel in channels:
             channel.wait()
             channel.drop()
@@ -413,7 +394,7 @@ class WeightSync:
         if self.generation == 0 or self._ready[direction] != self.generation:
             done = "cast" if self.generation else "planned"
             if self.generation and all(
-                c.gathered == self.generation for c in self._of((direction,))
+                c.gathered == self.generation for c in self._channels_of((direction,))
             ):
                 done = "gathered"
             raise StaleWeightError(
@@ -425,15 +406,13 @@ class WeightSync:
     # Checkpoints and text #
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many
-        steps were applied."""
+        """Fingerprint and number of applied steps; save it beside masters and `fq.state_dict`."""
         return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint, at any world size, cuts and transport; `refresh(masters)` then
-        makes the codes.
+        """Restore `state_dict` at any world size, cuts and transport; call `refresh(masters)` next.
 
-        Raises ValueError, and changes nothing, where other weights, formats or rounding were saved.
+        Raises ValueError, and changes nothing, if other weights, formats or rounding were saved.
         """
         fingerprint, applied = state.get("fingerprint"), state.get("applied")
         if fingerprint != self.fingerprint:
@@ -442,13 +421,12 @@ class WeightSync:
                 f"{fingerprint}, here {self.fingerprint}); plan the sync with the recipe that was "
                 "saved, or leave this state out to change it"
             )
-        whole = (
+        if not (
             isinstance(applied, Tensor)
             and applied.dtype is torch.int64
             and applied.dim() == 0
             and int(applied) >= 0
-        )
-        if not whole:
+        ):
             raise ValueError(
                 f"applied of the saved state is {applied!r}, wanted a number of steps, int64 []; "
                 "give what state_dict gave"
@@ -456,27 +434,20 @@ class WeightSync:
         self.applied.copy_(applied)
 
     def describe(self) -> str:
-        """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every
-        rank."""
+        """The plan as text: planes and bytes per channel, reductions, and how pieces are cast."""
         lines = []
         for channel in self._channels:
-            used, segment = (
-                sum(plane.nbytes for plane in channel.segments.planes),
-                channel.segments.size,
-            )
+            used = sum(plane.nbytes for plane in channel.segments.planes)
             lines.append(
                 f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} "
-                f"segments of {segment}"
+                f"segments of {channel.segments.size}"
             )
             lines[-1] += "" if channel.codes is None else ", read where they are gathered"
         reduced = len({d for w in self._weights for d in w.sides}) and (
             "every amax" if self._dense else "amaxes of cut blocks"
         )
-        if any(
-            weight.spans_parts(e)
-            for weight in self._weights
-            for e in weight.quantizer.encodings.values()
-        ):
+        spans = any(w.spans_parts(e) for w in self._weights for e in w.quantizer.encodings.values())
+        if spans and self._tensor_group is not None:
             reduced = (
                 f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
             )
@@ -492,7 +463,7 @@ class WeightSync:
 
 
 class Work(NamedTuple):
-    """All-gathers under way."""
+    """All-gathers in flight."""
 
     channels: list[GatherBuffer]
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight whose masters lie in pieces: the planes that it publishes, and the channels that planes
-travel in."""
+"""One weight of a sync, and the buffers that gather the codes of all weights."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class SyncItem(NamedTuple):
     """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its
     elements.
 
-    is_part:  of a weight that the ranks of the sync's `tensor_group` hold, if it has one.
+    is_part:  the sync's `tensor_group`, if it has one, holds the other parts of this weight.
     """
 
     name: str
@@ -41,19 +40,21 @@ def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
 
 
 class Side:
-    """One encoding of a weight: what is staged until `finish`.
+    """One encoding of a weight, and the scales that are staged until `finish`.
 
-    scale:        of the whole tensor, where statistics are dense.
+    scale:        of the whole tensor, with dense statistics.
     tensor_amax:  fp32 [1] of a two-level format.
     """
+
+    scale: Tensor | None = None
+    tensor_amax: Tensor | None = None
 
     def __init__(
         self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
     ):
         fmt, self.encoding = encoding.fmt, encoding
-        self.scale = self.tensor_amax = None
-        if dense and fmt.has_scales:
-            scale_shape = fmt.scale_shape(shape, encoding.direction)
+        scale_shape = fmt.scale_shape(shape, encoding.direction)
+        if dense and scale_shape is not None:
             self.scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         if fmt.tensor_scale:
             self.tensor_amax = torch.zeros(1, device=device)
@@ -62,17 +63,21 @@ class Side:
 class SyncedWeight:
     """One weight of a sync: its planes, and how they become storages.
 
-    part:     (which, of how many) parts of a weight that tensor parallelism cuts this is.
-    amaxes:   of the whole tensor, where values of a part are gathered and scales span all of them.
+    part:     (tensor-parallel rank, size).
+    amaxes:   of the whole tensor, if values of a part are gathered and scales span all parts.
     """
 
-    def __init__(self, item: SyncItem, transport: str, dense: bool, part: tuple[int, int]):
-        self.name, self.shards, self.weight = item.name, item.shards, item.param
-        self.state, self.shape, self.device = (
-            self.weight.state,
-            tuple(self.weight.shape),
-            self.weight.device,
-        )
+    def __init__(
+        self,
+        item: SyncItem,
+        weight: QuantizedWeight,
+        transport: str,
+        dense: bool,
+        part: tuple[int, int],
+    ):
+        self.name, self.shards, self.weight = item.name, item.shards, weight
+        rows, cols = weight.shape
+        self.state, self.shape, self.device = weight.state, (rows, cols), weight.device
         self.quantizer, self.dense, self.part = self.state.quantizer, dense, part
         self.cuts = Cuts(item.shards.cuts, self.shape[1])
         self.seen = {
@@ -102,15 +107,15 @@ class SyncedWeight:
 
     @property
     def encoded(self) -> dict[Direction, Encoding]:
-        """What a cast encodes: nothing where values are gathered."""
+        """Encodings that a cast writes: none if values are gathered."""
         return {} if self.gathers_values else self.quantizer.encodings
 
     def spans_parts(self, encoding: Encoding) -> bool:
-        """Some scale is of all parts together."""
+        """Some scale spans all tensor-parallel parts."""
         return self.part[1] > 1 and encoding.fmt.spans_tensor
 
     def serves(self, direction: Direction) -> frozenset[Direction]:
-        """The directions whose storages come from what is encoded of this one."""
+        """The directions whose storages come from the encoding of this one."""
         return (
             BOTH
             if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings
@@ -125,7 +130,7 @@ class SyncedWeight:
         self,
     ) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]:
         """(direction, part) -> (directions that it serves, plane)."""
-        planes = {}
+        planes: dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]] = {}
         for d, encoding in self.quantizer.encodings.items():
             name = f"{self.name}.{d.value}"
             planes[d, "codes"] = (
@@ -153,9 +158,9 @@ class SyncedWeight:
         return self.shards.numel * self.wire_dtype.itemsize < codes
 
     def fragments(self, values: Tensor, rank: int) -> list[Fragment]:
-        """What a cast reads, one for each dtype that encoders see."""
+        """The values that a cast reads, one fragment per dtype that encoders see."""
         wanted = self.encoded
-        if self.gathers_values:  # then histories, and other parts, ask for amaxes
+        if self.gathers_values:  # amaxes of histories and of other parts
             asking = *self.quantizer.delayed_directions, *self.amaxes
             wanted = {d: e for d, e in self.quantizer.encodings.items() if d in asking}
         by_dtype: dict[torch.dtype | None, list[Encoding]] = {}
@@ -167,9 +172,9 @@ class SyncedWeight:
         ]
 
     def history(self, direction: Direction) -> AmaxHistory | None:
-        """Of a delayed side, on the weight's device."""
+        """The history of a delayed side, on the weight's device."""
         side = self.quantizer.side(direction)
-        if not side.is_delayed:
+        if side is None or not side.is_delayed:
             return None
         return self.state.history(self.state.name, "weight", direction, side).to(self.device)
 
@@ -180,8 +185,8 @@ class SyncedWeight:
     def writes(
         self, directions: list[Direction], pieces: dict[tuple[Direction | None, str], Pieces]
     ) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of what makes the storages of these directions from gathered planes;
-        sources need no other order."""
+        """(target, source) copies that build the storages of these directions from gathered
+        planes, in any order."""
         made, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
             room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
@@ -196,16 +201,14 @@ class SyncedWeight:
                     (own,) = dispatch.statistics(values, (encoding,), 0, seen)
                     stats = [with_amax(encoding, own, self.amaxes[source])]
                 (whole,) = dispatch.encode(
-                    values, [encoding], stats, encs=[self.factor(source)], dtype=seen
+                    values, [encoding], stats, encode_scales=[self.factor(source)], dtype=seen
                 )
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
             side, codes = self.sides[source], pieces.get((source, "codes"))
             if codes is None:
-                pass  # they were gathered where they are read
-            elif (
-                self.shape[1] % fmt.element.packing[0]
-            ):  # rows begin in the middle of containers of the wire
+                pass  # gathered in place
+            elif self.shape[1] % fmt.element.packing[0]:  # rows begin inside packed bytes
                 made.append(
                     (room["data"], runs.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
                 )
@@ -214,12 +217,12 @@ class SyncedWeight:
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
                 if (source, name) in pieces:
                     made += pieces[source, name].writes(room[name])
-                elif name in room:
+                elif name in room and staged is not None:
                     made.append((room[name], staged.view_as(room[name])))
         return made
 
     def derive(self, directions: list[Direction]) -> None:
-        """What follows from storages that are written."""
+        """Encode a derived columnwise storage from the rowwise one."""
         if self.quantizer.is_derived and COLUMNWISE in directions:
             derived = self.quantizer.derive_columnwise(
                 self.weight.allocate_codes(ROWWISE), self.state.compute_dtype
@@ -232,16 +235,15 @@ class SyncedWeight:
 
 @dataclass(eq=False)
 class GatherBuffer:
-    """What is gathered together: the planes that serve the same directions, and their bytes.
+    """The planes that serve the same directions, gathered as one buffer.
 
-    keys:      (weight's name, direction, part) of each plane.
+    keys:      per plane: (weight's name, direction, part), or a key of the caller's.
     own:       uint8 [segment], which `cast_` writes.
-    buffer:    uint8 [ranks * segment], there from a gather until all that it serves is finished;
-               or, for good, the trainer's.
-    is_bound:  the buffer is the trainer's, and `own` is a slice of it.
-    codes:     uint8 [ranks * segment]: the planes as products read them, and where they are
-               gathered unless it is bound; None where a plane is not whole there, and is copied to
-               memory of its own.
+    buffer:    uint8 [ranks * segment], from a gather until all directions that it serves are
+               finished; permanent if bound.
+    is_bound:  the buffer belongs to the trainer, and `own` is a slice of it.
+    codes:     uint8 [ranks * segment] that GEMMs read in place, and that gathers fill unless a
+               buffer is bound; None if some plane is not contiguous there and must be copied.
     """
 
     serves: frozenset[Direction]
@@ -251,7 +253,7 @@ class GatherBuffer:
     buffer: Tensor | None = None
     is_bound: bool = False
     gathered: int = 0
-    work: object = None
+    work: dist.Work | None = None
     codes: Tensor | None = None
 
     @property
@@ -264,28 +266,26 @@ class GatherBuffer:
         return self.segments.ranks * self.segments.size
 
     def wait(self) -> None:
-        """For a gather under way."""
+        """Wait for the gather in flight, if any."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
     def hold(self, weights: dict[str, QuantizedWeight]) -> None:
-        """Let codes that are whole in the gathered segments be read there."""
+        """Alias the weights' codes into the gathered segments, if all are contiguous there."""
         places, planes = self.segments.places, self.segments.planes
-        if places is None or any(part != "codes" for *_, part in self.keys):
+        codes = [(weights[n], d) for n, d, part in self.keys if part == "codes" and d is not None]
+        if places is None or len(codes) < len(planes):
             return
-        if any(
-            weights[n].allocate_codes(d).data.nbytes != plane.nbytes
-            for (n, d, _), plane in zip(self.keys, planes)
-        ):
+        if any(w.allocate_codes(d).data.nbytes != p.nbytes for (w, d), p in zip(codes, planes)):
             return  # rows are padded
         self.codes = self.own.new_zeros(self.nbytes)
-        for (name, direction, _), place in zip(self.keys, places):
-            weights[name].alias_codes_into(self.codes, place, direction)
+        for (weight, direction), place in zip(codes, places):
+            weight.alias_codes_into(self.codes, place, direction)
 
     @property
     def is_in_place(self) -> bool:
-        """What was gathered is where products read it."""
+        """GEMMs read the gathered buffer itself."""
         return self.codes is not None and self.buffer is self.codes
 
     def allocate_codes(self) -> None:
@@ -312,39 +312,37 @@ class GatherBuffer:
             self.work = torch_compat.all_gather(self.buffer, self.own, group, async_op=True)
 
     def drop(self) -> None:
-        """The gathered bytes have served."""
+        """Release the gathered bytes."""
         if not self.is_bound:
             self.buffer = None
 
     def pieces(self, p: int) -> Pieces:
-        """What ranks have published of a plane."""
+        """The ranks' pieces of plane p. Raises RuntimeError before a gather."""
+        if self.buffer is None:
+            raise RuntimeError("nothing was gathered")
         plane, found = self.segments.planes[p], []
         for rank in range(plane.map.ranks):
             first, end = plane.span(rank)
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
             if first < end:
-                found.append(
-                    (
-                        first,
-                        self.buffer[offset : offset + end - first],
-                        plane.shares_first_byte(rank),
-                    )
-                )
+                piece = self.buffer[offset : offset + end - first]
+                found.append((first, piece, plane.shares_first_byte(rank)))
         return Pieces(found, plane.nbytes)
 
 
 class Pieces(NamedTuple):
-    """A plane as it was gathered.
+    """A gathered plane.
 
-    of:  (first byte, uint8 bytes, the first one belongs to the piece before too) of each, in order.
+    of:  per piece, in order: (first byte, uint8 bytes, whether the first byte is shared with the
+         piece before).
     """
 
     of: list[tuple[int, Tensor, bool]]
     nbytes: int
 
     def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of a plane that lies in `into` byte for byte; a byte that two pieces
-        share is put together here."""
+        """(target, source) copies of the plane into `into`; a byte that two pieces share is merged
+        here."""
         flat, made = into.reshape(-1).view(torch.uint8), []
         for first, piece, shares in self.of:
             if shares:

@@ -102,10 +102,10 @@ def encoding_shapes(
 def _known_shapes(
     packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None
 ) -> EncodingShapes:
-    *sizes, byte_scales, has_tensor_amax, has_amax = _ops.encoding_shapes(
-        packed, columnwise, rows, cols, row0, run
-    )
-    return EncodingShapes(*map(tuple, sizes), byte_scales, has_tensor_amax, has_amax)
+    data, scale, amax, *has = _ops.encoding_shapes(packed, columnwise, rows, cols, row0, run)
+    byte_scales, has_tensor_amax, has_amax = has
+    sizes = tuple(data), tuple(scale), tuple(amax)
+    return EncodingShapes(*sizes, byte_scales, has_tensor_amax, has_amax)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -60,7 +60,7 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
         data = F.pad(data, (0, pad_width, 0, pad_outer))
     elif data.stride(0) % 16 or data.storage_offset() % 16:
         data = data.clone(memory_format=torch.contiguous_format)
-    if pad_outer and o.fmt.has_fp32_scales and o.fmt.block[0] == 1:
+    if pad_outer and scale is not None and o.fmt.has_fp32_scales and o.fmt.block[0] == 1:
         if o.fmt.block[1] is None:
             scale = F.pad(scale, (0, pad_outer))
         else:

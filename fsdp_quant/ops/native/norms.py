@@ -15,7 +15,7 @@ _ops = torch.ops.fsdp_quant
 WIDEST_NORM = 16384
 
 
-def _begins_at(x: Tensor) -> int:
+def _begins_at(x: Tensor) -> int | torch.SymInt:
     """The first byte; in a graph that is being traced, from that of its memory, which allocators
     align."""
     return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
@@ -115,8 +115,8 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dweight, dbias, amax of dx."""
-    dy, values, residual = (t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual))
+    given = [t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)]
     dx, amax, dweight, dbias = _ops.norm_backward(
-        dy, values, _line(weight), residual, rstd, mean, zero_centered, rounds_first, has_bias
+        *given[:2], _line(weight), given[2], rstd, mean, zero_centered, rounds_first, has_bias
     )
     return dx, dweight, dbias if has_bias else None, amax

@@ -45,10 +45,12 @@ class AdamStep(NamedTuple):
     def on_device(self) -> AdamStep:
         """What all parameters read, where they are."""
         device = self.master[0].device
-        read = (
-            None if t is None else t.to(device, torch.float32, non_blocking=True) for t in self[5:]
-        )
-        return AdamStep(*self[:5], *read)
+
+        def here(t: Tensor) -> Tensor:
+            return t.to(device, torch.float32, non_blocking=True)
+
+        scale, found_inf = (t if t is None else here(t) for t in (self.grad_scale, self.found_inf))
+        return self._replace(scalars=here(self.scalars), grad_scale=scale, found_inf=found_inf)
 
 
 def adam(

@@ -41,16 +41,14 @@ def call_of(
     transposed: tuple[bool, ...] | None = None,
     layouts: tuple[int, ...] | None = None,
 ) -> _Call:
-    row = col = 0
-    eps, places = [0.0, 0.0], [None, None]
+    packed, eps = [0, 0], [0.0, 0.0]
+    places: list[int | None] = [None, None]
     for i, e in enumerate(encodings):
-        side = pack_encoding(
-            e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT
-        )
-        d = int(e.direction is not ROWWISE)
-        row, col = (side, col) if d == 0 else (row, side)
+        d, layout = int(e.direction is not ROWWISE), layouts[i] if layouts else COMPACT
+        packed[d] = pack_encoding(e, transposed[i] if transposed else False, layout)
         eps[d], places[d] = e.eps, i
-    return _Call(row, col, *eps, tuple(places))
+    (row, col), (row_eps, col_eps), (row_place, col_place) = packed, eps, places
+    return _Call(row, col, row_eps, col_eps, (row_place, col_place))
 
 
 def statistics(
@@ -59,11 +57,11 @@ def statistics(
     """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
     call = call_of(tuple(encodings))
     made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
-    results = [None] * len(encodings)
+    results: dict[int, tuple] = {}
     for i in call.places:
         if i is not None:
             results[i] = (next(made), next(made) if encodings[i].fmt.tensor_scale else None)
-    return results
+    return [results[i] for i in range(len(encodings))]
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ def quantize(
     round_to_bf16: bool,
     stats: Sequence[tuple] | None,
     keys: Sequence[Tensor | None] | None,
-    encs: Sequence[Tensor | None] | None,
+    encode_scales: Sequence[Tensor | None] | None,
     transposed: Sequence[bool] | None = None,
     layout: int | Sequence[int] = COMPACT,
 ) -> list[tuple]:
@@ -86,22 +84,22 @@ def quantize(
     read of x.
 
     stats:       (amax, tensor_amax) an encoding, or None: taken from x.
-    encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
+    encode_scales:        fp32 [1], delayed scaling; 0 where there is no history yet.
     transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
     layout:      as of `pack_encoding`; one for all, or one an encoding.
     """
     layouts = (layout,) * len(encodings) if isinstance(layout, int) else tuple(layout)
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None, layouts)
-    known = [None] * 8
+    known: list[Tensor | None] = [None] * 8
     for d, i in enumerate(call.places):
         if i is not None:
             known[4 * d : 4 * d + 4] = (
                 *(stats[i] if stats else (None, None)),
-                encs[i] if encs else None,
+                encode_scales[i] if encode_scales else None,
                 keys[i] if keys else None,
             )
     made = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
-    results = [None] * len(encodings)
+    results: dict[int, tuple] = {}
     for i in call.places:
         if i is not None:
             fmt, (amax, tensor_amax) = encodings[i].fmt, stats[i] if stats else (None, None)
@@ -111,7 +109,7 @@ def quantize(
             if fmt.scale_leaves_contraction and amax is None:
                 amax = next(made)
             results[i] = (data, scale, tensor_amax, amax if fmt.scale_leaves_contraction else None)
-    return results
+    return [results[i] for i in range(len(encodings))]
 
 
 def takes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
@@ -146,9 +144,9 @@ def _staged(
     side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
     of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
     places, views, at = ([], []), ([], []), 0
-    for which, (place, view) in enumerate(zip(places, views)):
-        for one in of:
-            size, item = one[which], (1, one.scale_dtype.itemsize)[which]
+    sizes = [(one.data, 1) for one in of], [(one.scale, one.scale_dtype.itemsize) for one in of]
+    for of_kind, place, view in zip(sizes, places, views):
+        for size, item in of_kind:
             place.append(at)
             view.append((size, (size[1], 1), at // item))
             at += round_up(prod(size) * item, 16)
@@ -172,7 +170,7 @@ class RecordedEncode:
         row0: Sequence[int],
         round_to_bf16: bool,
         stats: Sequence[tuple | None] | None,
-        encs: Sequence[Tensor | None] = (),
+        encode_scales: Sequence[Tensor | None] = (),
         records: Sequence[Tensor | None] = (),
     ):
         self._measured = None if stats is not None else (encoding, row0, round_to_bf16)
@@ -182,7 +180,7 @@ class RecordedEncode:
         scale_dtype = encoding.fmt.scale_dtype
         size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
-        self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        self._first, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
         self._last = self._staging, *places, round_to_bf16
         of_scales = self._staging.view(scale_dtype)
         self.made = [
@@ -219,16 +217,16 @@ def _group_arguments(
     encoding: Encoding,
     row0: Sequence[int],
     stats: Sequence[tuple | None],
-    encs: Sequence[Tensor | None],
+    encode_scales: Sequence[Tensor | None],
     records: Sequence[Tensor | None],
 ) -> tuple[tuple, list[tuple]]:
     """(arguments of the operators behind x, (tensor_amax, amax) of each as they are kept)."""
     amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
     kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
     histories = [], []
-    if any(enc is not None for enc in encs):
+    if any(enc is not None for enc in encode_scales):
         histories = (
-            encs,
+            encode_scales,
             [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records],
         )
     columnwise = encoding.direction is not ROWWISE
@@ -250,7 +248,7 @@ def multi_tensor_quantize(
     round_to_bf16: bool,
     stats: Sequence[tuple | None] | None,
     into: Sequence[tuple[Tensor, Tensor]] | None = None,
-    encs: Sequence[Tensor | None] = (),
+    encode_scales: Sequence[Tensor | None] = (),
     records: Sequence[Tensor | None] = (),
     calls: list[RecordedEncode] | None = None,
 ) -> list[tuple]:
@@ -259,17 +257,17 @@ def multi_tensor_quantize(
     stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is
             None. None: see `RecordedEncode`.
     into:   (data, scale) of each, to be written instead.
-    encs, records:  see `dispatch.multi_tensor_encode`.
+    encode_scales, records:  see `dispatch.multi_tensor_encode`.
     calls:  takes the launch, where there is a buffer.
     """
     if into is not None:
         stats = multi_tensor_amax(x, encoding, row0, round_to_bf16) if stats is None else stats
-        arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        arguments, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
         _ops.quantize_group_out(
             [rows_of(one) for one in x], *arguments, *map(list, zip(*into)), round_to_bf16
         )
         return [(*one, *of) for one, of in zip(into, known)]
-    call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encs, records)
+    call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encode_scales, records)
     if calls is not None:
         calls.append(call)
     return call.made
