@@ -32,7 +32,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 
@@ -49,6 +49,7 @@ from .roles import (
 from .scaling import DelayedScaling
 
 _R = TypeVar("_R")
+_Kind = TypeVar("_Kind", bound="Recipe | PerLayer | Schedule")
 
 
 @dataclass(frozen=True)
@@ -372,6 +373,12 @@ def _check_recipe(what: str, value: object, *others: type) -> None:
         raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
 
 
+@overload
+def as_recipe(value: object, what: str, kind: type[_Kind], /) -> _Kind: ...
+@overload
+def as_recipe(
+    value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
+) -> Recipe | PerLayer | Schedule: ...
 def as_recipe(
     value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
 ) -> Recipe | PerLayer | Schedule:

@@ -41,7 +41,7 @@ from ..counters import counters
 from ..formats import Direction
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
-from ..modules.linear_op import slot_key
+from ..modules.operands import slot_key
 from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
 from ..scaling import RowCuts
