@@ -49,6 +49,7 @@ from .roles import (
 from .scaling import DelayedScaling
 
 _R = TypeVar("_R")
+_Kind = TypeVar("_Kind", bound="Recipe | PerLayer | Schedule")
 
 
 @dataclass(frozen=True)
@@ -373,15 +374,11 @@ def _check_recipe(what: str, value: object, *others: type) -> None:
 
 
 @overload
-def as_recipe(value: object, what: str, kind: type[Recipe], /) -> Recipe: ...
-
-
+def as_recipe(value: object, what: str, kind: type[_Kind], /) -> _Kind: ...
 @overload
 def as_recipe(
     value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
 ) -> Recipe | PerLayer | Schedule: ...
-
-
 def as_recipe(
     value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
 ) -> Recipe | PerLayer | Schedule:

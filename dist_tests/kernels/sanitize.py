@@ -560,7 +560,7 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
 
 # Of a linear layer's step #
 
-# `context.STEP_FIELDS`, `linear_op.slot_ids`
+# `context.STEP_FIELDS`, `operands.slot_ids`
 STEP, IDS = (torch.tensor([5, 3, 1, -1, 2]), torch.tensor([77, 78, 79]))
 
 

@@ -23,7 +23,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.encoded_matrix import has_tensor_amax
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules import traced_experts
-from fsdp_quant.modules.linear_op import quantize_slot
+from fsdp_quant.modules.operands import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack

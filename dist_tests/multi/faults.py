@@ -49,7 +49,7 @@ import fsdp_quant as fq
 from dist_tests.laws import values
 from dist_tests.multi.harness import _PRELOAD
 from fsdp_quant.hooks import ShardMap, SyncItem, WeightSync, plan_weight_sync
-from fsdp_quant.parallel.experts import TokenRoute
+from fsdp_quant.parallel.token_route import TokenRoute
 from fsdp_quant.tensor import torch_compat
 from fsdp_quant.tensor.gather_group import GatherPlan
 from fsdp_quant.tensor.torch_compat import local_of

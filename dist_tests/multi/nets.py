@@ -15,7 +15,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import linear_op
+from fsdp_quant.modules import linear_op, operands
 from fsdp_quant.modules.plan import build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.recipe import Role
@@ -90,7 +90,7 @@ def as_oracle(net: nn.Module, recipe: fq.Recipe) -> nn.Module:
     for name, module in net.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = WholeWeightLinear
-            module._plan, module._ids = build_plan(recipe, name), linear_op.slot_ids(name)
+            module._plan, module._ids = build_plan(recipe, name), operands.slot_ids(name)
     return net
 
 

@@ -16,7 +16,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
-from fsdp_quant.modules import linear_op
+from fsdp_quant.modules import operands
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 SIZES = (1, 7, 64, 1000, 4099)
@@ -381,7 +381,7 @@ def test_operators_never_decode_silently():
     laws.assert_same_bytes(
         net[3].weight.norm(), net[3].weight.inner.norm(), "a norm, which is of the values"
     )
-    assert linear_op.weight_state(net[0].weight) is net[0]._weight_state
+    assert operands.weight_state(net[0].weight) is net[0]._weight_state
 
 
 def test_an_optimizer_without_masters_is_refused():

@@ -26,7 +26,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import round_up
-from fsdp_quant.modules import grouped_op
+from fsdp_quant.modules import bad_splits, expert_weights
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.ops import native
@@ -76,7 +76,7 @@ def _own_step():
         restart()
         counters.reset()
         yield
-    grouped_op.poll_bad_splits()
+    bad_splits.poll_bad_splits()
 
 
 def restart() -> None:
@@ -833,7 +833,9 @@ def test_held_packed_experts_are_quantized_once_and_copied_never(name: str):
         want, before = accumulated(), gpu.count("linear_weight")
         with (
             fq.hold(module),
-            mock.patch.object(grouped_op, "_stacked_operand", side_effect=AssertionError("copied")),
+            mock.patch.object(
+                expert_weights, "_stacked_operand", side_effect=AssertionError("copied")
+            ),
         ):
             got = accumulated()
             assert gpu.count("linear_weight") == before + before // 3

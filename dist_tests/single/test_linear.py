@@ -21,7 +21,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, format_of
-from fsdp_quant.modules import linear_op
+from fsdp_quant.modules import operands
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.ops import rng
 from fsdp_quant.ops.rng import tensor_id
@@ -513,7 +513,7 @@ def test_dequantized_override_follows_a_delayed_scale():
 
 def dgrad_buffers(module: fq.Linear, dtype: torch.dtype) -> list[Tensor]:
     """What dgrad multiplies of the weight as it is."""
-    made = linear_op.weight_storages(
+    made = operands.weight_storages(
         module.weight, [COLUMNWISE], module.plan, copy.deepcopy(module._weight_state), dtype
     )
     return list(made[COLUMNWISE].buffers().values())

@@ -24,7 +24,7 @@ from ..modules.packed_experts import are_sharded, parts_of
 from ..modules.plan import PRODUCTS
 from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
-from ..parallel.experts import describe_experts
+from ..parallel.expert_parallel import describe_experts
 from ..parallel.linear import describe
 from ..recipe import default_override
 from ..roles import OVERRIDE_VARIABLE

@@ -39,7 +39,7 @@ from ..counters import counters
 from ..formats import Direction
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
-from ..modules.linear_op import slot_key
+from ..modules.operands import slot_key
 from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
 from ..scaling import RowCuts
@@ -344,8 +344,8 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     """Measure x [rows, cols] in the formats of a slot, with the layer's delayed scales and random
     bits."""
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
-    factors = [h.enc for h in layer.histories(layer_plan, slot, x.device)]
-    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.ids_on(x.device), len(x))
+    factors = [h.enc for h in layer.runtime.histories(layer_plan, slot, x.device)]
+    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
     return measure(x, made, hybrid)
 

@@ -30,7 +30,8 @@ from .has_weight import (
     whole_shape,
 )
 from .layer_runtime import NO_HISTORIES, LayerRuntime
-from .linear_op import LinearCall, weight_state
+from .linear_op import LinearCall
+from .operands import weight_state
 from .plan import PRODUCTS, GemmPlan, plan_of_recipe
 from .traced_linear import traced_linear
 from .training_steps import TrainingSteps, note_forward
@@ -214,6 +215,8 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _overriding_plan(self, override: Autocast) -> GemmPlan:
         recipe = override.recipe
+        if recipe is None:
+            return self.plan
         recomputed = (
             override.checkpoint if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
         )

@@ -158,14 +158,14 @@ def _fused(
     converted."""
     check_recompute(recompute)
     if isinstance(fuse, bool):
-        found = recognized(model)[0] if fuse else {}
-        found = {
+        known = recognized(model)[0] if fuse else {}
+        found: dict[str, Pattern | InputPattern] = {
             n: p
-            for n, p in found.items()
+            for n, p in known.items()
             if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)
         }
     else:
-        found = fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
+        found = {**fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)}
     if recompute is None:
         return found
     if not any(isinstance(p, MLPPattern) for p in found.values()):
@@ -329,7 +329,9 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
         if _is_plain_linear(m) or is_transposed(_own_class(type(m))) or is_attention(m)
     }
     inside = {
-        f"{n}.out_proj".lstrip("."): m.out_proj for n, m in linears.items() if is_attention(m)
+        f"{n}.out_proj".lstrip("."): m.out_proj
+        for n, m in linears.items()
+        if isinstance(m, nn.MultiheadAttention) and is_attention(m)
     }
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
@@ -463,7 +465,8 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
     or of `_PLAIN`. not called: of nn.MultiheadAttention, which reads its weight."""
     cls = _own_class(type(module))
     return (
-        issubclass(cls, nn.Linear)
+        isinstance(module, nn.Linear)
+        and issubclass(cls, nn.Linear)
         and not is_lazy(module.weight)
         and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
         and not issubclass(cls, Linear)
@@ -519,7 +522,8 @@ def _made_of(own: type) -> type[nn.Module]:
 
 
 def _weight_of(module: nn.Module) -> nn.Parameter:
-    return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
+    is_packed = isinstance(module, nn.MultiheadAttention)
+    return module.get_parameter("in_proj_weight" if is_packed else "weight")
 
 
 def _check_shared(

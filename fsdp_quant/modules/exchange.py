@@ -38,7 +38,7 @@ from ..scaling import reduce_amaxes, share_amaxes
 from ..storage import Placement, Storage
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
-from .linear_op import SLOTS, slot_ids
+from .operands import SLOTS, slot_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +297,7 @@ class Arriving:
                     if b.numel()
                 }
         elif moving := [(self.received[name], b) for name, b in self.sent.items() if b.numel()]:
-            as_bytes = [tuple(map(_bytes, pair)) for pair in moving]
+            as_bytes = [(_bytes(received), _bytes(b)) for received, b in moving]
             self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
 
     @property

@@ -100,7 +100,7 @@ class MLPPattern(NamedTuple):
         called."""
         return not any(
             torch_compat.has_hooks(m)
-            for name, m in module._modules.items()
+            for name, m in module.named_children()
             if name not in self.parts
         )
 
@@ -182,7 +182,8 @@ class NormPattern(NamedTuple):
             self.zero_centered_gamma,
             self.rounds_first,
         )
-        return normalize(x, *self.parameters(module), spec)[0]
+        weight, bias = self.parameters(module)
+        return normalize(x, weight, bias, spec)[0]
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
         """The fused forward runs; else the module's own: under autocast, where x has another dtype
@@ -346,8 +347,10 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
     if cls.__module__.startswith(("torch.", "fsdp_quant.")):
         return
     for gate, up, down in _MLPS:
-        parts = [getattr(module, part, None) for part in (gate, up, down) if part is not None]
-        if all(isinstance(part, nn.Linear) for part in parts):
+        named = [part for part in (gate, up, down) if part is not None]
+        found = (getattr(module, part, None) for part in named)
+        parts = [part for part in found if isinstance(part, nn.Linear)]
+        if len(parts) == len(named):
             gated = gate is not None or parts[0].out_features == 2 * parts[1].in_features
             for activation, kind in ACTIVATIONS.items():
                 if kind.gated == gated:
@@ -360,6 +363,7 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
     if (
         "Norm" in cls.__name__
         and set(own) == {"weight"}
+        and weight is not None
         and weight.dim() == 1
         and eps is not None
         and not module._modules

@@ -23,12 +23,8 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import raise_bad_splits, register_tag
-from .grouped_op import (
-    Beside,
-    ExpertWeights,
-    GroupedLinearCall,
-    unsupported_reason,
-)
+from .expert_weights import ExpertWeights
+from .grouped_op import Beside, GroupedLinearCall, unsupported_reason
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .layer_runtime import LayerRuntime
 from .linear import Linear

@@ -20,7 +20,7 @@ from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard, as_shard
 from ..tensor.weight_state import WeightState
-from .linear_op import weight_state
+from .operands import weight_state
 
 
 class HasWeight(nn.Module):
@@ -133,7 +133,7 @@ def attach_tensor_group(module: HasWeight) -> None:
         module.prepare_graphs()
 
 
-def _wrap_codes(weight: Tensor, state: QuantizedWeightState) -> None:
+def _wrap_codes(weight: nn.Parameter, state: QuantizedWeightState) -> None:
     """Put a quantized parameter over a weight; optimizers that hold the parameter keep it."""
     if not isinstance(weight, DTensor):
         made = nn.Parameter(state.wrapped(weight.detach()), requires_grad=weight.requires_grad)

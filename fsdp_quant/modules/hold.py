@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from ..formats import COLUMNWISE, ROWWISE
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .convert import converted_modules
 from .has_weight import HasWeight
 from .linear import Linear
-from .linear_op import weight_storages
+from .operands import weight_storages
 
 
 @contextlib.contextmanager
@@ -130,9 +131,10 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
         if layer.weight.device.type == "meta":
             raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
     sharded = {
-        layer: local_of(layer.weight)
+        layer: local
         for layer in layers.values()
         if isinstance(layer.weight, DTensor)
+        and isinstance(local := local_of(layer.weight), QuantizedWeight)
     }
     refresh_codes(list(dict.fromkeys(sharded.values())))
     for weight in sharded.values():

@@ -23,7 +23,8 @@ from ..tensor import torch_compat
 from ..tensor.weight_state import WeightState
 from .exchange import TensorParallel
 from .guard import backward_guard_of, guard_of
-from .linear_op import SLOTS, HandedByInput, slot_ids
+from .linear_op import HandedByInput
+from .operands import SLOTS, slot_ids
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
 from .training_steps import TrainingSteps
@@ -83,8 +84,8 @@ class LayerRuntime:
     # Plans #
 
     def _planned(self, recipe: Recipe | str, device: torch.device) -> tuple[Recipe, GemmPlan]:
-        recipe = as_recipe(recipe, self.name, Recipe)
-        return recipe, build_plan(recipe, self.name, arch_of(device), self.module_type)
+        its = as_recipe(recipe, self.name, Recipe)
+        return its, build_plan(its, self.name, arch_of(device), self.module_type)
 
     def set_recipe(self, recipe: Recipe | str, device: torch.device) -> None:
         """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""

@@ -44,6 +44,8 @@ _attend = torch_compat.multi_head_attention_over(_project)
 class MultiheadAttention(TransposedLinear):
     """nn.MultiheadAttention over `in_proj_weight` [3 E, E], which lies as that of an nn.Linear."""
 
+    in_proj_weight: nn.Parameter
+    out_proj: nn.Linear
     source = "in_proj_weight"
 
     def read(self) -> Tensor:

@@ -38,6 +38,8 @@ class Norm(nn.Module):
     torch.Size([2, 64])
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         dim: int,

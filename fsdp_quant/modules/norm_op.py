@@ -73,7 +73,8 @@ class _Activate(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh):
         with _tracing():
-            dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
+            g, u = ctx.saved_tensors
+            dg, du, amaxes = norm.activation_backward(dh, g, u, ctx.kind)
         # else no layer reads them either: see `activate`
         if ctx.grad_amaxes is not None and amaxes is not None:
             ctx.grad_amaxes.copy_(torch.stack(amaxes))
@@ -104,7 +105,8 @@ def activate(
     if packed and (
         g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)
     ):
-        return activate(*g.chunk(2, -1), kind)
+        gate, up = g.chunk(2, -1)
+        return activate(gate, up, kind)
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
     if isinstance(g, DTensor):  # torch's operators know its placements

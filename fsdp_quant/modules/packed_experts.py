@@ -83,7 +83,7 @@ def kind_of(module: nn.Module) -> Kind | None:
             return Kind(("gate_up_proj", "down_proj"), _forward_of_all, True)
         parts = ("gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj")
         return (
-            Kind(parts, _forward, module.is_transposed)
+            Kind(parts, _forward, bool(module.is_transposed))
             if weights == set(parts) and _is_of_transformers(module)
             else None
         )
@@ -116,7 +116,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
     """Its forward gives silu(w1 x) * w3 x, times w2, of random data, but for what bf16 rounds."""
-    experts, width, count = module._parameters[parts[0]].shape[0], 16, 3
+    experts, width, count = module.get_parameter(parts[0]).shape[0], 16, 3
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         w1, w3, w2 = (
@@ -157,16 +157,20 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
             f"{name}: call fq.convert before fully_shard, which must know both owners of the "
             "experts' weights"
         )
-    kind, own = kind_of(module), module._parameters
+    kind = kind_of(module)
     return {
-        f"{name}.{part}_product": ExpertProduct(own[part], own.get(f"{part}_bias"), kind.transposed)
-        for part in kind.parts
+        f"{name}.{part}_product": ExpertProduct(
+            module.get_parameter(part), module._parameters.get(f"{part}_bias"), kind.transposed
+        )
+        for part in (() if kind is None else kind.parts)
     }
 
 
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
     kind = kind_of(module)
+    if kind is None:
+        return
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
     module.__class__ = _class_of(type(module), kind.parts, kind.forward)

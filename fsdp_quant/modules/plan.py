@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -137,17 +137,21 @@ class GemmPlan:
     saves: str
     compute_dtype: torch.dtype | None
     accuracy: str = "fast"
-    rungs: tuple[str, str, str] = (ANCHORED_TENSOR,) * 3
+    rungs: tuple[str, str, str] = (ANCHORED_TENSOR, ANCHORED_TENSOR, ANCHORED_TENSOR)
     over_tokens: str = OVER_TOKENS
     boundary: OutputQuantization | None = None
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
     by_tensor: tuple[bool, bool, bool] = (False, False, False)
 
+    # Computed, so no fields. Attributes, because dynamo calls no property of a plan that it takes
+    # for a constant.
+    key: ClassVar[str]  # the text that stands for this plan in an operator's arguments
+    needs_steps: ClassVar[bool]
+    histories_key: ClassVar[str]
+
     def __post_init__(self):
-        key = canonical_text(self)
-        # the text that stands for this plan in an operator's arguments
-        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "key", canonical_text(self))
         self._register()
 
     def __setstate__(self, state: dict) -> None:
@@ -155,8 +159,7 @@ class GemmPlan:
         self._register()
 
     def _register(self) -> None:
-        # An attribute: dynamo calls no property of a plan that it takes for a constant. Pickles may
-        # be older than it.
+        # pickles may be older than these
         object.__setattr__(self, "needs_steps", self._needs_steps())
         object.__setattr__(
             self, "histories_key", canonical_text((self.input, self.weight, self.grad_output))
@@ -172,9 +175,7 @@ class GemmPlan:
         """Its bytes depend on the step, by random bits or histories, or the guard watches it on
         some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
-        rounded = any(
-            side is not None and side.rowwise.is_stochastic for side in self._boundary_sides
-        )
+        rounded = any(side is not None and side.is_stochastic for side in self._boundary_sides)
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
@@ -217,7 +218,8 @@ class GemmPlan:
     @cached_property
     def _with_tensor_scales(self) -> GemmPlan:
         made: dict[tuple[str, Direction], Quantizer] = {}
-        watched, by_tensor = [], []
+        watched: list[tuple[int, int]] = []
+        by_tensor: list[bool] = []
         for product, rung in zip(PRODUCTS, self.rungs):
             operands = product.a, product.b
             sides = {of: self._tensor_scaled(*of) for of in operands}
@@ -245,14 +247,14 @@ class GemmPlan:
                 )
                 continue
             made |= {of: side for of, side in sides.items() if side is not None}
-            watched.append(
-                tuple(_counted(sides[of] is not None, self.operand(*of)) for of in operands)
-            )
+            of_a, of_b = (_counted(sides[of] is not None, self.operand(*of)) for of in operands)
+            watched.append((of_a, of_b))
         if not any(by_tensor):
             return self
         slots = {
             slot: HybridQuantizer(
-                *(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction)
+                made.get((slot, ROWWISE)) or self.hybrid(slot).side(ROWWISE),
+                made.get((slot, COLUMNWISE)) or self.hybrid(slot).side(COLUMNWISE),
             )
             for slot in {slot for slot, _ in made}
         }
@@ -339,7 +341,8 @@ class GemmPlan:
                 s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES
             }
             laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
-            domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
+            fprop, dgrad, wgrad = (self.domain(p, dtype, arch)[0] for p in PRODUCTS)
+            domains = fprop, dgrad, wgrad
             operand_specs = (
                 self._operand_specs(layouts, domains, dtype, arch)
                 if native.runs_on(device)
@@ -377,22 +380,25 @@ class GemmPlan:
                 any(self.operand("weight", d).tensor_scale for d in Direction)
                 or COMPACT in layouts.values()
             )
+            specs = None
             if resolved.call is not None and not differ and not self.weight.delayed_directions:
-                operand_specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
-                operand_specs[2:4] = [
-                    native.operand_spec_of(
-                        self.weight.side(of).encoding(d),
-                        layouts[of],
-                        resolved.domains[product],
-                        arch,
-                        False,
-                        None,
-                    )
-                    for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
-                ]
-                made = native.linear_plan(
-                    operand_specs, self.saves == "input", resolved.watched, self.key
+                specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
+            transposed = [
+                native.operand_spec_of(
+                    self.weight.side(of).encoding(d),
+                    layouts[of],
+                    resolved.domains[product],
+                    arch,
+                    False,
+                    None,
                 )
+                for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
+                if specs is not None
+            ]
+            known = [spec for spec in transposed if spec is not None]
+            if specs is not None and len(known) == len(transposed):
+                specs[2:4] = known
+                made = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key)
                 _CALLS[made] = self, resolved.domains, True
             self._turned[key] = made
         return self._turned[key]
@@ -414,7 +420,7 @@ class GemmPlan:
         cannot do one of them."""
         if dtype is not torch.bfloat16:
             return None
-        operand_specs = []
+        operand_specs: list[native.OperandSpec] = []
         for slot in QUANTIZED_TYPES:
             hybrid = self.hybrid(slot)
             lie = set(layouts[slot].values())
@@ -427,17 +433,18 @@ class GemmPlan:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
                 source = ROWWISE if hybrid.shares_storage else d  # whose history scales it
                 delayed = hybrid.delayed_directions
-                operand_specs.append(
-                    native.operand_spec_of(
-                        hybrid.side(d).encoding(d),
-                        layouts[slot][d],
-                        domains[product],
-                        arch,
-                        d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
-                        delayed.index(source) if source in delayed else None,
-                    )
+                spec = native.operand_spec_of(
+                    hybrid.side(d).encoding(d),
+                    layouts[slot][d],
+                    domains[product],
+                    arch,
+                    d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
+                    delayed.index(source) if source in delayed else None,
                 )
-        return None if None in operand_specs else operand_specs
+                if spec is None:
+                    return None
+                operand_specs.append(spec)
+        return operand_specs
 
     @cached_property
     def _resolved(self) -> dict:
@@ -514,24 +521,25 @@ def build_plan(
     Raises ValueError, naming module, slots and formats, for a pair that has no meaning, a missing
     direction, or a product that `require_native` refuses.
     """
-    slots = {t: recipe.hybrid(Role(module_type, t, name)) for t in QUANTIZED_TYPES}
-    for slot, hybrid in slots.items():
+    slots: dict[str, HybridQuantizer] = {}
+    for slot in QUANTIZED_TYPES:
+        hybrid = recipe.hybrid(Role(module_type, slot, name))
         for direction in Direction:
-            if direction not in hybrid.sides:
+            if hybrid is None or direction not in hybrid.sides:
                 raise ValueError(
                     f"{name}: {slot}.{direction.value} is read by a product, but {recipe} makes "
                     "none"
                 )
-        quantizer = slots["weight"].rowwise
-        if slot == "weight" and (
-            quantizer.is_stochastic or slots["weight"].columnwise.is_stochastic
-        ):
+            slots[slot] = hybrid
+        if slot == "weight" and slots[slot].is_stochastic:
             raise ValueError(
                 f"{name}: stochastic rounding of weights makes training diverge and is refused; "
                 "round gradients (grad_output) stochastically instead"
             )
     plan = GemmPlan(
-        **slots,
+        slots["input"],
+        slots["weight"],
+        slots["grad_output"],
         saves=_saved(slots["input"], recipe.save_original_input),
         compute_dtype=recipe.compute_dtype,
         accuracy=recipe.accuracy,
@@ -573,6 +581,6 @@ def _label(operand: tuple[str, Direction]) -> str:
 def _saved(hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
     if hybrid.is_derived:  # of the original no pass could make what the forward decoded
         return "rowwise"
-    if save_original_input or not hybrid.columnwise.fmt.is_quantized:
+    if save_original_input or not hybrid.side(COLUMNWISE).fmt.is_quantized:
         return "input"
     return "rowwise" if hybrid.shares_storage else "columnwise"

@@ -5,6 +5,7 @@ both."""
 from __future__ import annotations
 
 import contextlib
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,16 @@ class OutputQuantization:
     output: HybridQuantizer | None
     grad_input: HybridQuantizer | None
 
+    key: ClassVar[str]  # the text that stands for it in an operator's arguments
+    quantizes: ClassVar[tuple[bool, bool]]
+
     def __post_init__(self):
         sides = (self.output, self.grad_input)
         object.__setattr__(self, "key", canonical_text(self))
         object.__setattr__(
-            self, "quantizes", tuple(s is not None and s.rowwise.fmt.is_quantized for s in sides)
+            self,
+            "quantizes",
+            tuple(s is not None and s.side(ROWWISE).fmt.is_quantized for s in sides),
         )
         _BOUNDARIES.setdefault(self.key, self)
 
@@ -154,14 +160,14 @@ class Quantize(nn.Module):
     def __init__(self, recipe: Recipe | str, name: str | None = None):
         name = own_name(name, "quantize")
         super().__init__()
-        self._recipe, self._name = as_recipe(recipe, name, Recipe), name
-        self._sides = boundaries(self._recipe, name, "quantize")
-        if self._sides is None:
+        its = as_recipe(recipe, name, Recipe)
+        sides = boundaries(its, name, "quantize")
+        if sides is None:
             raise ValueError(
-                f"{name}: {self._recipe} has neither an output nor a grad_input; give fq.Quantize "
+                f"{name}: {its} has neither an output nor a grad_input; give fq.Quantize "
                 "a fq.CustomRecipe that answers them"
             )
-        self._ids = BoundaryIds(name)
+        self._sides, self._ids = sides, BoundaryIds(name)
 
     def _apply(self, fn, recurse: bool = True) -> Quantize:
         device = fn(torch.empty(0, device=self._ids.ids.device)).device

@@ -105,8 +105,9 @@ def _sequence_dim(layout: Layout, dims: int) -> int | None:
 
 
 def _same(a: Layout, b: Layout, dims: int) -> bool:
-    both = isinstance(a, Shard) and isinstance(b, Shard)
-    return a == b or (both and a.dim % dims == b.dim % dims)
+    if isinstance(a, Shard) and isinstance(b, Shard):
+        return a.dim % dims == b.dim % dims
+    return a == b
 
 
 def multiply_shared(

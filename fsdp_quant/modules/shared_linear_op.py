@@ -21,6 +21,7 @@ eager mode's executor; in compiled graphs `modules.traced_linear` does the same.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -48,8 +49,8 @@ from .exchange import (
     shared_statistics,
 )
 from .layer_runtime import LayerRuntime
-from .linear_op import (
-    LinearCall,
+from .linear_op import LinearCall
+from .operands import (
     bias_gradient,
     buffers_of,
     record,
@@ -234,35 +235,37 @@ class SharedInput:
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         self._read += 1
-        if isinstance(self._columnwise, Gather):
-            self._columnwise = LaidOut(self._columnwise.take(COLUMNWISE))
-        storage = self._columnwise.to_layout(layout)
+        codes = self._columnwise
+        if codes is None:
+            raise ValueError("the columnwise codes of the shared input were not gathered")
+        if isinstance(codes, Gather):
+            codes = self._columnwise = LaidOut(codes.take(COLUMNWISE))
         if self._read >= self._readers:  # the last one
             self._columnwise, self._read = None, 0
-        return storage
+        return codes.to_layout(layout)
 
-    def add(self, multiply) -> None:
+    def add(self, multiply: Callable[..., Tensor]) -> None:
         """Add a layer's dx, which `multiply(out=, accumulate=)` makes; the last one starts the
         scatter."""
         self._enter()
         self._dx = multiply(out=self._dx, accumulate=self._dx is not None)
         self._summed += 1
         if self._summed == self._summands:
-            self._scatter()
+            self._scatter(self._dx)
 
     def _enter(self) -> None:
         """Forget what an earlier backward left, which wanted gradients of weights alone."""
         if self._backward != (now := torch_compat.backward_number()):
             self._backward, self._dx, self._summed, self._scattering = now, None, 0, None
 
-    def _scatter(self) -> None:
-        self._scattering, self._dx, self._summed = Scattering(self._dx, self.cut), None, 0
+    def _scatter(self, dx: Tensor) -> None:
+        self._scattering, self._dx, self._summed = Scattering(dx, self.cut), None, 0
 
     def gradient(self) -> Tensor | None:
         """The sum over layers and ranks, of this rank's rows; None where no layer took part."""
         self._enter()
         if self._dx is not None:  # not every layer took part in this backward
-            self._scatter()
+            self._scatter(self._dx)
         if self._scattering is None:
             return None
         scattering, self._scattering = self._scattering, None
@@ -316,7 +319,7 @@ def _shared_input(
         record(call.linear.histories, amaxes)
         made = shared, _GatherInput.apply(x, shared), rowwise, saved
         if not alone:
-            owner.__dict__["_fq_shared_input"] = seen, made
+            vars(owner)["_fq_shared_input"] = seen, made
     return made
 
 
@@ -438,14 +441,13 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     dx = dw = db = bias_sum = None
     cut_dy = not axis.column and axis.sequence_dim is not None
-    if cut_dy:
+    gather, amaxes, take = None, [], dict[Direction, EncodedMatrix]().__getitem__
+    if cut_dy and directions:
         cut = SequenceCut.of_local(tuple(dy.shape), axis.cut_dim, axis.group, call.name)
-        gather = (
-            call.gather("grad_output", dy2, directions, cut, "backward") if directions else None
-        )
-        take = gather.take if directions else None
-    else:
-        made, amaxes = call.quantize_own("grad_output", dy2, directions) if directions else ({}, [])
+        gather = call.gather("grad_output", dy2, directions, cut, "backward")
+        take = gather.take
+    elif directions:
+        made, amaxes = call.quantize_own("grad_output", dy2, directions)
         take = made.__getitem__
     saved = list(ctx.saved_tensors)
     if need_w and shared is not None:
@@ -484,7 +486,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
         dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2], watch=watches[2]).to(
             weight.dtype
         )
-    if cut_dy and directions:
+    if gather is not None:
         amaxes = recorded_amaxes(plan.grad_output, gather.amaxes, dy)
     if directions:
         record(call.linear.grad_histories, amaxes)

@@ -39,6 +39,8 @@ def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, s
     }
     found = {}
     for name, layer in layers.items():
+        if not isinstance(layer, nn.Linear):
+            continue
         parts, shape = name.split("."), (layer.out_features, layer.in_features)
         is_numbered = any(part.isdigit() for part in parts)
         siblings = model.get_submodule(name.rpartition(".")[0])._modules

@@ -40,7 +40,7 @@ def converted_modules(
             found[called] = module
         elif isinstance(module, TransposedLinear):
             found[called] = module.layer
-        else:
+        elif isinstance(module, GroupedLinear):
             found |= {
                 f"{called}.{e}".lstrip("."): layer
                 for e, layer in enumerate(module.layers, module.first_expert)
@@ -48,7 +48,7 @@ def converted_modules(
     return found
 
 
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
+def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLinear]:
     """The modules of the tree that have the layers."""
     found = model.named_modules()
     return {
@@ -146,7 +146,7 @@ def begins_first(model: nn.Module) -> None:
     gathers."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
-            model._forward_pre_hooks.move_to_end(key, last=False)
+            model._forward_pre_hooks.move_to_end(key, last=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
@@ -165,9 +165,8 @@ def _begin(model: nn.Module, args: tuple) -> None:
         return
     if steps.layers is None:
         steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
-    steps.begin(
-        lambda: histories_of(layer for ref in steps.layers if (layer := ref()) is not None), model
-    )
+    refs = steps.layers
+    steps.begin(lambda: histories_of(layer for ref in refs if (layer := ref()) is not None), model)
 
 
 def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:

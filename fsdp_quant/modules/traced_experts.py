@@ -31,17 +31,11 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
-from .grouped_op import (
-    bad_splits_flag,
-    bias_gradients,
-    group_of,
-    operand_of_codes,
-    packed_operand,
-    read_as,
-    shown_codes,
-    unsupported_reason,
-)
-from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids
+from .bad_splits import bad_splits_flag
+from .expert_weights import operand_of_codes, packed_operand, read_as, shown_codes
+from .grouped_op import bias_gradients, group_of, unsupported_reason
+from .linear_op import LinearCall, multiply, multiply_backward
+from .operands import buffers_of, slot_ids
 from .plan import GemmPlan, plan_of
 
 _NO_MODULE = 0  # the tag of wrong splits: one graph serves several layers

@@ -19,9 +19,10 @@ from ..context import STEP
 from ..formats import Direction
 from ..ops.capability import arch_of
 from ..roles import QUANTIZED_TYPES
-from ..scaling import AmaxHistory, reduce_amaxes
+from ..scaling import AmaxHistory, DelayedScaling, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
+from ..tensor.quantized_weight import QuantizedWeightState
 from .convert import converted_units, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
@@ -72,11 +73,15 @@ def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
     }
 
 
-def _agree(model: nn.Module) -> None:
+def _agree(model: nn.Module) -> tuple[dist.ProcessGroup, list[str]]:
     group = _SHARED[model][0] or dist.group.WORLD
+    if group is None:
+        raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
     of_ranks: list = [None] * group.size()
     dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
-    _SHARED[model] = group, list(dict.fromkeys(name for names in of_ranks for name in names))
+    agreed = group, list(dict.fromkeys(name for names in of_ranks for name in names))
+    _SHARED[model] = agreed
+    return agreed
 
 
 @torch.no_grad()
@@ -93,9 +98,9 @@ def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
         for h in module.runtime.weight_state.histories.values()
     ):
         return
-    if _SHARED[model][1] is None:
-        _agree(model)
     group, names = _SHARED[model]
+    if names is None:
+        group, names = _agree(model)
     if new := [name for name, _ in modules.keys() - set(names)]:
         raise ValueError(
             f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
@@ -137,8 +142,10 @@ def fingerprint(
     names = names or layer_names(model)[0]
     modules = converted_modules(model, names)
     recipes = {id(m): m.recipe for m in modules.values()}
-    for scheduled, schedule in schedules_of(model).items() if step is not None else ():
+    for scheduled, schedule in schedules_of(model).items():
         units = converted_units(scheduled)
+        if step is None:
+            break
         for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
             recipes |= {id(m): recipe for m in layers}
     texts = {name: recipes[id(m)].fingerprint() for name, m in modules.items()}
@@ -225,23 +232,27 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
 # Loading #
 
 
-class _Checked(NamedTuple):
-    """A state that is what a model takes.
+class _SavedLayers(NamedTuple):
+    """The saved state of a model's layers, of the recipe that the model has.
 
-    modules:   by the names that the state has; None: it is of another recipe, and step and seed are
-               taken alone.
-    names:     that are these.
+    modules:   by their names in the state; names: qualified name -> that name.
     codes:     weight name -> fingerprint, or None.
     moved:     module name -> product -> rung.
     """
 
+    modules: dict[str, Linear]
+    names: Mapping[str, str]
+    histories: dict[str, dict]
+    codes: dict[str, int] | None
+    moved: dict[str, dict[str, str]]
+
+
+class _Checked(NamedTuple):
+    """A state that a model accepts. layers: None if it is of another recipe."""
+
     step: int
     seed: int
-    modules: dict[str, Linear] | None = None
-    names: Mapping[str, str] | None = None
-    histories: dict[str, dict] | None = None
-    codes: dict[str, int] | None = None
-    moved: dict[str, dict[str, str]] | None = None
+    layers: _SavedLayers | None
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
@@ -266,16 +277,20 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     except ValueError as caught:
         error = caught
     agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
-    if checked.modules is not None:
-        _restore(model, checked)
+    if checked is None:
+        return  # `agree` has raised
+    layers = checked.layers
+    if layers is not None:
+        _restore(model, checked.step, layers)
     STEP.seed = checked.seed
     _go_to(model, checked.step)
-    for module in (checked.modules or {}).values():
+    for module in () if layers is None else layers.modules.values():
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history):
                 history.roll()  # saved with high-precision parameters, the step that ran is open
-        if module.runtime.weight_state.holds_codes:
-            module.runtime.weight_state.drop_codes()
+        state = module.runtime.weight_state
+        if isinstance(state, QuantizedWeightState):
+            state.drop_codes()
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
@@ -293,7 +308,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
     if names is None:
         if allow_recipe_change:
-            return _Checked(step, seed)
+            return _Checked(step, seed, None)
         why = f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} ({fingerprint(model, step)})"
         if state.get("recipe") == recipe:
             why = f"has this recipe, {recipe}, for other layers: {_difference(state, model)}"
@@ -324,17 +339,18 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
         own |= not slot.stays
     rank, world = _rank()
-    lost = saved_by is not None and saved_by[1] == world and saved_by[0] != rank and (own or moved)
+    by, of = (rank, 0) if saved_by is None else saved_by
+    lost = of == world and by != rank and (own or moved)
     if lost and not any(module in _SHARED for module in model.modules()):
         raise ValueError(
-            f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
+            f"rank {rank} is given the state of rank {by}, and amax histories of "
             "activations are each rank's own: save "
             'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since '
             "under one key the last to write "
             f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the "
             "JSON of state['moved']"
         )
-    return _Checked(step, seed, modules, names, histories, codes, moved)
+    return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved))
 
 
 def _part(state: dict, key: str, kind: type):
@@ -412,18 +428,17 @@ def _sides_at(
         units = converted_units(scheduled)
         for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
             plans |= {
-                id(m): build_plan(recipe, m.runtime.name, arch_of(m.weight.device), m.module_type)
+                id(m): build_plan(
+                    recipe, m.runtime.name, arch_of(m.weight.device), m.runtime.module_type
+                )
                 for m in layers
             }
     for name, module in modules.items():
         for slot in QUANTIZED_TYPES:
             hybrid = plans[id(module)].hybrid(slot)
             for d in hybrid.delayed_directions:
-                yield (
-                    name,
-                    f"{slot}.{d.value}",
-                    AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight"),
-                )
+                if isinstance(scaling := hybrid.side(d).scaling, DelayedScaling):
+                    yield name, f"{slot}.{d.value}", AmaxHistory(scaling, 1.0, slot == "weight")
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
@@ -440,10 +455,10 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
     return saved
 
 
-def _restore(model: nn.Module, checked: _Checked) -> None:
+def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
     """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises
     ValueError for codes that were not saved; then all is as it was."""
-    modules, step = list(checked.modules.values()), steps_of(model).number
+    modules, step = list(saved.modules.values()), steps_of(model).number
     for module in modules:
         histories_by_side(module)  # makes those that no forward has made yet
     # experts of one weight share theirs
@@ -454,15 +469,15 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
         for key, history in of.items()
     ]
     plans = [(m.plan, m.runtime.weight_state.plan) for m in modules]
-    _follow(model, checked.step)
-    for name, module in checked.modules.items():
+    _follow(model, to_step)
+    for name, module in saved.modules.items():
         for side, history in histories_by_side(module).items():
-            history.load_state_dict(checked.histories[f"{name}.{side}"])
+            history.load_state_dict(saved.histories[f"{name}.{side}"])
     _drop_codes(modules)
-    wrong = _wrong_codes(model, checked)
+    wrong = _wrong_codes(model, saved)
     if not wrong:
-        for name, module in checked.modules.items():
-            module.runtime.move_to(checked.moved.get(name, {}))
+        for name, module in saved.modules.items():
+            module.runtime.move_to(saved.moved.get(name, {}))
         return
     _follow(model, step)
     for module, (plan, of_weight) in zip(modules, plans):
@@ -493,15 +508,16 @@ def _go_to(model: nn.Module, step: int) -> None:
 def _drop_codes(modules: Iterable[Linear]) -> None:
     """Of quantized parameters, whose delayed scale is another now."""
     for module in modules:
-        if module.runtime.weight_state.holds_codes:
-            module.runtime.weight_state.drop_codes()
+        state = module.runtime.weight_state
+        if isinstance(state, QuantizedWeightState):
+            state.drop_codes()
 
 
-def _wrong_codes(model: nn.Module, checked: _Checked) -> list[str]:
+def _wrong_codes(model: nn.Module, saved: _SavedLayers) -> list[str]:
     """Weights whose codes have another fingerprint than the saved one: the same list on every
     rank."""
-    if checked.codes is None:
+    if saved.codes is None:
         return []
-    found = _codes(model, checked.names)
-    names = [name for name in found if checked.codes.get(name) != found[name]]
+    found = _codes(model, saved.names)
+    names = [name for name in found if saved.codes.get(name) != found[name]]
     return names if len(names) <= 5 else [*names[:5], f"{len(names) - 5} more"]

@@ -38,19 +38,23 @@ from .bad_splits import raise_bad_splits
 
 
 class Runtime(Protocol):
-    """What a layer has beside its parameters (`modules.layer_runtime.LayerRuntime`)."""
+    """The part of `modules.layer_runtime.LayerRuntime` that steps read."""
 
     name: str
-    weight_state: WeightState
     steps: TrainingSteps | None
-    input_owner: weakref.ref | None
+    weight_state: WeightState
+
+    @property
+    def input_owner(self) -> Callable[[], Runtime | None] | None: ...
 
 
 class Layer(Protocol):
     """A module with a quantized weight (`modules.linear.Linear`)."""
 
     training: bool
-    runtime: Runtime
+
+    @property
+    def runtime(self) -> Runtime: ...
 
 
 class Scheduled(NamedTuple):
@@ -304,7 +308,7 @@ class _LooseLayers(threading.local):
 _LOOSE = _LooseLayers()
 
 
-def _steps(module: nn.Module) -> TrainingSteps | None:
+def _steps(module: object) -> TrainingSteps | None:
     return getattr(module, "_training_steps", None)
 
 
@@ -374,8 +378,7 @@ def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
         for (_, slot, *_), history in state.histories.items():
             if not (after_steps and slot == "weight"):
                 found[id(history)] = history
-        owner = layer.runtime.input_owner
-        if owner is not None and (first := owner()) is not None:
+        if (lead := layer.runtime.input_owner) is not None and (first := lead()) is not None:
             shared = first.weight_state.histories
             found |= {id(h): h for (_, slot, *_), h in shared.items() if slot == "input"}
     return list(found.values())

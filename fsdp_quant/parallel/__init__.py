@@ -7,7 +7,8 @@
 """
 
 from ..modules.exchange import TensorParallel
-from .experts import ExpertParallel, TokenRoute, combine_tokens, dispatch_tokens, planned_dispatch
+from .expert_parallel import ExpertParallel, planned_dispatch
+from .experts import combine_tokens, dispatch_tokens
 from .linear import planned_gathers
 from .sequence import gather_sequence, reduce_scatter_sequence
 from .tensor_parallel import (
@@ -18,6 +19,7 @@ from .tensor_parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .token_route import TokenRoute
 
 __all__ = [
     "ColumnParallelLinear",

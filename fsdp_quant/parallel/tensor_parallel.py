@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import quantized_init_recipe
 from ..counters import counters
@@ -41,6 +42,11 @@ class _Style:
              one may be converted later.
     """
 
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    use_local_output: bool
+    _dim: int
+
     def __init__(self, *, recipe: Recipe | str | None = None, **layouts):
         super().__init__(**layouts)
         self.recipe = None if recipe is None else as_recipe(recipe, type(self).__name__, Recipe)
@@ -61,10 +67,11 @@ class _Style:
                 error = caught
             weight = f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, {style}"
             agree({f"{name}.weight": weight}, device_mesh.get_all_groups(), error)
-            module.parallel = Layouts(
+            # an nn.Linear has it as fq.convert makes it an fq.Linear
+            vars(module)["parallel"] = Layouts(
                 self.input_layouts[0], self.output_layouts[0], self.use_local_output
             )
-        made = super()._apply(module, device_mesh)
+        made = super()._apply(module, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
         if self.recipe is not None and type(module) is nn.Linear:
             make_quantized(module, Linear, self.recipe, f"parallel.{next(_SERIAL)}")
         return made
@@ -96,11 +103,12 @@ class _Style:
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not isinstance(module, Linear):
-            return super()._partition_linear_fn(name, module, device_mesh)
+            super()._partition_linear_fn(name, module, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
+            return
         weight, plain = module.weight, nn.Linear(1, 1, bias=False, device="meta")
         plain.weight = nn.Parameter(values_of(weight).detach(), weight.requires_grad)
-        plain.bias = module.bias
-        super()._partition_linear_fn(name, plain, device_mesh)
+        plain.register_parameter("bias", module.bias)
+        super()._partition_linear_fn(name, plain, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
         # Not by setattr, by which fully_shard registers shards, nor as torch's styles do: the state
         # is another one.
         nn.Module.register_parameter(module, "weight", plain.weight)
@@ -170,8 +178,7 @@ class PrepareModuleInput(styles.PrepareModuleInput):
     def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
         is_gathered = (
             isinstance(input, Tensor)
-            and input_layout is not None
-            and input_layout.is_shard()
+            and isinstance(input_layout, Shard)
             and input_layout.dim % input.dim() != input.dim() - 1
             and desired_layout is not None
             and desired_layout.is_replicate()
@@ -228,7 +235,7 @@ class _ParallelLinear(Linear):
             self.weight = nn.Parameter(
                 self.weight.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
             )
-            if bias and self._column:
+            if self.bias is not None and self._column:
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
         self.parallel = TensorParallel(group, self._column, sequence_dim)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ..checkpoint.files import installed
 from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from ..modules.linear import Linear
-from ..modules.linear_op import weight_storages
+from ..modules.operands import weight_storages
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of

@@ -111,7 +111,7 @@ class _GroupedLinear(GroupedLinear):
         return self._linears
 
     @property
-    def owners(self) -> Sequence[nn.Module]:
+    def owners(self) -> Sequence[Linear]:
         return self._linears
 
     @torch.compiler.disable

@@ -115,7 +115,7 @@ class ParallelLinear(Linear):
             mark(self.bias, None if self._dim else 0, stride, expert_groups)
         recipe = layer_recipe(name, recipe, self._recipe_of_class)
         self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
-        shape, dtype = tuple(self.weight.shape), self.recipe.compute_dtype
+        shape, dtype = tuple(self.weight.shape), recipe.compute_dtype
         state = WeightState(f"{name}.weight", self.plan.weight, shape, dtype)
         self.runtime.set_weight_state(state)
         if group is not None and group.size() > 1 and not self.explicit_expert_comm:
@@ -131,7 +131,7 @@ class ParallelLinear(Linear):
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product with this rank's x, bias included."""
         weight = self._weight_proxy.of(self.weight)
-        if self.parallel is not None:
+        if isinstance(self.parallel, TensorParallel):
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
         plan = self.plan if override is None else self._overriding_plan(override)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a linear layer's GEMMs: codes of activations and gradients (slots), and of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..gemm import StaleWeightError
+from ..ops import dispatch, native
+from ..ops.layout import COMPACT
+from ..ops.rng import tensor_id
+from ..quantizer import HybridQuantizer
+from ..roles import QUANTIZED_TYPES
+from ..scaling import AmaxHistory, RowCuts
+from ..storage import Storage, matrix_over, to_layout, to_storage
+from ..tensor import code_check
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import (
+    Piece,
+    Shard,
+    WeightState,
+    encode_shards,
+    held,
+    share_over_tensor_group,
+    storage_of,
+    values_of,
+)
+from .plan import GemmPlan
+
+SLOTS = QUANTIZED_TYPES
+
+
+def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+    """Record amaxes of delayed sides; zip stops where nothing is recorded."""
+    for history, amax in zip(histories, amaxes):
+        AmaxHistory.record_in(history, amax)
+
+
+def slot_ids(name: str) -> Tensor:
+    """int64 [3]: ids of a module's slots, which key their random bits."""
+    return torch.tensor([tensor_id(f"{name}.{slot}") for slot in SLOTS], device="cpu")
+
+
+def slot_key(
+    plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
+) -> Tensor | None:
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded
+    stochastically.
+
+    after:  as in `dispatch.random_key`.
+    """
+    return (
+        dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
+        if plan.hybrid(slot).is_stochastic
+        else None
+    )
+
+
+def slot_storages(
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    directions: list[Direction],
+    key: Tensor | None,
+    factors: Sequence[Tensor],
+    statistics: dict[Direction, dispatch.Statistics] | None = None,
+) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
+    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes
+    of its delayed sides.
+
+    key:         of its rows (`slot_key`).
+    factors:     of its delayed sides, rowwise first.
+    statistics:  as in `HybridQuantizer.storages`.
+    """
+    hybrid = plan.hybrid(slot)
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+    return hybrid.operands(
+        x,
+        directions,
+        key=key,
+        factors=dict(zip(hybrid.delayed_directions, factors)),
+        layouts=layouts,
+        statistics=statistics,
+    )
+
+
+def quantize_slot(
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    directions: list[Direction],
+    step: Tensor,
+    ids: Tensor,
+    factors: list[Tensor],
+    statistics: dict[Direction, dispatch.Statistics] | None = None,
+) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
+    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
+    `record` takes them."""
+    if isinstance(x, QuantizedTensor):
+        return _given(plan, slot, x, directions), []
+    key = slot_key(plan, slot, step, ids, x.shape[0])
+    made, amaxes = slot_storages(plan, slot, x, directions, key, factors, statistics)
+    return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
+
+
+def _given(
+    plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]
+) -> dict[Direction, EncodedMatrix]:
+    """Storages of an activation or gradient that came as codes, as its products read them."""
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot]
+    made = {d: given_storage(plan, slot, x, d) for d in directions}
+    return {d: to_layout(s, layouts[d]) if x.numel() else s for d, s in made.items()}
+
+
+def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
+    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would
+    have made."""
+    hybrid = plan.hybrid(slot)
+    is_encoded = direction in hybrid.encodings
+    storage = x.storage_for(direction if is_encoded else ROWWISE)
+    storage = storage if is_encoded else hybrid.columnwise_of(storage)
+    if storage.fmt != hybrid.side(direction).fmt or hybrid.delayed_directions:
+        raise ValueError(
+            f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize "
+            "it as the layer would (delayed scaling: leave it in high precision)"
+        )
+    return storage
+
+
+def recorded_amaxes(
+    hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor
+) -> list[Tensor]:
+    """The amaxes of the delayed sides of x; a direction that was not needed this time has none:
+    zero."""
+    return [
+        amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32)
+        for d in hybrid.delayed_directions
+    ]
+
+
+def gathered_storage(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> EncodedMatrix:
+    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads
+    them."""
+    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
+        rowwise = weight.matrix_for(ROWWISE)
+        return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
+    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
+        raise StaleWeightError(
+            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
+            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
+            "boundary"
+        )
+    operand = weight.operand_for(direction, layout)
+    if code_check.checking:
+        code_check.check_gathered(weight, direction)
+    return operand
+
+
+def weight_storages(
+    weight: Tensor,
+    directions: Sequence[Direction],
+    plan: GemmPlan,
+    state: WeightState | None,
+    dtype: torch.dtype,
+    records: bool = True,
+) -> dict[Direction, EncodedMatrix]:
+    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
+    made here of its values."""
+    layouts = plan.resolved(dtype, weight.device).layouts["weight"]
+    if isinstance(weight, QuantizedTensor):
+        return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
+    values = values_of(weight).detach()
+    state = _state_of(state, plan, values)
+    made: dict[Direction, Storage] = {}
+
+    def encode(direction: Direction) -> Storage:
+        if direction not in made:
+            made[direction] = _encode(values, direction, state, dtype, records)
+        return made[direction]
+
+    with torch.no_grad():
+        return {
+            d: held(
+                state,
+                ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)),
+                values,
+                lambda d=d: to_layout(
+                    storage_of(plan.weight, d, plan.compute_dtype, encode), layouts[d]
+                ),
+            )
+            for d in directions
+        }
+
+
+def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
+    """The weight's state, or one of these formats, where the weight has none or a context overrides
+    its recipe."""
+    if state is not None and state.quantizer == plan.weight:
+        return state
+    return WeightState(
+        "weight" if state is None else state.name,
+        plan.weight,
+        tuple(values.shape),
+        plan.compute_dtype,
+    )
+
+
+def _encode(
+    values: Tensor, direction: Direction, state: WeightState, dtype: torch.dtype, records: bool
+) -> Storage:
+    encoding, statistics = state.quantizer.encodings[direction], None
+    if state.spans_parts and encoding.fmt.spans_tensor:
+        (own,) = dispatch.statistics(values, [encoding], dtype=state.encoded_dtype(encoding, dtype))
+        (statistics,) = share_over_tensor_group([(encoding, own)], state.tensor_group)
+    piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
+    (encoded,) = encode_shards(
+        [Shard(piece, direction, dtype, statistics, None, records)], values.device
+    )
+    return Storage.of(encoded, encoding, values.shape, dtype)
+
+
+def buffers_of(storage: EncodedMatrix) -> list[Tensor]:
+    return list(storage.buffers().values())
+
+
+def lies_transposed(weight: Tensor) -> bool:
+    """It is a transposed view of matrices that lie contiguously."""
+    return weight.stride(-1) != 1 and weight.mT.is_contiguous()
+
+
+def codes_of_transposed(
+    weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
+) -> dict[Direction, list[Tensor]]:
+    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight`
+    makes them.
+
+    call:  `GemmPlan.turned`.
+    """
+    made = native.linear_weight(
+        weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], []
+    )
+    of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
+    return {d: of[d] for d in directions}
+
+
+def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
+    """Raise ValueError for an input that came as codes, where the backward reads its values."""
+    if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
+        raise ValueError(
+            "the backward reads the input in high precision, and it came as codes; give it in high "
+            "precision"
+        )
+
+
+def saved_columnwise(
+    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors
+) -> EncodedMatrix:
+    """The columnwise storage of the input [M, K], from what the plan saved."""
+    if plan.saves == "input":
+        x = saved[0].reshape(shape)
+        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, factors)[0][COLUMNWISE]
+    return columnwise_of_saved(
+        plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0])
+    )
+
+
+def columnwise_of_saved(
+    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
+) -> EncodedMatrix:
+    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the
+    input's rows."""
+    hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
+    direction = resolved.saved
+    fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
+    storage = matrix_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
+    if direction is COLUMNWISE:
+        return storage
+    storage = to_storage(storage)
+    if hybrid.shares_storage:
+        return storage.as_direction(COLUMNWISE)
+    return hybrid.derive_columnwise(storage, key=key())
+
+
+def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
+    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
+    do both in one read."""
+    quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
+    return (
+        dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
+    )
+
+
+def weight_state(weight: Tensor) -> WeightState | None:
+    """The `WeightState` behind a sharded or gathered weight, or None for a plain tensor."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.state if hasattr(weight, "state") else weight._slots.owner
+    return getattr(weight, "state", None)

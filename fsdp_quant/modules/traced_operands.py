@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of GEMMs in a graph that is being traced: statistics, codes and gathers as functional
+operators.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
+from ..gemm import Watch
+from ..ops import dispatch, native
+from ..ops.dispatch import Statistics
+from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
+from ..quantizer import HybridQuantizer
+from ..scaling import AmaxHistory
+from ..storage import Storage, encoded_matrix, to_layout, to_storage
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import values_of
+from .exchange import Gather, SequenceCut, TensorParallel, shared_statistics
+from .operands import SLOTS, slot_key, slot_storages
+from .plan import GemmPlan, Resolved
+
+
+class GraphCall(NamedTuple):
+    """What a layer's products read and write call their operands, on their device. The same
+    tensors in every step.
+
+    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte
+                depends on them.
+    rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
+    guard, backward_guard:  fp32 [3, 2], what products of the forward and of the backward lost;
+                            None: nothing is watched.
+    factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; []
+                without delayed scaling.
+    histories:  likewise, where their amaxes go.
+    """
+
+    step: Tensor | None
+    ids: Tensor | None
+    rank: Tensor | None
+    guard: Tensor | None
+    backward_guard: Tensor | None
+    factors: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    histories: tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+    def tensors(self) -> list[Tensor]:
+        flat = [t for of in (*self.factors, *self.histories) for t in of]
+        return [t for t in (*self[:5], *flat) if t is not None]
+
+    def watch(self, resolved: Resolved, product: int) -> Watch | None:
+        guard = self.backward_guard if product else self.guard
+        return (
+            None if guard is None else Watch(resolved.watched[product], self.step, guard, product)
+        )
+
+    def key(
+        self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None
+    ) -> Tensor | None:
+        """`slot_key` of this call."""
+        if not plan.hybrid(slot).is_stochastic:
+            return None
+        step = self.step if self.rank is None else torch.cat((self.step[:-1], self.rank[:1]))
+        return slot_key(plan, slot, step, self.ids, rows, after)
+
+
+def whole_amaxes(
+    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, shared: bool = False
+) -> dict[Direction, Statistics]:
+    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
+
+    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
+    splits a reduction of all values where it likes, and fuses it with no loop over rows and
+    columns. `quantize` takes the largest: a launch from C++, where a kernel of inductor's is one
+    from Python.
+
+    dtype:   that encoders see; None: x's.
+    shared:  with other ranks: one amax, and also of directions that histories scale, whose encoders
+             take them else.
+    """
+    spans = _whole_formats(hybrid, shared)
+    if not spans or x.numel() == 0:
+        return {}
+    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
+    if shared or any(fmt.tensor_scale for fmt in spans.values()):
+        amax = amax.amax().view(1, 1)
+    # through its bits: a compiler that took the amax of unrounded values must round now
+    if amax.dtype is torch.bfloat16:
+        amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    return _of_whole(spans, amax.float())
+
+
+def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
+    """Encoded directions that are scaled by the amax of all values. delayed: also those that
+    histories scale."""
+    spans = {
+        d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated
+    }
+    return {d: fmt for d, fmt in spans.items() if delayed or not hybrid.side(d).is_delayed}
+
+
+def _of_whole(spans: dict[Direction, Format], amax: Tensor) -> dict[Direction, Statistics]:
+    return {
+        d: Statistics(None, amax.view(1)) if fmt.tensor_scale else Statistics(amax, None)
+        for d, fmt in spans.items()
+    }
+
+
+def shared_amaxes(
+    hybrid: HybridQuantizer,
+    x: Tensor,
+    directions,
+    group: dist.ProcessGroup | None,
+    rows_are_cut: bool = False,
+    dtype: torch.dtype | None = None,
+) -> dict[Direction, Statistics]:
+    """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
+    shares = group is not None and group.size() > 1
+    own = whole_amaxes(hybrid, x, dtype, shares)
+    if not shares or x.numel() == 0:
+        return own
+    return own | shared_statistics(
+        x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own
+    )
+
+
+def slot_statistics(
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    passes: list[list[Direction]],
+    axis: TensorParallel | None,
+    cut: SequenceCut | None,
+) -> dict[Direction, Statistics]:
+    """Take statistics of an activation or gradient [rows, cols], over the ranks that have other
+    rows or columns of it.
+
+    passes:  directions that are gathered together, where x is cut along the sequence.
+    """
+    hybrid, group = plan.hybrid(slot), None
+    if cut is not None:
+        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], axis.group
+    elif axis is not None and slot == axis.cut_slot:
+        group = axis.group
+    return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
+
+
+class GraphOperands:
+    """What products read of an activation or gradient [rows, cols]: quantized here, or of every
+    rank's rows, whose gathers start when this is made and are waited for a direction at a time.
+
+    call:  `GraphCall`.
+    phase:   "forward" or "backward".
+    amaxes:  of delayed sides; known once an operand was taken.
+    """
+
+    def __init__(
+        self,
+        plan: GemmPlan,
+        slot: str,
+        x: Tensor | Storage,
+        directions: list[Direction],
+        key: Tensor | None,
+        call: GraphCall,
+        statistics: dict[Direction, Statistics],
+        cut: SequenceCut | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        phase: str = "backward",
+    ):
+        hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
+        self._layouts = plan.resolved(dtype, device).layouts[slot]
+        if cut is None:
+            self._made, self.amaxes = slot_storages(
+                plan, slot, x, directions, key, factors, statistics
+            )
+            return
+        self._gather = Gather(
+            x,
+            hybrid,
+            directions,
+            cut,
+            phase,
+            key=key,
+            factors=dict(zip(hybrid.delayed_directions, factors)),
+            statistics=statistics,
+            rank=None if call.rank is None else call.rank[1],
+        )
+
+    def take(self, direction: Direction) -> EncodedMatrix:
+        if self._gather is None:
+            return self._made[direction]
+        storage = self._gather.take(direction)
+        self.amaxes = self._gather.amaxes
+        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
+
+    @property
+    def own_rowwise(self) -> EncodedMatrix:
+        """Codes of this rank's rows."""
+        return self._made[ROWWISE] if self._gather is None else self._gather.sent[ROWWISE]
+
+
+def weight_operand(
+    plan: GemmPlan,
+    weight: Tensor,
+    direction: Direction,
+    dtype: torch.dtype,
+    statistics: dict[Direction, Statistics],
+    factors: list[Tensor],
+) -> tuple[EncodedMatrix, dict[Direction, Tensor]]:
+    """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight
+    its codes.
+
+    statistics:  known ones; takes those of the whole weight, for its other direction.
+    """
+    hybrid, layouts = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"]
+    wanted = layouts[direction]
+    if isinstance(weight, QuantizedTensor):
+        return weight.operand_in_graph(direction, wanted, hybrid), {}
+    values = values_of(weight)
+    # an expression of its own, for the partitioner: else it would keep codes of the forward
+    if direction is COLUMNWISE:
+        values = values.clone()
+    source = direction if direction in hybrid.encodings else ROWWISE
+    encoding = hybrid.encodings[source]
+    if hybrid.shares_storage and direction is COLUMNWISE:
+        encoding = (
+            hybrid.columnwise.encoding(COLUMNWISE)
+            if wanted != COMPACT and is_encoded_as(encoding.fmt, wanted)
+            else encoding
+        )
+    seen = plan.compute_dtype if encoding.fmt.is_quantized else dtype
+    delayed = hybrid.delayed_directions
+    factor = factors[delayed.index(source)] if source in delayed else None
+    laid_out = wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT
+    if (
+        source not in statistics
+        and is_anchored_as_encoded(encoding.fmt, laid_out)
+        and native.runs(values)
+    ):
+        whole = Encoding(operand_format(encoding.fmt, laid_out), source)
+        (found,) = dispatch.statistics(values, [whole], dtype=seen)
+        alike = [
+            d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])
+        ]
+        statistics |= dict.fromkeys(alike, Statistics(None, found.amax.view(1)))
+    (encoded,) = dispatch.encode(
+        values,
+        [encoding],
+        [statistics.get(source)] if source in statistics else None,
+        encode_scales=[factor],
+        dtype=seen,
+        layouts=[laid_out],
+    )
+    if source in (spans := _whole_formats(hybrid)) and source not in statistics:
+        statistics |= _of_whole(
+            spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax
+        )
+    made = encoded_matrix(encoded, encoding, weight.shape, dtype)
+    amaxes = {source: encoded.amax} if factor is not None else {}
+    if made.direction is not direction:
+        made = (
+            to_storage(made).as_direction(direction)
+            if hybrid.shares_storage
+            else hybrid.derive_columnwise(made, plan.compute_dtype)
+        )
+    return to_layout(made, wanted), amaxes
+
+
+def record_amaxes(
+    histories: list[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
+) -> None:
+    for direction, history in zip(hybrid.delayed_directions, histories):
+        if direction in amaxes:
+            AmaxHistory.record_in(history, amaxes[direction])

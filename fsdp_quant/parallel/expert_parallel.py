@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ExpertParallel`: the style that dispatches tokens to the ranks of their experts and combines what
+comes back.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..context import current_autocast
+from ..formats import ROWWISE, Direction
+from ..modules.grouped_linear import EXPERT, GroupedLinear
+from ..modules.plan import GemmPlan, build_plan
+from ..quantizer import HybridQuantizer, as_rows
+from ..recipe import Recipe
+from ..tensor.agreement import agree, recipe_text
+from ..tensor.gathered_weight import gathered_directions
+from ..tensor.weight_state import values_of
+from .experts import TRANSPORTS, Combine, Dispatch, why_high_precision
+from .sequence import travelling_bytes
+from .token_route import route_tokens
+
+
+class _Operand:
+    """How one dispatch of a module travels: None in high precision, with the reason, else as codes
+    of these directions."""
+
+    def __init__(
+        self, hybrid: HybridQuantizer | None, directions: tuple[Direction, ...], reason: str | None
+    ):
+        self.hybrid, self.directions, self.reason = hybrid, directions, reason
+
+    def __str__(self) -> str:
+        if self.hybrid is None:
+            return f"in high precision ({self.reason})"
+        encodings = (
+            self.hybrid.encodings[d]
+            for d in gathered_directions(self.hybrid, frozenset(self.directions))
+        )
+        return "as " + ", ".join(f"{e.direction.value} {e.fmt}" for e in encodings)
+
+
+class ExpertDispatch:
+    """What `ExpertParallel` gave a module: dispatch before its forward, combine behind it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        style: ExpertParallel,
+        group: dist.ProcessGroup,
+        experts: int,
+        name: str,
+    ):
+        self.module, self.style, self.group, self.experts, self.name = (
+            module,
+            style,
+            group,
+            experts,
+            name,
+        )
+        self._under_way: list[tuple] = []
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.behind)
+
+    def _layers(self, slot: str) -> list[nn.Module]:
+        names = self.style.reads if slot == "input" else self.style.writes
+        return [self.module.get_submodule(n) for n in names]
+
+    @property
+    def alignment(self) -> int:
+        """Of what a rank sends to an expert."""
+        if not self.style.pad:
+            return 1
+        hybrids = [h for slot in ("input", "grad_output") for h, _ in self._quantizers(slot)]
+        return math.lcm(
+            1, *(e.fmt.row_alignment(d) for h in hybrids for d, e in h.encodings.items())
+        )
+
+    def _quantizers(self, slot: str) -> set[tuple[HybridQuantizer, str]]:
+        """(hybrid, what the backward keeps) of this slot, of all experts of its layers, on
+        whichever rank they are."""
+        layers = [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
+        plans = [p for m in layers for p in _plans(m.first.recipe, m._name, self.experts)]
+        return {(plan.hybrid(slot), plan.saves) for plan in plans}
+
+    def operand(self, slot: str, dtype: torch.dtype) -> _Operand:
+        """How the tokens ("input") travel, or the gradient of what comes back ("grad_output").
+
+        Raises ValueError for codes that were asked for, or that require_native wants, where they
+        cannot travel.
+        """
+        layers, found = self._layers(slot), self._quantizers(slot)
+        transport = self.style.transport if slot == "input" else self.style.gradients
+        grad = torch.is_grad_enabled()
+        trains = grad and any(p.requires_grad for layer in layers for p in layer.parameters())
+        directions = tuple(Direction) if trains else (ROWWISE,)
+        hybrid, saves = next(iter(found), (None, None))
+        if not layers or not all(isinstance(layer, GroupedLinear) for layer in layers):
+            forced = f"{'reads' if slot == 'input' else 'writes'}={[*self.style.names(slot)]} names no converted experts"
+        elif len(found) > 1:
+            forced = "experts quantize it differently"
+        elif current_autocast() is not None:
+            forced = "fq.autocast overrides the recipe"
+        elif not any(e.fmt.is_quantized for e in hybrid.encodings.values()):
+            return _Operand(None, directions, "it is not quantized")
+        elif any(layer.first.plan.boundary is not None for layer in layers):
+            forced = "the recipe has boundary slots"
+        elif slot == "input" and trains and saves == "input":
+            forced = "the backward keeps it in high precision"
+        elif slot == "grad_output" and any(
+            layer.bias is not None and layer.bias.requires_grad for layer in layers
+        ):
+            forced = "the gradient of a bias is its sum in high precision"
+        else:
+            cols = layers[0].first.in_features if slot == "input" else layers[0].first.out_features
+            rule = functools.partial(
+                why_high_precision, hybrid, directions, self.alignment, cols, dtype
+            )
+            forced = rule(transport="codes")
+            reason = forced or rule(transport=transport)
+            if (
+                reason is None
+                and transport == "auto"
+                and layers[0].unsupported_reason(dtype, layers[0].weight.device) is None
+            ):
+                reason = "one product serves all experts, and between GPUs of one machine making codes took longer than they save"
+            if reason is None:
+                return _Operand(hybrid, directions, None)
+            if forced is None:
+                return _Operand(None, directions, reason)
+        required = transport == "auto" and any(
+            isinstance(layer, GroupedLinear) and layer.first.recipe.require_native
+            for layer in layers
+        )
+        if transport == "codes" or required:
+            asked = "require_native=True" if required else "it was asked to travel as codes"
+            raise ValueError(
+                f"{self.name}: {slot} would be dispatched in high precision ({forced}), and "
+                f"{asked}; let pad=True fill what ranks send, give the recipe a columnwise side "
+                "that follows from the rowwise codes, or ask for high precision"
+            )
+        return _Operand(None, directions, forced)
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: tuple) -> tuple:
+        """(tokens of own experts, their splits, ..) of (this rank's tokens, splits, ..)."""
+        if len(args) < 2 or not isinstance(args[0], Tensor):
+            raise ValueError(
+                f"{self.name}: call it with (tokens sorted by expert, splits), got {len(args)} "
+                "positional arguments"
+            )
+        x, splits, *rest = args
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
+        rows = as_rows(x)
+        route = route_tokens(
+            splits,
+            rows,
+            self.group,
+            self.alignment,
+            what=f"{tokens}, {gradients}",
+            experts=self.experts,
+            name=self.name,
+        )
+        self._under_way.append((route, gradients, x.shape))
+        sizes = route.splits
+        if isinstance(splits, Tensor):
+            sizes = torch.tensor(sizes, device="cpu").cumsum(0).to(splits.device, splits.dtype)
+        return Dispatch.apply(rows, route, tokens.hybrid, tokens.directions), sizes, *rest
+
+    @torch.compiler.disable
+    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
+        """Results of this rank's tokens, of those of own experts."""
+        route, gradients, shape = self._under_way.pop()
+        self._under_way.clear()  # of forwards that raised
+        if y.shape[0] != sum(route.splits) or y.dim() != 2:
+            raise ValueError(
+                f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
+                f"{sum(route.splits)} tokens"
+            )
+        y = Combine.apply(y, route, gradients.hybrid, gradients.directions)
+        return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
+
+    def __deepcopy__(self, memo) -> ExpertDispatch:
+        copied = memo[id(self)] = copy.copy(self)  # of the same ranks
+        copied.module, copied._under_way = copy.deepcopy(self.module, memo), []
+        return copied
+
+
+@functools.cache
+def _plans(recipe: Recipe, name: str, experts: int) -> tuple[GemmPlan, ...]:
+    """The plans that experts have, each once."""
+    return tuple(
+        dict.fromkeys(build_plan(recipe, f"{name}.{e}", module_type=EXPERT) for e in range(experts))
+    )
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts of a module over the ranks of one mesh axis; it is called with all of a rank's
+    tokens, as without the style.
+
+    reads, writes:  names of the `fq.GroupedLinear` submodules that multiply the tokens, and of the
+                    one whose output the module returns ("": the module itself, which is the default
+                    of one). They quantize what travels.
+    transport:      of tokens: "auto": codes where they may travel and are fewer bytes; "codes";
+                    "high_precision".
+    gradients:      of the output: the same; default "high_precision". Gradients of tokens, and
+                    outputs, are sums: always in high precision.
+    pad:            fill what a rank sends to an expert with zero rows, so that blocks along the
+                    tokens end with it: the tokens of an expert are then other rows, which its
+                    columnwise codes depend on.
+
+    Call: y [.., N] = module(x [.., K], splits): rows sorted by expert, splits as of
+    `fq.GroupedLinear`, of all experts. Every rank calls it, also without tokens. The module's
+    forward is given the tokens of the experts that the rank holds, by expert, then by rank: in high
+    precision, or a `QuantizedTensor`, which only these layers read. The host waits once for the
+    numbers of tokens.
+
+    Every parameter of the module is cut along dim 0, between experts, and is a DTensor: checkpoints
+    fit other numbers of ranks. Apply it before or after `fq.convert`, and before
+    `fully_shard(module, mesh=)`, whose mesh is another axis of the same mesh. Gradients of an
+    expert are sums over the ranks of its axis: where the loss is a mean over ranks, give the module
+    `set_gradient_divide_factor(ranks of both axes)` (with gloo,
+    `set_force_sum_reduction_for_comms(True)` too). It runs eagerly: under torch.compile it breaks
+    the graph.
+
+    Raises ValueError, on every rank, for a mesh of more axes, parameters that R does not divide or
+    that disagree about the number of experts, experts under `fully_shard`, and names of no
+    submodule.
+    """
+
+    def __init__(
+        self,
+        *,
+        reads: str | Sequence[str] | None = None,
+        writes: str | None = None,
+        transport: str = "auto",
+        gradients: str = "high_precision",
+        pad: bool = False,
+    ):
+        super().__init__()
+        self.reads = [reads] if isinstance(reads, str) else None if reads is None else list(reads)
+        self.writes = None if writes is None else [writes]
+        self.transport, self.gradients, self.pad = transport, gradients, pad
+        for option in ("transport", "gradients"):
+            if getattr(self, option) not in TRANSPORTS:
+                raise ValueError(
+                    f"ExpertParallel: {option} must be one of {', '.join(TRANSPORTS)}, got "
+                    f"{getattr(self, option)!r}"
+                )
+
+    def names(self, slot: str) -> list[str]:
+        return (self.reads if slot == "input" else self.writes) or []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = getattr(module, "_name", type(module).__name__)
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} "
+                f"({device_mesh.mesh_dim_names}); pass "
+                'the axis of expert parallelism, such as mesh["ep"]'
+            )
+        style, parameters, error = copy.copy(self), dict(module.named_parameters()), None
+        own = [""] if "weight" in module._parameters else []
+        style.reads, style.writes = (
+            own if self.reads is None else self.reads,
+            own if self.writes is None else self.writes,
+        )
+        experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
+        try:
+            _check_experts(name, parameters, experts, device_mesh)
+            for one in (*style.reads, *style.writes):
+                module.get_submodule(one)
+        except (ValueError, AttributeError) as caught:
+            error = caught
+        facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
+        facts |= {
+            f"{name}.{key}, its recipe": recipe_text(m.layers[0])
+            for key, m in module.named_modules()
+            if isinstance(m, GroupedLinear)
+        }
+        agree(facts, device_mesh.get_all_groups(), error)
+        module.expert_dispatch = ExpertDispatch(
+            module, style, device_mesh.get_group(), experts, name
+        )
+        for child in module.modules():
+            _cut(child, device_mesh)
+        return module
+
+
+def _check_experts(
+    name: str, parameters: Mapping[str, Tensor], experts: int, mesh: DeviceMesh
+) -> None:
+    """Raise ValueError for parameters that are not packed experts, or that the ranks do not
+    divide."""
+    for key, p in parameters.items():
+        is_packed = p.dim() == 3 or (p.dim() == 2 and key.rpartition(".")[2] == "bias")
+        if (
+            isinstance(p, DTensor)
+            or not is_packed
+            or p.shape[0] != experts
+            or experts % mesh.size()
+        ):
+            raise ValueError(
+                f"{name}: ExpertParallel cuts packed parameters [experts, ..] between {experts} "
+                f"experts, over {mesh.size()} ranks, and {key} is "
+                f"{'a DTensor' if isinstance(p, DTensor) else 'of shape'} {list(p.shape)}; give it "
+                "packed experts alone, whose number the ranks divide, before fully_shard"
+            )
+
+
+def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank's experts in the module's own parameters."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            cut = distribute_tensor(values_of(parameter).detach(), mesh, [Shard(0)])
+            module._parameters[key] = nn.Parameter(cut, parameter.requires_grad)
+    if isinstance(module, GroupedLinear):
+        module.take_packed([layer.recipe for layer in module._linears], module._name)
+
+
+def planned_dispatch(
+    module: nn.Module, counts: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> dict[tuple, int]:
+    """What this rank's tokens take on their ways in a forward and backward: (pass, direction,
+    format) -> bytes, as `receipt` says.
+
+    module:  with `ExpertParallel`, whose layers are converted.
+    counts:  [E] of this rank's tokens.
+    """
+    its = module.expert_dispatch
+    rows, planned = sum(-(-n // its.alignment) * its.alignment for n in counts), {}
+    k, n = (its._layers(slot)[0].first for slot in ("input", "grad_output"))
+    for phase, slot, cols in (
+        ("forward", "input", k.in_features),
+        ("backward", "grad_output", n.out_features),
+    ):
+        operand = its.operand(slot, dtype)
+        if operand.hybrid is None:
+            planned[phase, "both", "high precision"] = rows * cols * dtype.itemsize
+        else:
+            for d in gathered_directions(operand.hybrid, frozenset(operand.directions)):
+                encoding = operand.hybrid.encodings[d]
+                size = travelling_bytes(encoding, rows, cols, dtype, its.alignment)
+                planned[phase, d.value, encoding.fmt.name] = size
+    planned["forward", "sum", "high precision"] = rows * n.out_features * dtype.itemsize
+    planned["backward", "sum", "high precision"] = rows * k.in_features * dtype.itemsize
+    return planned
+
+
+def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """A line of `fq.plan` about what ranks exchange for a module of experts; None where they do
+    not."""
+    its = getattr(module, "expert_dispatch", None)
+    if its is None:
+        return None
+    filled = f", filled up to multiples of {its.alignment}" if its.alignment > 1 else ""
+    with torch.enable_grad():
+        tokens, gradients = its.operand("input", dtype), its.operand("grad_output", dtype)
+    return (
+        f"{its.experts} experts over {its.group.size()} ranks: tokens are dispatched {tokens}, "
+        f"gradients of the output {gradients}{filled}"
+    )
