@@ -37,8 +37,8 @@ BATCH, EVALUATE = 4, 10
 
 
 def text(config: Config, step: int, micro_batch: int) -> Tensor:
-    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, now and
-    then a random jump.
+    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, with
+    occasional random jumps.
 
     micro_batch:  numbered over all data-parallel ranks.
     """
@@ -56,8 +56,8 @@ def text(config: Config, step: int, micro_batch: int) -> Tensor:
 class Trainer:
     """One rank of a training run.
 
-    micro_batches:  of each data-parallel rank in a step.
-    overflows:      (attempt, rank of the last stage) whose part of the loss is made infinite.
+    micro_batches:  per data-parallel rank and step.
+    overflows:      (attempt, rank of the last stage) whose part of the loss is set to infinity.
     options:        of `ChainedAdam`.
 
     losses:    the mean loss of every attempted step, by data-parallel rank. held_out: of every
@@ -114,7 +114,7 @@ class Trainer:
             self.skipped.append(attempt)
 
     def evaluate(self) -> None:
-        """The loss of a text of its own, of weights made anew from the masters."""
+        """The loss on held-out text, with weights newly cast from the masters."""
         self.optimizer.refresh()
         self.stage.eval()
         self.held_out.append(self._run(-1, 0, 1, False)[0])
@@ -166,9 +166,9 @@ def train(
     evaluate: int = 0,
     **options,
 ) -> Trainer:
-    """Steps [first, steps); first: as many as were applied before, by default.
+    """Run steps [first, steps); first: the number of applied steps, by default.
 
-    evaluate:  after every so many steps; 0: never. options: of `Trainer`.
+    evaluate:  interval in steps; 0: never. options: of `Trainer`.
     """
     trainer = Trainer(ranks, config, **options)
     for attempt in range(trainer.applied if first is None else first, steps):
