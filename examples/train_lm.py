@@ -5,8 +5,7 @@
     bash launch/train.sh --compare bf16                       and the same run in bf16
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
-    bash launch/train.sh --tp 2                               tensor and sequence parallel inside
-    pairs
+    bash launch/train.sh --tp 2                               tensor and sequence parallel in pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
                                                               resume from `run` if a process dies

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor;
-any grid loads them.
+"""Checkpoints: one file per rank, with pieces of masters and moments and their offsets in the whole
+tensor. Any grid loads them.
 
-A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole.
-Codes are made anew, and compared where the same grid loads. Histories of delayed scaling are each
-rank's own.
+A rank keeps its file of the previous step, so that a killed save leaves one complete checkpoint.
+Codes are computed again, and compared if the same grid loads. Histories of delayed scaling belong
+to one rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers: where parameters lie, and which rank owns which elements.
+"""Flat buffers: offsets of parameters, and which rank owns which elements.
 
-The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, buckets
-whose end is padded to a multiple of lcm(ranks, 128), or of 2^16 too; rank r owns the r-th part of
+The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, bucket
+ends padded to a multiple of lcm(ranks, 128), optionally also of 2^16; rank r owns the r-th part of
 every bucket, wherever parameters begin. Other policies cut buckets elsewhere: at random elements,
 at odd ones, with empty ranks.
 """

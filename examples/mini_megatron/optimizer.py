@@ -3,15 +3,14 @@
 quantized weights and others.
 
 [Note: three shards of a model]
-Parameters differ in which ranks hold copies of them, and those ranks share their masters and sum
-their gradients:
+The ranks that hold copies of a parameter share its master and sum its gradients. These are:
     sharded      linear layers that tensor parallelism cuts: the `data` group
     experts      the `expert_data` group
     replicated   embeddings, norms, routers, the head, of which each tensor rank has gradients of
                  its tokens: the `stage` group
-Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before
-any is gathered. Scales of a whole weight follow from all parts that `tensor` ranks have of it, so
-that its codes are those of one rank.
+Each has its own buffers, Adam and weight sync (`Shard`); a step (`ChainedAdam`) casts all shards
+before it gathers any. Tensor scales cover the parts of all `tensor` ranks, so that codes equal
+those of one rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups whose sums are made in the order of ranks: of processes, and of ranks that are
-threads of one process.
+"""Process groups that sum in rank order, for processes and for ranks that are threads of one process.
 
-Any backend adds two summands alike; of more, the order and so the bits depend on backend, topology
-and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
+All backends add two summands equally. For more, the order and so the bits depend on backend,
+topology and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
 the reference for the others.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many micro-batches
-alive as stages follow."""
+"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many live
+micro-batches as remaining stages."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of ranks: pipeline x data x tensor, of whose stages experts take their own cut.
+"""The grid of ranks: pipeline x data x tensor; experts divide the ranks of a stage differently.
 
-rank = (stage * data + d) * tensor + t          a stage: data * tensor ranks, with the same layers
+rank = (stage * data + d) * tensor + t      a stage: data * tensor ranks, with the same layers
 
-tensor     the parts of linear layers and of sequences        data      of dense layers' parts: same
-t
-experts    consecutive ranks of a stage that hold all experts between them
-expert data   of an expert: every `experts`-th rank of a stage
+tensor        ranks that hold parts of the same linear layers and sequences
+data          ranks with the same part of dense layers: same t
+experts       consecutive ranks of a stage that hold all experts between them
+expert_data   ranks with the same experts: every `experts`-th rank of a stage
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on synthetic text with data, tensor, sequence, pipeline and expert parallelism.
 
-    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2
-    --num-experts 4 --experts 2
-    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2     #
-    the same in one process
+    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2 \\
+        --num-experts 4 --experts 2
+    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2
 
-What torchrun's processes do, the second command does on virtual ranks, one thread a rank: the
-reference. With --ordered, or where no sum has more than two summands, losses are the same bit for
-bit, on one kind of device. --verify trains both ways.
+The second command runs the same ranks as virtual ranks, one thread per rank: the reference. With
+--ordered, or if no sum has more than two summands, losses are the same bit for bit, on one kind of
+device. --verify trains both ways.
 """
 
 from __future__ import annotations
