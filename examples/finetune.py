@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune a language model with transformers' Trainer, in low precision and in bf16 beside it.
+"""Fine-tune a language model with transformers' Trainer, in low precision and in bf16.
 
     python examples/finetune.py                     LoRA over a base of frozen codes
-    python examples/finetune.py --tune full         every weight trains
+    python examples/finetune.py --tune full         train every weight
     python examples/finetune.py --recipe nvfp4 --model FOLDER    a base that `save_pretrained` wrote
 
-Without --model the base is a Llama whose tokens are bytes, which this script trains first, on
-sources of the standard library. What it is tuned on is prose: the Python reference, as `pydoc` has
-it. docs/finetuning.md explains each step.
+Without --model the base is a byte-level Llama, which this script first trains on sources of the
+standard library. It is then fine-tuned on prose, the Python reference in `pydoc`.
+docs/finetuning.md explains each step.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def rows(ids: Tensor, count: int, length: int = 128) -> list[dict[str, Tensor]]:
 
 
 def train(model: nn.Module, ids: Tensor, steps: int, lr: float, *callbacks) -> dict:
-    """Losses by step, and the loss of the text's last twentieth, on which nothing is trained."""
+    """Losses by step, and the loss on the held-out last twentieth of the text."""
     cut = len(ids) * 19 // 20
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -71,7 +71,7 @@ def train(model: nn.Module, ids: Tensor, steps: int, lr: float, *callbacks) -> d
 
 
 def tune(base: nn.Module, ids: Tensor, how: str, recipe: str, steps: int) -> dict:
-    """Train a copy of the base; `train`'s losses, and bytes per linear weight while it trains."""
+    """Train a copy of the base; returns `train`'s losses and the bytes per linear weight."""
     model = copy.deepcopy(base)
     if how == "full":
         callback = fq.integrations.transformers.Callback(recipe, skip=["lm_head"])
@@ -79,7 +79,7 @@ def tune(base: nn.Module, ids: Tensor, how: str, recipe: str, steps: int) -> dic
     else:
         fq.convert(model.bfloat16(), recipe, skip=["lm_head"]).requires_grad_(False)
         if recipe != "bf16":
-            fq.freeze(model)  # from here on the base is its codes
+            fq.freeze(model)  # from now on the base is stored as codes
         torch.manual_seed(0)  # of the adapters
         found = train(get_peft_model(model, LoraConfig(**LORA)), ids, steps, 5e-3)
     weights = [module.weight for module in model.modules() if isinstance(module, fq.Linear)]
@@ -87,7 +87,7 @@ def tune(base: nn.Module, ids: Tensor, how: str, recipe: str, steps: int) -> dic
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Of a frozen weight those of its codes and scales, in both directions."""
+    """Bytes of a weight; of a frozen one, bytes of its codes and scales in both directions."""
     if not isinstance(weight, fq.QuantizedTensor):
         return weight.nbytes
     sides = {id(s): s.buffers() for s in (weight.rowwise, weight.columnwise) if s is not None}

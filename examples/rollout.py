@@ -3,14 +3,12 @@
 
     python examples/rollout.py [--recipe mxfp8] [--rounds 40]
 
-A policy acts from exported codes, as an inference server would, and learns from what it did. With
-the recipe's backward_override="dequantized" the training forward multiplies the same codes as the
-rollout, so the two give the same probabilities bit for bit and the first update of a round is
-exactly on policy; and the backward multiplies what the forward decoded, so gradients are of the
-policy that acted.
+A policy acts from exported codes, as an inference server would, and learns from its actions. With
+backward_override="dequantized" the training forward multiplies the codes of the rollout. Both
+compute the same probabilities bit for bit, so the first update of a round is exactly on policy.
+The backward multiplies the decoded codes, so gradients are those of the policy that acted.
 
-    export(model)               codes of every weight, made from the masters as the training forward
-                                makes them
+    export(model)               codes of every weight, quantized as in the training forward
     Rollout(model, codes)       acts: quantize, multiply, nothing else
     fq.convert(model, recipe)   learns: the same codes, high-precision gradients
 """
@@ -37,7 +35,7 @@ class Policy(nn.Module):
 
 
 def export(model: nn.Module) -> dict[str, fq.Storage]:
-    """Name of each converted layer -> the rowwise codes of its weight; what a server would load."""
+    """Name of each converted layer -> rowwise codes of its weight, which a server would load."""
     codes = {}
     for name, layer in model.named_modules():
         if isinstance(layer, fq.Linear):
@@ -85,8 +83,8 @@ def play(
 def train(
     recipe: fq.Recipe, rounds: int = 40, updates: int = 2, batch: int = 128, seed: int = 0
 ) -> list[dict[str, float]]:
-    """Policy gradients with clipped ratios. Of each round: the mean reward, and the largest |log
-    ratio| before an update."""
+    """Policy gradients with clipped ratios. Returns per round the mean reward, and the largest
+    |log ratio| before an update."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = fq.convert(Policy(), recipe)

@@ -2,26 +2,25 @@
 """Train a byte-level language model in low precision under stock FSDP2.
 
     bash launch/train.sh                                      MXFP8 forward, NVFP4 backward
-    bash launch/train.sh --compare bf16                       the same run in bf16 beside it
+    bash launch/train.sh --compare bf16                       and the same run in bf16
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
-    bash launch/train.sh --tp 2                               tensor and sequence parallel inside
-    pairs
+    bash launch/train.sh --tp 2                               tensor and sequence parallel in pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
-                                                              goes on from run where a process dies
+                                                              resume from `run` if a process dies
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
 any file or folder; by default the Python sources of the running interpreter's standard library.
 
-What makes this a low-precision run stands in `build_model` and `train_step`:
+`build_model` and `train_step` hold all that low precision adds:
 
     fq.convert(model, recipe)    nn.Linear -> fq.Linear, the names of the parameters unchanged
     cut_over_ranks(model, mesh)  --tp: torch's parallelize_module; activations are gathered as codes
-    fully_shard(block)           stock FSDP2; what it gathers is codes and scales, not bf16
+    fully_shard(block)           stock FSDP2, which gathers codes and scales, not bf16
     fq.begin_step(step)          the random key of the step
 
-Shape letters: B sequences, S bytes a sequence, H heads, D elements of a head.
+Shape letters: B sequences, S bytes per sequence, H heads, D elements per head.
 """
 
 import argparse
@@ -55,7 +54,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 
-# What is not given on the command line: minutes on two CPU cores, enough work for a GPU.
+# Defaults of the command line: minutes on two CPU cores, enough work for a GPU.
 DEFAULTS = {
     "cpu": {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384, "seq": 128}
     | {"batch": 4, "steps": 160, "lr": 3e-3},
@@ -155,7 +154,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Logits of the next byte.  [B, S] int64 in 0..255 -> [B, S, 256].
 
-    A tied head multiplies by the embedding: it is no nn.Linear, so nothing converts it.
+    A tied head multiplies by the embedding. It is no nn.Linear, so it is not converted.
     """
 
     def __init__(self, config: ModelConfig, recompute: bool):
@@ -188,9 +187,9 @@ class LanguageModel(nn.Module):
 def read_text(path: Path | None) -> Tensor:
     """The bytes of a file, or of a folder's text files sorted by path, uint8.
 
-    path:  None stands for the Python sources of the interpreter's standard library.
+    path:  None: the Python sources of the interpreter's standard library.
 
-    At most MAX_TEXT_BYTES. A file with a zero byte in its first 4 KiB is binary and left out.
+    At most MAX_TEXT_BYTES. A file with a zero byte in its first 4 KiB is binary and skipped.
     Raises ValueError if nothing is left, or a file cannot be read.
     """
     root = path or Path(sysconfig.get_paths()["stdlib"])
@@ -251,11 +250,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one arm reports. Losses are nats a byte, the mean over ranks."""
+    """Results of one arm. Losses are in nats per byte, averaged over ranks."""
 
     label: str
     losses: dict[int, float]  # by step
-    bytes_per_element: float  # gathered in a step, for each element of a converted weight
+    bytes_per_element: float  # gathered per step and element of a converted weight
     tokens_per_second: float
     peak_memory: int  # bytes, on rank 0
     plan: str
@@ -285,8 +284,8 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
 
 
 def mesh_of(args: argparse.Namespace) -> DeviceMesh:
-    """Copies of the model x shards of it x tensor parallelism, axes of one left out; ranks of one
-    copy follow each other, so that one copy a node gathers weights inside nodes."""
+    """Mesh of copies x shards x tensor parallelism, without axes of size 1. Ranks of a copy are
+    consecutive, so that with one copy per node weights are gathered inside nodes."""
     shards = dist.get_world_size() // args.replicate // args.tp
     sizes = {"replicate": args.replicate, "shard": shards, "tp": args.tp}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -295,8 +294,8 @@ def mesh_of(args: argparse.Namespace) -> DeviceMesh:
 
 
 def cut_over_ranks(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Tensor and sequence parallelism over the mesh's one axis: between the products of a block
-    each rank has a piece of the sequence. The head stays in the dtype of the computation.
+    """Tensor and sequence parallelism over a mesh of one axis: between the GEMMs of a block each
+    rank holds a piece of the sequence. The head stays in the compute dtype.
     """
     column, row = fq.parallel.ColwiseParallel, fq.parallel.RowwiseParallel
     norm, cut = fq.parallel.SequenceParallel(), Shard(1)
@@ -326,7 +325,7 @@ def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Every rank calls it and gets the same number."""
+    """Collective; returns the same number on every rank."""
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
@@ -340,7 +339,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def micro_step(model: nn.Module, optimizer, args) -> Callable[[Tensor, bool], Tensor]:
-    """What a micro-batch runs: forward, backward, and behind the last one the update.  Its loss."""
+    """Run forward and backward, and after the last micro-batch the update; returns the loss."""
 
     def learn(tokens: Tensor, is_last: bool) -> Tensor:
         model.set_requires_gradient_sync(is_last)
@@ -421,13 +420,13 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
 
 
 def run_facts(recipe: fq.Recipe, config: ModelConfig, args: argparse.Namespace) -> dict:
-    """What a resumed run must share with the run that saved."""
+    """Settings that a resumed run must share with the run that saved."""
     return {"recipe": str(recipe), **asdict(config), "seed": args.seed}
 
 
 def full_state(model: nn.Module, optimizer, world: int) -> dict:
-    """Everything that is saved and loaded. Sharded tensors fit any world size; amax histories are
-    each rank's own, so a rank takes those of its number modulo the world that saved.
+    """Everything that is saved and loaded. Sharded tensors load at any world size. Amax histories
+    belong to one rank: a rank loads those of its number modulo the saved world size.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     for group in optimizer_state["param_groups"]:
@@ -437,7 +436,7 @@ def full_state(model: nn.Module, optimizer, world: int) -> dict:
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer, facts: dict) -> None:
-    """Write folder/step_N, which has that name once it is whole. Every rank calls it."""
+    """Write folder/step_N, which has that name once it is complete. Every rank calls it."""
     path = folder / f"step_{step:08d}"
     part = folder / f".{path.name}.part"
     if dist.get_rank() == 0:
@@ -480,7 +479,7 @@ def find_checkpoint(folder: Path, facts: dict, steps: int) -> tuple[int, Path]:
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer) -> int:
-    """Load the checkpoint into model and optimizer; returns the step to go on with."""
+    """Load the checkpoint into model and optimizer; returns the next step."""
     saved = json.loads((path / "run.json").read_text())
     state = full_state(model, optimizer, saved["world"])
     dcp.load(state, checkpoint_id=path)
@@ -500,7 +499,7 @@ def on_terminal() -> bool:
 
 
 class Progress:
-    """Rank 0's progress: a bar on a terminal, elsewhere a line for each tenth of the run."""
+    """Rank 0's progress: a bar on a terminal, else one line per tenth of the run."""
 
     def __init__(self, label: str, first: int, last: int):
         self.label, self.last, self.every = label, last, max(1, (last - first) // 10)
@@ -531,7 +530,7 @@ class Progress:
 
 
 def reset_peak_memory() -> None:
-    """Start counting the peak anew, so that arms do not share one. Linux on the CPU, and CUDA."""
+    """Reset the peak, so that arms do not share one. On CUDA, and on the CPU under Linux."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -549,8 +548,8 @@ def peak_memory() -> int:
 
 
 def print_table(outcomes: list[Outcome]) -> None:
-    """One line an arm: mean loss of the last tenth of the steps, loss on held-out text, the gap of
-    the held-out loss to the compared arm's, bytes gathered for a weight element in a step."""
+    """Print one line per arm: mean loss of the last tenth of the steps, held-out loss, its gap to
+    the compared arm, bytes gathered per weight element and step."""
     columns = ["recipe", "loss", "held out", "gap", "B/weight/step", "tokens/s", "peak MiB"]
     rows = [
         [
@@ -577,7 +576,7 @@ def print_table(outcomes: list[Outcome]) -> None:
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
-    """Loss curves of all arms as a PNG; their validation losses are dashed."""
+    """Plot the loss curves of all arms as a PNG; validation losses are dashed."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path} is not drawn: matplotlib is not installed")
         return
@@ -641,7 +640,7 @@ def option(name: str) -> str:
 
 
 def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig, Text]:
-    """Everything that can be refused, from facts all ranks share, before any collective.
+    """Check all arguments, from values that all ranks share, before any collective.
 
     returns:  the arms by label, the model's sizes, the text.
     Raises ValueError.
@@ -714,7 +713,7 @@ def check_ranks(args: argparse.Namespace, config: ModelConfig, world: int) -> No
 
 
 def start_processes(args: argparse.Namespace) -> None:
-    """Join the group that torchrun describes, or make a group of one."""
+    """Join the group that torchrun describes, or create a group of one."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if args.device == "cuda":
         args.device = torch.device("cuda", local_rank)
@@ -727,7 +726,7 @@ def start_processes(args: argparse.Namespace) -> None:
         group = dict(backend="gloo")
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://"))
-        # torchrun keeps its store over restarts, with the addresses of processes that are gone.
+        # torchrun keeps its store over restarts, with the addresses of dead processes.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     else:
         store, rank, world = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1

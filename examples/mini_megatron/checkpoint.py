@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor;
-any grid loads them.
+"""Checkpoints: one file per rank, with pieces of masters and moments and their offsets in the whole
+tensor. Any grid loads them.
 
-A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole.
-Codes are made anew, and compared where the same grid loads. Histories of delayed scaling are each
-rank's own.
+A rank keeps its file of the previous step, so that a killed save leaves one complete checkpoint.
+Codes are computed again, and compared if the same grid loads. Histories of delayed scaling belong
+to one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ranks import Ranks, Sizes
 
 
 def _states(shard: Shard, name: str) -> dict[str, Tensor]:
-    """fp32 [owned elements] of each."""
+    """fp32 [owned elements] per state."""
     state = shard.adam.state[shard.masters[name]]
     return {
         "master": shard.masters[name].detach(),
@@ -72,7 +72,7 @@ def _step_of(path: Path) -> int:
 
 
 def _newest(folder: Path) -> list[dict]:
-    """The files of all ranks of the last checkpoint that is whole."""
+    """Files of all ranks of the last complete checkpoint."""
     for first in sorted(folder.glob("*.0.pt"), key=_step_of, reverse=True):
         files, step = [torch.load(first, weights_only=True)], _step_of(first)
         rest = [folder / f"{step}.{rank}.pt" for rank in range(1, Sizes(**files[0]["sizes"]).world)]
@@ -82,8 +82,8 @@ def _newest(folder: Path) -> list[dict]:
 
 
 def _whole(files: list[dict], name: str, key: str) -> tuple[Tensor, int | None]:
-    """(a tensor of the whole model, the dim that tensor parallelism cuts), from the pieces of all
-    ranks."""
+    """Assemble (a tensor of the whole model, the dim that tensor parallelism cuts) from the
+    pieces of all ranks."""
     parts: dict[int, Tensor] = {}
     for (dim, part, shape, start, end), states, _ in (
         file["pieces"][name] for file in files if name in file["pieces"]
@@ -97,10 +97,10 @@ def _whole(files: list[dict], name: str, key: str) -> tuple[Tensor, int | None]:
 
 @torch.no_grad()
 def load(folder: Path, stage: Stage, optimizer: ChainedAdam, ranks: Ranks) -> None:
-    """Go on from a checkpoint of any sizes and cuts.
+    """Resume from a checkpoint of any sizes and cuts.
 
     Raises ValueError for files of several checkpoints, for histories of delayed scaling of other
-    sizes, and for codes that are not those that were saved.
+    sizes, and for codes that differ from the saved ones.
     """
     files = _newest(folder)
     saved = Sizes(**files[0]["sizes"])

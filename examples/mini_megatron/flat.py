@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers: where parameters lie, and which rank owns which elements.
+"""Flat buffers: offsets of parameters, and which rank owns which elements.
 
-The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, buckets
-whose end is padded to a multiple of lcm(ranks, 128), or of 2^16 too; rank r owns the r-th part of
+The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, bucket
+ends padded to a multiple of lcm(ranks, 128), optionally also of 2^16; rank r owns the r-th part of
 every bucket, wherever parameters begin. Other policies cut buckets elsewhere: at random elements,
 at odd ones, with empty ranks.
 """
@@ -24,7 +24,7 @@ POLICIES = ("even", "random", "odd", "empty")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the buffer; bounds: ranks + 1 of them, in the buffer's elements."""
+    """Elements [start, end) of the buffer; bounds: ranks + 1 cuts, in elements of the buffer."""
 
     start: int
     end: int
@@ -48,11 +48,11 @@ def _bounds(start: int, end: int, ranks: int, policy: str, seed: int) -> tuple[i
 
 
 class FlatLayout:
-    """Places of parameters in a buffer, its buckets, and their owners.
+    """Offsets of parameters in a buffer, its buckets, and their owners.
 
     sizes:       name -> elements, in the model's order.
-    ranks:       that the buckets are padded for, and cut between.
-    bucket_size: a bucket ends behind the parameter that fills it.
+    ranks:       number of ranks that the buckets are padded for and cut between.
+    bucket_size: a bucket ends after the parameter that fills it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FlatLayout:
         self.numel = at
 
     def shards(self, name: str) -> ShardMap:
-        """Who owns which elements of a parameter: derived from the cuts of its bucket."""
+        """Which rank owns which elements of a parameter, from the cuts of its bucket."""
         start, size = self.starts[name], self.sizes[name]
         return ShardMap(
             tuple(min(max(b - start, 0), size) for b in self.buckets[self._bucket_of[name]].bounds)

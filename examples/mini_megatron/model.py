@@ -25,8 +25,8 @@ from .ranks import Ranks, Sizes
 
 @dataclass(frozen=True)
 class Config:
-    """What a model is, on any ranks. Every other block has experts, if there are any; a token goes
-    to two of them."""
+    """Sizes of a model, on any ranks. Every other block has experts, if any; a token is sent to
+    two."""
 
     recipe: fq.Recipe
     vocabulary: int = 64
@@ -38,7 +38,7 @@ class Config:
     dtype: torch.dtype = torch.bfloat16
 
     def check(self, sizes: Sizes) -> None:
-        """Raise ValueError for a model that these ranks do not divide."""
+        """Raise ValueError if the ranks do not divide the model."""
         for what, of in (
             ("tokens", sizes.tensor),
             ("heads", sizes.tensor),
@@ -104,7 +104,7 @@ class MLP(nn.Module):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of a group; gradients back."""
+    """Send rows to the ranks of a group, and gradients back."""
 
     @staticmethod
     def forward(
@@ -121,8 +121,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The experts of this rank, and the way of tokens to theirs and back: rows in bf16, sorted by
-    expert."""
+    """The experts of this rank, and the exchange of tokens: rows in bf16, sorted by expert."""
 
     per_token = 2
 
@@ -193,8 +192,7 @@ _CUT = {ColumnParallelLinear: 0, RowParallelLinear: 1}
 
 
 class Stage(nn.Module):
-    """The layers that one stage of the pipeline has; initial values are those of the whole
-    model."""
+    """The layers of one pipeline stage, with the initial values of the whole model."""
 
     def __init__(self, config: Config, ranks: Ranks):
         super().__init__()
@@ -241,14 +239,14 @@ class Stage(nn.Module):
         return found
 
     def cut_dim(self, name: str) -> int | None:
-        """That tensor parallelism cuts a parameter along."""
+        """Dim along which tensor parallelism cuts a parameter."""
         return _CUT.get(type(self._modules_by_name[name.rpartition(".")[0]]))
 
     def forward(self, x: Tensor | None, tokens: Tensor) -> Tensor:
-        """x of the next stage, or this rank's part of the mean cross entropy of each token's
-        successor.
+        """Return x for the next stage, or this rank's part of the mean cross entropy of the next
+        token.
 
-        x:       of the stage before; None at the first.
+        x:       output of the previous stage; None at the first.
         tokens:  int64 [batch, T + 1].
         """
         sequence, targets = tokens[:, :-1].t(), tokens[:, 1:].t()

@@ -3,15 +3,14 @@
 quantized weights and others.
 
 [Note: three shards of a model]
-Parameters differ in which ranks hold copies of them, and those ranks share their masters and sum
-their gradients:
+The ranks that hold copies of a parameter share its master and sum its gradients. These are:
     sharded      linear layers that tensor parallelism cuts: the `data` group
     experts      the `expert_data` group
     replicated   embeddings, norms, routers, the head, of which each tensor rank has gradients of
                  its tokens: the `stage` group
-Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before
-any is gathered. Scales of a whole weight follow from all parts that `tensor` ranks have of it, so
-that its codes are those of one rank.
+Each has its own buffers, Adam and weight sync (`Shard`); a step (`ChainedAdam`) casts all shards
+before it gathers any. Tensor scales cover the parts of all `tensor` ranks, so that codes equal
+those of one rank.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ GROWTH_INTERVAL = 100  # steps without an overflow after which the loss scale do
 
 
 class Shard:
-    """Parameters that one group shares: gradients in a flat buffer, masters in pieces, and how
-    weights follow from them.
+    """Parameters that one group shares: gradients in a flat buffer, masters in pieces, and the
+    update of weights.
 
     params:        name in the whole model -> parameter, in the same order on every rank of `group`.
-    tensor_group:  of the ranks whose parameters of these names are parts of one; None: they are
-                   whole.
+    tensor_group:  the ranks that hold parts of each parameter; None: parameters are whole.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Shard:
             p.register_post_accumulate_grad_hook(lambda p, name=name: self._collect(name, p))
 
     def _own(self, name: str, flat: Tensor) -> Tensor:
-        """This rank's elements of a parameter's."""
+        """This rank's elements of a parameter's tensor."""
         start, end = self.shards[name].run(self.group.rank())
         return flat[start:end]
 
@@ -95,7 +93,7 @@ class Shard:
         p.grad = None
 
     def reduce(self) -> Tensor:
-        """Sum the gradients over the group, where this rank owns; the squared norm of these, fp64
+        """Sum the gradients that this rank owns over the group; returns their squared norm, fp64
         []."""
         square = self.grads.new_zeros((), dtype=torch.float64)
         for bucket in self.layout.buckets:
@@ -111,7 +109,7 @@ class Shard:
         return square
 
     def update(self, factor: Tensor, found_inf: Tensor) -> None:
-        """Adam of this rank's elements; nothing where found_inf."""
+        """Adam of this rank's elements; no change if found_inf."""
         for name, master in self.masters.items():
             master.grad = self._own(name, self.layout.view(self.grads, name)) * factor
         self.adam.found_inf = found_inf
@@ -121,7 +119,7 @@ class Shard:
         return [self.masters[name] for name in self.quantized]
 
     def gather_plain(self) -> None:
-        """Weights that are not quantized: masters rounded, one segment a rank."""
+        """Gather weights that are not quantized: rounded masters, one segment per rank."""
         rank, ranks = self.group.rank(), self.group.size()
         runs = [[self.shards[n].run(r) for n in self.plain] for r in range(ranks)]
         own = [self.masters[n].detach().to(self.params[n].dtype) for n in self.plain]
@@ -138,10 +136,9 @@ class Shard:
 
 
 class ChainedAdam:
-    """One step of all shards: skipped, scaled and clipped together, and gathered when all have
-    cast.
+    """One step of all shards: skipped, scaled and clipped together, and gathered after all casts.
 
-    overlap:   gathers end where the next pass needs them: call `finish` there.
+    overlap:   gathers run until the next pass needs them: call `finish` there.
     options:   of `Shard`.
     """
 
@@ -176,10 +173,10 @@ class ChainedAdam:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Reduce, unscale, find overflows, clip, update, cast, gather; whether the step was
-        applied."""
+        """Reduce, unscale, find overflows, clip, update, cast, gather; returns whether the step
+        was applied."""
         square = sum(shard.reduce() for shard in self.shards.values())
-        dist.all_reduce(square, group=self.ranks.world)  # an element counts once: with its owner
+        dist.all_reduce(square, group=self.ranks.world)  # count each element once, at its owner
         factor = 1.0 / (self.loss_scale * self.ranks.sizes.data)
         norm = square.sqrt() * factor
         found_inf = (~norm.isfinite()).float()
@@ -200,14 +197,13 @@ class ChainedAdam:
         return not overflowed
 
     def finish(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
-        """Wait for the gathers of these directions; a product that comes before raises
-        StaleWeightError."""
+        """Wait for the gathers of these directions; an earlier GEMM raises StaleWeightError."""
         for shard in self.shards.values():
             shard.sync.finish(directions)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """All weights from the masters, outside a step."""
+        """Update all weights from the masters, outside a step."""
         for shard in self.shards.values():
             shard.sync.refresh(shard.quantized_masters())
             shard.gather_plain()

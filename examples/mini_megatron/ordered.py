@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups whose sums are made in the order of ranks: of processes, and of ranks that are
-threads of one process.
+"""Process groups that sum in rank order, for processes and for ranks that are threads of one process.
 
-Any backend adds two summands alike; of more, the order and so the bits depend on backend, topology
-and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
+All backends add two summands equally. For more, the order and so the bits depend on backend,
+topology and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
 the reference for the others.
 """
 
@@ -23,14 +22,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Done:
-    """The work of a collective that has returned."""
+    """The work handle of a finished collective."""
 
     def wait(self) -> None:
         pass
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """The ranks of `group`; sums are made of gathered summands."""
+    """The ranks of `group`; sums add gathered summands in rank order."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group.rank(), group.size())
@@ -41,7 +40,7 @@ class OrderedGroup(dist.ProcessGroup):
         return self.group._device_types
 
     def exchange(self, sent: Tensor) -> list[Tensor]:
-        """What every rank has sent, by rank."""
+        """Data that every rank sent, by rank."""
         received = sent.new_empty(self.size(), *sent.shape)
         all_gather(received.view(-1), sent.contiguous().view(-1), group=self.group)
         return list(received)
@@ -88,8 +87,7 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 class VirtualRanks:
-    """Ranks as threads of one process, of which one runs at a time: until it waits for what others
-    send."""
+    """Ranks as threads of one process. One runs at a time, until it waits for data of others."""
 
     def __init__(self, ranks: int):
         self.ranks, self.turn, self.failed = ranks, threading.Condition(), False
@@ -107,7 +105,7 @@ class VirtualRanks:
         getattr(self.of_thread, "resume", lambda: None)()
 
     def run(self, fn: Callable[[int], object]) -> list:
-        """fn(rank) of every rank; results by rank, or the first error."""
+        """Run fn(rank) on every rank; returns results by rank, or raises the first error."""
         results, errors = [None] * self.ranks, []
 
         def entry(rank: int) -> None:
@@ -134,7 +132,7 @@ class VirtualGroup(OrderedGroup):
     """A group of virtual ranks as one of them sees it.
 
     members:  ranks of `world`, in order.
-    name:     tells groups of the same members apart.
+    name:     distinguishes groups of the same members.
     """
 
     def __init__(self, world: VirtualRanks, members: tuple[int, ...], rank: int, name: str):
@@ -146,7 +144,7 @@ class VirtualGroup(OrderedGroup):
         return []  # any, of tensors that may lie on others where they come from
 
     def exchange(self, sent: Tensor) -> list[Tensor]:
-        """As of `OrderedGroup`; sizes may differ."""
+        """Like `OrderedGroup.exchange`; sizes may differ."""
         self._exchanges += 1
         key, ranks = (*self.key, self._exchanges), self.size()
         slots = self.world.sent.setdefault(key, {})

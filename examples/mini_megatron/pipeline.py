@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many micro-batches
-alive as stages follow."""
+"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many live
+micro-batches as remaining stages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run_pipeline(
 ) -> None:
     """Run the micro-batches through this rank's stage.
 
-    forward:  (micro-batch, what the stage before made; None at the first) -> what the next one
-              reads; at the last stage the loss.
-    like:     a tensor such as crosses stages.
+    forward:  (micro-batch, output of the previous stage, None at the first) -> input of the
+              next stage; at the last stage the loss.
+    like:     a tensor like those sent between stages.
     before:   called with (micro-batch, "forward" or "backward") before each of these.
     """
     stage, last = ranks.forward.rank(), ranks.sizes.pipeline - 1

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of ranks: pipeline x data x tensor, of whose stages experts take their own cut.
+"""The grid of ranks: pipeline x data x tensor; experts divide the ranks of a stage differently.
 
-rank = (stage * data + d) * tensor + t          a stage: data * tensor ranks, with the same layers
+rank = (stage * data + d) * tensor + t      a stage: data * tensor ranks, with the same layers
 
-tensor     the parts of linear layers and of sequences        data      of dense layers' parts: same
-t
-experts    consecutive ranks of a stage that hold all experts between them
-expert data   of an expert: every `experts`-th rank of a stage
+tensor        ranks that hold parts of the same linear layers and sequences
+data          ranks with the same part of dense layers: same t
+experts       consecutive ranks of a stage that hold all experts between them
+expert_data   ranks with the same experts: every `experts`-th rank of a stage
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ordered import OrderedGroup, VirtualGroup, VirtualRanks
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks a dim. Raises ValueError where experts do not divide a stage."""
+    """Ranks per dim. Raises ValueError if experts do not divide a stage."""
 
     pipeline: int = 1
     data: int = 1
@@ -66,7 +66,7 @@ class Sizes:
             "forward": lambda: list(zip(*stages)),
             "backward": lambda: list(
                 zip(*stages)
-            ),  # each way its own: sends of one never wait for those of the other
+            ),  # one per way: sends one way never wait for those the other way
         }[name]()
 
 
@@ -74,8 +74,8 @@ class Ranks:
     """One rank's place in the grid, and its groups: `world`, `stage`, `tensor`, `data`, ..
     (`Sizes.groups`).
 
-    make:  (name, ranks) -> the group of these ranks, or None to a rank that is not in it; all ranks
-           call it alike.
+    make:  (name, ranks) -> the group of these ranks, or None on a rank outside it; every
+           rank makes the same calls.
     """
 
     world: dist.ProcessGroup
@@ -105,15 +105,15 @@ class Ranks:
         return self.forward.rank() == self.sizes.pipeline - 1
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """What random bits are keyed by: set before each forward and backward, and again when a
-        virtual rank goes on."""
+        """Set the key of random bits, before each forward and backward and when a virtual rank
+        resumes."""
         fq.begin_step(step, micro_batch)
         if self._virtual is not None:
             self._virtual.of_thread.resume = lambda: fq.begin_step(step, micro_batch)
 
 
 def on_processes(sizes: Sizes, fn: Callable[[Ranks], object], ordered: bool) -> object:
-    """fn(ranks) of this process, one of the world of torch.distributed."""
+    """Run fn(ranks) on this process of torch.distributed's world."""
     if dist.get_world_size() != sizes.world:
         raise ValueError(
             f"{sizes} are {sizes.world} ranks, and {dist.get_world_size()} processes run"
@@ -130,7 +130,7 @@ def on_processes(sizes: Sizes, fn: Callable[[Ranks], object], ordered: bool) -> 
 
 
 def on_virtual_ranks(sizes: Sizes, fn: Callable[[Ranks], object]) -> list:
-    """fn(ranks) of every rank, in this process: the reference of ordered sums."""
+    """Run fn(ranks) for every rank in this process: the reference for ordered sums."""
     world = VirtualRanks(sizes.world)
 
     def of(rank: int) -> object:

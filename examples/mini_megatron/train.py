@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on synthetic text with data, tensor, sequence, pipeline and expert parallelism.
 
-    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2
-    --num-experts 4 --experts 2
-    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2     #
-    the same in one process
+    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2 \\
+        --num-experts 4 --experts 2
+    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2
 
-What torchrun's processes do, the second command does on virtual ranks, one thread a rank: the
-reference. With --ordered, or where no sum has more than two summands, losses are the same bit for
-bit, on one kind of device. --verify trains both ways.
+The second command runs the same ranks as virtual ranks, one thread per rank: the reference. With
+--ordered, or if no sum has more than two summands, losses are the same bit for bit, on one kind of
+device. --verify trains both ways.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ BATCH, EVALUATE = 4, 10
 
 
 def text(config: Config, step: int, micro_batch: int) -> Tensor:
-    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, now and
-    then a random jump.
+    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, with
+    occasional random jumps.
 
     micro_batch:  numbered over all data-parallel ranks.
     """
@@ -56,8 +55,8 @@ def text(config: Config, step: int, micro_batch: int) -> Tensor:
 class Trainer:
     """One rank of a training run.
 
-    micro_batches:  of each data-parallel rank in a step.
-    overflows:      (attempt, rank of the last stage) whose part of the loss is made infinite.
+    micro_batches:  per data-parallel rank and step.
+    overflows:      (attempt, rank of the last stage) whose part of the loss is set to infinity.
     options:        of `ChainedAdam`.
 
     losses:    the mean loss of every attempted step, by data-parallel rank. held_out: of every
@@ -114,7 +113,7 @@ class Trainer:
             self.skipped.append(attempt)
 
     def evaluate(self) -> None:
-        """The loss of a text of its own, of weights made anew from the masters."""
+        """The loss on held-out text, with weights newly cast from the masters."""
         self.optimizer.refresh()
         self.stage.eval()
         self.held_out.append(self._run(-1, 0, 1, False)[0])
@@ -166,9 +165,9 @@ def train(
     evaluate: int = 0,
     **options,
 ) -> Trainer:
-    """Steps [first, steps); first: as many as were applied before, by default.
+    """Run steps [first, steps); first: the number of applied steps, by default.
 
-    evaluate:  after every so many steps; 0: never. options: of `Trainer`.
+    evaluate:  interval in steps; 0: never. options: of `Trainer`.
     """
     trainer = Trainer(ranks, config, **options)
     for attempt in range(trainer.applied if first is None else first, steps):
