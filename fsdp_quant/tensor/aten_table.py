@@ -11,15 +11,14 @@ aten = torch.ops.aten
 
 
 class AtenTable:
-    """Handlers of one tensor subclass; a handler takes (func, args, kwargs)."""
+    """Handlers (func, args, kwargs) of one tensor subclass."""
 
     def __init__(self, owner: str):
         self.owner = owner
         self._handlers: dict[object, Callable] = {}
 
     def implements(self, ops: Iterable) -> Callable[[Callable], Callable]:
-        """Decorator: this function handles these operators. Raises ValueError for one that has a
-        handler."""
+        """Decorator that registers a handler. Raises ValueError for an operator that has one."""
 
         def register(handler: Callable) -> Callable:
             for op in ops:
@@ -33,5 +32,5 @@ class AtenTable:
 
         return register
 
-    def get(self, op) -> Callable | None:
+    def get(self, op: object) -> Callable | None:
         return self._handlers.get(op)
