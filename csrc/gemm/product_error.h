@@ -14,7 +14,7 @@ constexpr int64_t kProbedSteps = 16;  // one in this many steps is probed
 constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 
 // e4m3 codes converted from smaller elements are exact in blocks (along k) whose largest code is at least `least`:
-// `reference._EXACT`.
+// `product_error._EXACT`.
 struct ExactBlocks {
   uint32_t least;
   int32_t lanes_log2;  // of the threads, 4 codes each, that hold a block

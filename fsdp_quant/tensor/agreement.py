@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do ranks hold the same model, and can all of them go on? One small collective says so, or every
-rank raises one sentence.
+"""Compare models between ranks: one small collective if they agree and no rank has an error; else
+every rank raises the same sentence.
 
 [Note: one sentence]
 Facts are texts by name: of a weight, its shape and recipe. Each rank reduces a digest of its facts
-over the axes of a mesh, one after the other, which is over all ranks of it. Where they agree, that
-is all. Else ranks tell each other what differs, and all of them raise what the lowest rank that
-differs from the first one has to say.
+over the axes of a mesh, one after the other. If the digests differ, ranks exchange the first
+difference, and all of them raise that of the lowest rank that differs from the first rank.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ _REMEDY = (
 
 
 def _digest(facts: Mapping[str, str]) -> list[int]:
-    """Four non-negative int32 whose MAX over ranks are these again if, and only if (but for 2^-62),
-    all ranks have equal facts."""
+    """Four non-negative int32: their MAX over ranks equals them if and only if (but for 2^-62) all
+    ranks have equal facts."""
     digest = hashlib.sha256(
         "\n".join(f"{name}: {fact}" for name, fact in facts.items()).encode()
     ).digest()
@@ -52,12 +52,12 @@ def agree(
     remedy: str = _REMEDY,
     what: str = "ranks disagree",
 ) -> None:
-    """Raise on every rank of the groups, in the same words, where one of them has an error, other
-    facts or another build of this library. It waits for the device.
+    """Raise the same text on every rank of the groups if one of them has an error, other facts or
+    another build of this library. Synchronizes with the device.
 
-    groups:  the axes of a mesh: every rank of one must call it, with its axes in the same order.
-             None: one process.
-    error:   why this rank cannot go on. Where all ranks have the same one, each raises its own.
+    groups:  the axes of a mesh, in one order; every rank of the mesh must call it. Empty: one
+             process.
+    error:   of this rank. If all ranks have the same one, each raises its own.
 
     Raises ValueError.
     """
@@ -65,58 +65,51 @@ def agree(
         if error is not None:
             raise error
         return
-    facts = {"fsdp_quant": build()} | facts
+    facts = {"fsdp_quant": build(), **facts}
     own = [*_digest(facts), int(error is not None)]
     reduced = own
     for group in groups:
         reduced = _maximum(reduced, group)
     if reduced[-1]:
-        raise _of_all(error, groups)
+        _raise_first(error, groups)
     if reduced != own:
-        raise _shared(f"{what}: {_difference(facts, groups)}; {remedy}")
+        raise _AgreedError(f"{what}: {_difference(facts, groups)}; {remedy}")
 
 
-def _shared(text: str, cause: Exception | None = None) -> ValueError:
-    """What ranks have agreed to raise; those of another group are told the same words."""
-    error = ValueError(text)
-    error.is_shared, error.__cause__ = True, cause
-    return error
+class _AgreedError(ValueError):
+    """An error whose text all ranks of a mesh raise; ranks of another mesh repeat it."""
 
 
-def _of_all(error: Exception | None, groups: Sequence[dist.ProcessGroup]) -> Exception:
-    """The error of the lowest rank that has one, unless all ranks have it."""
+def _raise_first(error: Exception | None, groups: Sequence[dist.ProcessGroup]) -> NoReturn:
+    """Raise the error of the lowest rank that has one, unless all ranks have it."""
     text = None if error is None else str(error)
-    every = _gathered([_rank(groups), text, hasattr(error, "is_shared")], groups)
-    if all(other == text for _, other, _ in every):
-        return error
-    rank, text, is_shared = min((of for of in every if of[1] is not None), key=lambda of: of[0])
-    return _shared(
-        text if is_shared else f"rank {rank} cannot go on, so no rank does: {text}", error
-    )
+    every = _gathered([_rank(groups), text, isinstance(error, _AgreedError)], groups)
+    if error is not None and all(other == text for _, other, _ in every):
+        raise error
+    rank, text, is_agreed = min((one for one in every if one[1] is not None), key=lambda r: r[0])
+    text = text if is_agreed else f"rank {rank} cannot go on, so no rank does: {text}"
+    raise _AgreedError(text) from error
 
 
 def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -> str:
-    """The first fact in which the lowest rank that differs from the first rank does so, in
-    words."""
-    first, mine = [_rank(groups), list(facts.items())], None
+    """The first fact in which the lowest rank that differs from the first rank does so."""
+    first: Any = [_rank(groups), list(facts.items())]
+    mine = None
     for group in groups:
         first = _of_first(first, group)
     for theirs, ours in itertools.zip_longest(first[1], map(list, facts.items())):
         if theirs != ours:
             mine = [_rank(groups), theirs, ours]
             break
-    rank, (other, a, b) = (
-        first[0],
-        min((of for of in _gathered(mine, groups) if of is not None), key=lambda of: of[0]),
-    )
+    differing = [one for one in _gathered(mine, groups) if one is not None]
+    rank, (other, a, b) = first[0], min(differing, key=lambda one: one[0])
     if a is not None and b is not None and a[0] == b[0]:
         return f"{a[0]} is {a[1]} on rank {rank} and {b[1]} on rank {other}"
     a, b = ("nothing more" if one is None else f"{one[0]}, {one[1]}," for one in (a, b))
     return f"rank {rank} has {a} where rank {other} has {b}"
 
 
-# What ranks tell each other. Of a group that a trainer brings, only its all-reduce and all-gather
-# are used #
+# Collectives; a trainer's own group needs no more than all-reduce and all-gather #
 
 
 def _rank(groups: Sequence[dist.ProcessGroup]) -> int:
@@ -124,14 +117,14 @@ def _rank(groups: Sequence[dist.ProcessGroup]) -> int:
 
 
 def _maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Of each of these int31, over the ranks."""
+    """MAX of each of these int31 over the ranks."""
     reduced = torch.tensor(values, dtype=torch.int32, device=torch_compat.device_of(group))
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
     return reduced.tolist()
 
 
 def _bytes_of(value: object, group: dist.ProcessGroup) -> Tensor:
-    """JSON, uint8 of one size on every rank of the group."""
+    """The value as JSON: uint8 of one size on every rank of the group."""
     text = json.dumps(value).encode()
     (size,) = _maximum([len(text)], group)
     return torch.tensor(
@@ -139,8 +132,8 @@ def _bytes_of(value: object, group: dist.ProcessGroup) -> Tensor:
     )
 
 
-def _of_first(value: object, group: dist.ProcessGroup) -> object:
-    """What rank 0 of the group has."""
+def _of_first(value: object, group: dist.ProcessGroup) -> Any:
+    """The value of rank 0 of the group."""
     sent = _bytes_of(value if group.rank() == 0 else 0, group)
     if group.rank() > 0:
         sent.zero_()
@@ -149,7 +142,7 @@ def _of_first(value: object, group: dist.ProcessGroup) -> object:
 
 
 def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
-    """What each rank of the groups has."""
+    """The value of each rank of the groups."""
     values = [value]
     for group in groups:
         sent = _bytes_of(values, group)
@@ -165,8 +158,8 @@ def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
 
 
 def axes_of(model: nn.Module) -> list[tuple[dist.ProcessGroup, ...]]:
-    """The groups of each mesh over which ranks share weights of a model, in one order on each rank
-    of them."""
+    """The groups of each mesh over which ranks share weights of a model, in the same order on all
+    ranks."""
     sharded = [m.registered for m in torch_compat.managed_params_of(model)] + [
         p for p in model.parameters() if isinstance(p, DTensor)
     ]
@@ -192,13 +185,13 @@ def build() -> str:
 
 
 def check_same_model(params: Iterable[ManagedParam]) -> None:
-    """Raise ValueError on every rank where ranks that gather these parameters hold other ones, or
-    convert them otherwise.
+    """Raise ValueError on every rank if ranks that gather these parameters have different shapes or
+    recipes. One small collective per axis of each mesh.
 
-    params:  all of a root, in module order. One small collective per axis of each mesh.
+    params:  all of a root, in module order.
 
-    For the first gather of a root: recipes change by `fq.set_recipe` alone afterwards, which checks
-    them itself.
+    Needed once, for the first gather of a root: later only `fq.set_recipe` changes recipes, and it
+    compares them.
     """
     params = list(params)
     for mesh in dict.fromkeys(m.registered.device_mesh for m in params):
@@ -217,11 +210,11 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
 
 
 def recipe_text(module: nn.Module) -> str:
-    """What ranks compare of a module's recipe."""
+    """The text by which ranks compare a module's recipe."""
     recipe = getattr(module, "recipe", None)
     return "no recipe" if recipe is None else text_of(recipe)
 
 
-def text_of(recipe) -> str:
-    """Short, and equal only for equal recipes: tables of users may have one name."""
+def text_of(recipe: Any) -> str:
+    """A short text, equal only for equal recipes: custom ones may share a name."""
     return f"{recipe} ({hashlib.sha256(recipe.fingerprint().encode()).hexdigest()[:6]})"

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class AtenTable:
-    """Handlers of one tensor subclass; a handler takes (func, args, kwargs)."""
+    """Handlers (func, args, kwargs) of one tensor subclass."""
 
     def __init__(self, owner: str):
         self.owner = owner
@@ -35,5 +35,5 @@ class AtenTable:
 
         return register
 
-    def get(self, op) -> Callable | None:
+    def get(self, op: object) -> Callable | None:
         return self._handlers.get(op)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP_QUANT_CHECK=1 in the environment: gathered codes are compared with those of the shard,
-before each GEMM that reads them.
+"""FSDP_QUANT_CHECK=1 in the environment: compare gathered codes with those of the shard before each
+GEMM that reads them.
 
-Finds codes that something wrote, and gathers that did not send what the shard is. It is slow and
-waits for the device.
+Finds overwritten codes, and gathers that sent old ones. It is slow and waits for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..gemm import StaleWeightError
 from ..ops.dispatch import Encoded
 from ..storage import Storage
 from .quantized_tensor import QuantizedTensor
-from .weight_state import encode_shards
+from .weight_state import WeightState, WeightTensor, encode_shards
 
 CHECK_VARIABLE = "FSDP_QUANT_CHECK"
 
@@ -40,7 +39,7 @@ checking = read_setting()
 
 
 def bytes_apart(a: Tensor, b: Tensor) -> int:
-    """How many bytes of two buffers of one size differ."""
+    """Number of bytes in which two buffers of one size differ."""
     a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
     return int((a != b).sum())
 
@@ -50,18 +49,20 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     as it is now."""
     slots = weight._slots
     state = slots.owner
-    managed = None if state is None else state.managed
-    if managed is None or managed.local is None:  # not gathered, or its model is gone
+    if not isinstance(state, WeightState) or state.managed is None:
+        return
+    managed, local = state.managed, state.managed.local
+    if not isinstance(local, WeightTensor):  # its model is gone
         return
     source = direction if direction in state.quantizer.encodings else ROWWISE
     whole = slots.storage(source)
     if whole.is_freed:  # its GEMM reads a copy in another layout
         return
-    for shard in state.gathered.shards(managed.local, source):
+    for shard in state.gathered.shards(local, source):
         rows = shard.piece.values.shape[0]
         if shard.piece.state is not state or not rows:
             continue
-        made = managed.local.state.own_codes(managed.local, source)
+        made = local.state.own_codes(local, source)
         with counters.kept():
             made = made or encode_shards([shard._replace(records=False)], managed.device)[0]
         _compare(state.name, whole.narrow(shard.piece.row0, rows), made)

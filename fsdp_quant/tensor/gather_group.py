@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One all-gather of FSDP2: codes of the shards of a parameter group, as they are now, and the
-tensors they become.
+"""One all-gather of FSDP2: encode the shards of a parameter group, gather the codes, and convert
+them to GEMM operands.
 
 [Note: one gather]
     pre    shard -> codes and scales of the needed directions -> all-gather inputs, uint8 [rows per
-           rank, bytes] scales that every rank computes whole -> their replicated buffers
+           rank, bytes]; scales that every rank computes whole -> their replicated buffers
     NCCL   all-gather outputs, uint8 [world * rows per rank * bytes]
     post   views of the outputs (no copy) -> storages -> operands in GEMM layout: inner tensors,
            which FSDP2 frees
 
 A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own
-(`WeightState.matrices`). FSDP2 cuts it between matrices, so every buffer of a matrix is on one
-rank, and a buffer of all is the concatenation of theirs.
+(`WeightState.matrices`). FSDP2 cuts between matrices, so every buffer of a matrix is on one rank,
+and gathered buffers concatenate those of the matrices.
 
-FSDP2 fixes number, dtype and size of a parameter's all-gather outputs at the first gather and frees
-and refills their storages from then on. So there is one persistent set of buffers per direction,
-and pre, which runs while the parameter is sharded and the buffers are free, chooses the set.
+FSDP2 fixes number, dtype and size of a parameter's all-gather outputs at the first gather, and from
+then on frees and refills them. So there is one persistent set of buffers per direction, and the pre
+hook, which runs while the buffers are free, chooses the set.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm_operand import GemmOperand
 from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
@@ -40,8 +40,8 @@ from . import torch_compat
 from .gathered_weight import GatheredWeight, Pass
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
-# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the
-# graph, so it cannot say which of them do.
+# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
+# graph, so it cannot name them.
 RECOMPUTED_IN_GRAPHS: set = set()
 
 
@@ -54,10 +54,8 @@ class GatherGroup:
     def __init__(self, local: Sequence[Tensor], members: Sequence[GatheredWeight | None]):
         """local: sharded local tensors of the group's parameters; members: None where one is not
         gathered as codes."""
-        self.members, self._local = (
-            [m for m in members if m is not None],
-            list(map(weakref.ref, local)),
-        )
+        self.members = [m for m in members if m is not None]
+        self._local = list(map(weakref.ref, local))
         places = [i for i, m in enumerate(members) if m is not None]
         self.ours = (
             operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
@@ -69,11 +67,9 @@ class GatherGroup:
             member.group = self
 
     def is_of(self, local: Sequence[Tensor]) -> bool:
-        """It gathers these tensors, in the formats of now."""
-        before, now = (
-            [tensor() for tensor in self._local],
-            [member.state.gathered for member in self.members],
-        )
+        """It gathers these tensors, in their present formats."""
+        before = [tensor() for tensor in self._local]
+        now = [member.state.gathered for member in self.members]
         return (
             len(before) == len(local)
             and all(map(operator.is_, before, local))
@@ -82,7 +78,7 @@ class GatherGroup:
 
     @property
     def recomputed(self) -> list[bool]:
-        """Of each weight: the backward recomputes the forward of its module."""
+        """Per weight: the backward recomputes the forward of its module."""
         return [
             self.is_checkpointed
             or m.state.is_recomputed
@@ -97,10 +93,10 @@ class GatherGroup:
         needs: tuple[frozenset[Direction], ...],
         phase: str,
     ) -> None:
-        """Make the all-gather inputs of the directions that each weight `needs`.
+        """Encode the all-gather inputs of the directions that each weight `needs`.
 
-        local, params: sharded local tensors, where FSDP2 computes, and parameters of the whole
-                       group.
+        local, params: sharded local tensors, on the device that computes, and FSDP2's parameters of
+                       the whole group.
         """
         plan = self._plans.get(needs)
         if plan is None:
@@ -112,11 +108,11 @@ class GatherGroup:
 
 
 class GatherPlan:
-    """A gather for the directions that each weight of a group needs: the buffers that it fills.
+    """A gather for the directions that each weight of a group needs, and its buffers.
 
-    outputs, inner: of each weight: the all-gather outputs, and the inner tensors that FSDP2 frees
-                    with them.
-    sizes:          (direction, format) -> bytes that arrive.
+    outputs, inner: per weight: the all-gather outputs, and the inner tensors that FSDP2 frees with
+                    them.
+    sizes:          (direction, format) -> gathered bytes.
     """
 
     def __init__(
@@ -140,7 +136,7 @@ class GatherPlan:
         self._deriving = [
             m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
         ]
-        # Codes of a backward all of whose GEMMs read copies in another layout.
+        # columnwise codes that the backward reads only in another layout
         self._unread = [
             t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}
         ]
@@ -153,8 +149,7 @@ class GatherPlan:
         self._recorded: _Sent | None = None
 
     def send(self, local: Sequence[Tensor]) -> None:
-        """Encode the shards, and leave each weight's all-gather inputs in its
-        `all_gather_inputs`."""
+        """Encode the shards, and set `all_gather_inputs` of each weight."""
         key = list(map(_facts, self.members, self._chosen, local))
         if self._recorded is None or not self._recorded.is_of(key):
             self._recorded = self._record(local, key)
@@ -198,7 +193,7 @@ class GatherPlan:
                         sources_stay = all(
                             _is_view(source, field) for (_, source), field in zip(pairs, fields)
                         )
-                        # which would stay in memory
+                        # sources of "data" would not be freed
                         is_repeatable &= sources_stay and buffer.name != "data"
                 for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
                     # FSDP2 gathers the first input only
@@ -217,15 +212,14 @@ class GatherPlan:
     def _encoded(
         self, local: Sequence[Tensor], asked: Sequence[tuple[int, Direction, Shard]], launches: list
     ) -> list[Encoded]:
-        """Codes of the shards: those that a quantized parameter is, those that `fq.hold` keeps,
-        else made now."""
-        results: list[Encoded | None] = [
-            self.members[i].state.own_codes(local[i], d) for i, d, _ in asked
-        ]
-        missing, device = (
-            [n for n, one in enumerate(results) if one is None],
-            self.members[0].managed.device,
-        )
+        """Codes of the shards: of quantized parameters, cached by `fq.hold`, else encoded now."""
+        results: dict[int, Encoded] = {}
+        for n, (i, d, _) in enumerate(asked):
+            own = self.members[i].state.own_codes(local[i], d)
+            if own is not None:
+                results[n] = own
+        missing = [n for n in range(len(asked)) if n not in results]
+        device = self.members[0].managed.device
         shards = [asked[n][2] for n in missing]
         if all(self.members[asked[n][0]].state.held is None for n in missing):
             made = encode_shards(shards, device, launches if len(missing) == len(asked) else None)
@@ -239,14 +233,13 @@ class GatherPlan:
                 )
                 for n, shard in zip(missing, shards)
             ]
-        for n, one in zip(missing, made):
-            results[n] = one
-        return results
+        results.update(zip(missing, made))
+        return [results[n] for n in range(len(asked))]
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Fill what NCCL did not, and bring codes into the layouts of their GEMMs, for all weights
-        at once."""
+        """Fill the buffers that NCCL did not, and convert codes to GEMM layouts, for all weights at
+        once."""
         if self._unpacked:
             torch_compat.copy_all(
                 [
@@ -267,8 +260,8 @@ class GatherPlan:
 
 
 def _held_key(shard: Shard) -> tuple:
-    """What codes that `fq.hold` keeps follow from: those of an evaluation recorded no amax, so a
-    training makes its own."""
+    """Key of codes in `fq.hold`. Training does not use those of an evaluation, which recorded no
+    amax."""
     state = shard.piece.state
     return (
         "shard",
@@ -281,18 +274,16 @@ def _held_key(shard: Shard) -> tuple:
 def _facts(
     member: GatheredWeight, chosen: Pass, shard: Tensor
 ) -> tuple[tuple, tuple[Tensor | None, ...]]:
-    """What the launches of a weight's gather follow from, less its values: equal ones, and the same
-    ones."""
-    state, same, delayed = (
-        member.state,
-        (),
-        () if member.state.parts else member.state.quantizer.delayed_directions,
-    )
+    """Key of the launches of a weight's gather: values that must be equal, and tensors that must be
+    identical."""
+    state = member.state
+    delayed = () if state.parts else state.quantizer.delayed_directions
+    same: tuple[Tensor | None, ...] = ()
     for d in chosen.directions:
         same += (state.statistics or {}).get((state.name, d)) or ()
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
-            same += history.enc, history.amaxes
+            same += () if history is None else (history.enc, history.amaxes)
     return (
         shard.shape,
         shard.dtype,
@@ -303,16 +294,16 @@ def _facts(
 
 
 class _Sent(NamedTuple):
-    """What a gather sent, and the launches that make it of other values in the same memory.
+    """The launches and buffers of a gather, which can encode other values into the same memory.
 
-    Key: `_facts` of all weights. Owner: the plan. It ends when they differ; its memory is freed
-    when the gather has arrived.
+    Key: `_facts` of all weights. Owner: the plan, until the key differs. The memory is freed when
+    the gather has arrived.
 
-    launches:      (launch, (member, matrix of a packed one) of each that it encodes).
-    inputs:        all-gather inputs of each weight; metadata: what FSDP2 does not gather in a world
-                   of one.
-    copies:        ([buffer], [what it is to hold]) of all that every rank makes whole.
-    is_repeatable: all of it is in memory of the launches.
+    launches:      (launch, (member, matrix or None) of each shard that it encodes).
+    inputs:        all-gather inputs of each weight; metadata: buffers that FSDP2 does not gather at
+                   world size 1.
+    copies:        ([buffer], [source]) of replicated buffers.
+    is_repeatable: launches write all buffers.
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
@@ -330,11 +321,10 @@ class _Sent(NamedTuple):
         )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
-        of = [v.unbind() if v.dim() == 3 else v for v in values]
+        matrices = {i: v.unbind() for i, v in enumerate(values) if v.dim() == 3}
         for launch, places in self.launches:
-            replay_encode(
-                launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places]
-            )
+            shards = [values[i] if e is None else matrices[i][e] for i, e in places]
+            replay_encode(launch, [shard.to(launch.device) for shard in shards])
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:
@@ -350,14 +340,12 @@ def _is_view(rows: Tensor, buffer: Tensor) -> bool:
 
 
 class _Operands:
-    """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed
-    and refilled by FSDP2. Packed weights have none: their products lay out the codes of all
-    matrices in one call (`grouped_op.ExpertWeights`).
+    """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2. Packed weights
+    have none: `grouped_op.ExpertWeights` converts the codes of all matrices in one call.
 
     own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
              inner tensors.
-    unread:  per weight, the columnwise codes as they are gathered, where all GEMMs read copies of
-             them; else None.
+    unread:  per weight, the gathered columnwise codes if all GEMMs read copies of them; else None.
     """
 
     def __init__(self, members: Sequence[GatheredWeight]):
@@ -392,16 +380,16 @@ class _Operands:
             self.unread.append(read[0][0].data if copied else None)
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
-            self._is_recorded[d] = all(id(t) in written for of in self.own for t in of[d])
-        for of in self.own:
-            for t in (*of[Direction.ROWWISE], *of[COLUMNWISE]):
+            self._is_recorded[d] = all(id(t) in written for own in self.own for t in own[d])
+        for tensors in self.own:
+            for t in (*tensors[ROWWISE], *tensors[COLUMNWISE]):
                 torch_compat.free_storage(t)
         for b in buffers:
             b.free()
 
-    def relayouts(self, needs: tuple[frozenset[Direction], ...]) -> list:
+    def relayouts(self, needs: tuple[frozenset[Direction], ...]) -> list[Callable[[], None]]:
         """Calls that write the operands of the directions that each weight needs."""
-        calls = []
+        calls: list[Callable[[], None]] = []
         for d in Direction:
             if self._is_recorded[d] and all(d in n for n in needs):
                 calls += self._calls[d]
@@ -415,7 +403,7 @@ class _Operands:
 
 
 class _Rewrite:
-    """Bring a gathered storage into the buffers of its operand, where no recorded launch does."""
+    """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
 
     def __init__(self, source: Storage, target: GemmOperand):
         self._source, self._target = source, target
@@ -434,9 +422,5 @@ class _Rewrite:
 
 def _own_buffers(operand: GemmOperand, codes: Storage) -> list[Tensor]:
     """Buffers of `operand` that are not the memory of `codes`."""
-    pairs = (
-        (operand.data, codes.data),
-        (operand.scale, codes.scale),
-        (operand.tensor_amax, codes.tensor_amax),
-    )
-    return [t for t, of in pairs if t is not None and t is not of and t.data_ptr() != of.data_ptr()]
+    shared = {t.data_ptr() for t in codes.buffers().values()}
+    return [t for t in operand.buffers().values() if t.data_ptr() not in shared]

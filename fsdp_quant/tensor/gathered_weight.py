@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unsharded side of a weight under FSDP2: which buffers travel, and where they lie when they
-have."""
+"""The unsharded side of a weight under FSDP2: the buffers that are gathered, and the storages over
+the all-gather outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..encoded_matrix import BUFFERS
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops.dispatch import Encoded
 from ..ops.layout import adjoining
@@ -20,7 +21,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
-from .weight_state import Piece, Shard, values_of
+from .weight_state import Piece, Shard, WeightState, values_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class WireBuffer:
     """One buffer of one direction as it is gathered.
 
     name:       field of `Storage`.
-    rows:       per rank, the most that any rank holds; shorter ranks pad with zero rows.
-    row_bytes:  bytes of a row.
-    halo_index: gathered row of each logical row, where ranks on both sides of a cut send a block's
-                row.
+    rows:       per rank, the maximum over ranks; others pad with zero rows.
+    row_bytes:  bytes per row.
+    halo_index: gathered row of each logical row, if ranks on both sides of a cut send the row of a
+                block.
     """
 
     name: str
@@ -43,26 +44,24 @@ class WireBuffer:
 def wire_buffers(
     encoding: Encoding, cuts: RowCuts, shape: tuple[int, ...], high_precision: torch.dtype
 ) -> list[WireBuffer]:
-    """The buffers of one encoding that travel; a pure function of facts that all ranks share.
+    """The gathered buffers of one encoding; a pure function of facts that all ranks share.
 
     cuts:   of dim 0 of the weight.
     shape:  of the weight, [rows, cols] or [matrices, rows, cols].
-
-    Raises ValueError for an encoding that a cut would change: a rotation that mixes rows of two
-    shards.
     """
-    fmt, direction, cols = encoding.fmt, encoding.direction, shape[-1]
-    if len(shape) == 3:
-        of_one = _matrix_buffers(encoding, shape[1:], high_precision)
+    fmt, direction, (*matrices, rows, cols) = encoding.fmt, encoding.direction, shape
+    if matrices:
+        of_one = _matrix_buffers(encoding, (rows, cols), high_precision)
         return [
             WireBuffer(name, cuts.bounds[1] * rows, row_bytes) for name, rows, row_bytes in of_one
         ]
-    chunk = cuts.bounds[1] if len(cuts.bounds) > 2 else None
+    most = cuts.bounds[1]  # rows of a rank
+    chunk = most if len(cuts.bounds) > 2 else None
     padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
-    buffers = [WireBuffer("data", cuts.bounds[1], fmt.row_bytes(padded_cols, high_precision))]
-    placement = None if not fmt.has_scales else scale_placement(fmt, direction, chunk)
-    if placement in (Placement.SHARD, Placement.HALO):
-        b0 = fmt.dims(direction)[0]
+    buffers = [WireBuffer("data", most, fmt.row_bytes(padded_cols, high_precision))]
+    scale_shape, b0 = fmt.scale_shape((cuts.rows, cols), direction), fmt.dims(direction)[0]
+    placement = scale_placement(fmt, direction, chunk)
+    if scale_shape is not None and b0 is not None:
         spans = [
             (a // b0, -(-b // b0) if b > a else a // b0)
             for a, b in zip(cuts.bounds, cuts.bounds[1:])
@@ -70,26 +69,25 @@ def wire_buffers(
         rows = max(last - first for first, last in spans)
         index = None
         if placement is Placement.HALO:
-            owner = {}
+            owner: dict[int, int] = {}
             for rank, (first, last) in enumerate(spans):
                 for block in range(first, last):
                     owner.setdefault(block, rank * rows + block - first)
             index = tuple(owner[block] for block in sorted(owner))
-        row_bytes = fmt.scale_shape((cuts.rows, cols), direction)[1] * fmt.scale_bytes
-        buffers.append(WireBuffer("scale", rows, row_bytes, index))
+        buffers.append(WireBuffer("scale", rows, scale_shape[1] * fmt.scale_bytes, index))
     return buffers
 
 
 def _matrix_buffers(
     encoding: Encoding, shape: tuple[int, int], high_precision: torch.dtype
 ) -> Iterator[tuple[str, int, int]]:
-    """(field of `Storage`, rows, bytes of a row) of every buffer of one matrix."""
+    """(field of `Storage`, rows, bytes per row) of every buffer of one matrix."""
     fmt, direction = encoding.fmt, encoding.direction
     rows, cols = fmt.padded_shape(shape, direction)
     yield "data", rows, fmt.row_bytes(cols, high_precision)
-    if fmt.has_scales:
-        rows, cols = fmt.scale_shape(shape, direction)
-        yield "scale", rows, cols * fmt.scale_bytes
+    scale_shape = fmt.scale_shape(shape, direction)
+    if scale_shape is not None:
+        yield "scale", scale_shape[0], scale_shape[1] * fmt.scale_bytes
     if fmt.tensor_scale:
         yield "tensor_amax", 1, 4
 
@@ -98,15 +96,14 @@ def _matrix_buffers(
 class DirectionBuffers:
     """Persistent buffers of one direction of one gathered weight.
 
-    outputs:    uint8 [world * rows * row_bytes], one a wire buffer that NCCL fills.
-    filled:     buffers that post fills, by field of `Storage`: re-indexed or derived ones.
-    replicated: buffers that every rank makes whole and pre fills, on the stream of whoever made
-                them, which may be freed before the stream of post has come so far; small, and never
-                freed.
-    halo:       those that post re-indexes: (gathered rows, index of each logical row), the index
-                never freed.
-    storages:   of each matrix, viewing all.
-    whole:      what they view, by field of `Storage`: of all matrices, one behind the other.
+    outputs:    all-gather outputs, uint8 [world * rows * row_bytes], one per wire buffer.
+    filled:     buffers that the post hook fills, by field of `Storage`: re-indexed or derived ones.
+    replicated: small buffers that every rank computes whole and the pre hook fills, on its stream;
+                never freed, because the stream of the post hook may be behind.
+    halo:       (gathered rows, index of each logical row) of buffers that the post hook re-indexes;
+                the index is never freed.
+    storages:   of each matrix, over all of these.
+    whole:      the buffers that they view, by field of `Storage`: concatenated matrices.
     """
 
     outputs: list[Tensor]
@@ -126,13 +123,13 @@ class DirectionBuffers:
 
 
 class Pass(NamedTuple):
-    """What a gather for some directions moves.
+    """The gather of one weight for the directions that a pass multiplies.
 
-    needs:       directions that the pass multiplies.
-    directions:  those that are encoded and sent.
-    outputs:     the buffers that NCCL fills, in the order of the inputs.
-    filled:      the other buffers of the storages that are freed with them.
-    sizes:       (direction, format, bytes) of each direction that is sent, to be counted.
+    needs:       these directions.
+    directions:  directions that are encoded and sent.
+    outputs:     all-gather outputs, in the order of the inputs.
+    filled:      other buffers of the storages, freed with the outputs.
+    sizes:       (direction, format, bytes) of each direction that is sent, for counters.
     """
 
     needs: frozenset[Direction]
@@ -147,9 +144,9 @@ def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
     return sum(world_size * b.rows * b.row_bytes for b in buffers)
 
 
-def gathered_directions(quantizer, needs: frozenset[Direction]) -> tuple[Direction, ...]:
-    """Encodings to gather for the directions a pass multiplies: one that is not encoded comes from
-    the rowwise one."""
+def gathered_directions(quantizer: Any, needs: frozenset[Direction]) -> tuple[Direction, ...]:
+    """Encodings to gather for the directions that a pass multiplies; the rowwise one if a direction
+    is not encoded itself."""
     return tuple(
         d
         for d in quantizer.encodings
@@ -161,7 +158,7 @@ class GatheredWeight:
     """The unsharded side of one weight under FSDP2: geometry, persistent buffers, and the tensor
     over them."""
 
-    def __init__(self, state, managed: ManagedParam):
+    def __init__(self, state: WeightState, managed: ManagedParam):
         self.state, self.managed = state, managed
         self.matrices = state.matrices
         self.quantizer = self.matrices[0].quantizer
@@ -177,10 +174,9 @@ class GatheredWeight:
         if self.quantizer.is_derived:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
-        self.group = None  # of the weights that are gathered together (gather_group.GatherGroup)
-        self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = (
-            None  # all-gather inputs that FSDP2 has not asked for yet
-        )
+        self.group: Any = None  # gather_group.GatherGroup
+        # set by the group's gather until FSDP2 asks for them
+        self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
         self.slots_of = [StoragePair(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
             for i, slots in enumerate(self.slots_of):
@@ -204,8 +200,7 @@ class GatheredWeight:
 
     @property
     def is_first(self) -> bool:
-        """FSDP2 asks for its all-gather inputs before those of the other weights that are gathered
-        with it."""
+        """FSDP2 asks for its all-gather inputs first in the group."""
         return self.group is not None and self.group.members[0] is self
 
     # Buffers #
@@ -214,7 +209,9 @@ class GatheredWeight:
         encoding = self.quantizer.encodings[direction]
         fmt, shape, device = encoding.fmt, (self.rows, self.cols), self.managed.device
         world, matrices = self.managed.world_size, len(self.matrices)
-        outputs, filled, replicated, halo, fields = [], {}, {}, {}, {}
+        outputs: list[Tensor] = []
+        filled, replicated, fields = {}, {}, {}
+        halo: dict[str, tuple[Tensor, Tensor]] = {}
         scale_shape = fmt.scale_shape(shape, direction)
         if scale_shape is not None:
             rows, cols = scale_shape
@@ -224,7 +221,7 @@ class GatheredWeight:
         if fmt.tensor_scale:
             replicated["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
         for i, buffer in enumerate(self.wire[direction]):
-            # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+            # at world size 1 FSDP2 keeps only the first input: the others travel as metadata
             if world == 1 and i > 0:
                 filled[buffer.name] = replicated.pop(buffer.name)
                 continue
@@ -241,44 +238,28 @@ class GatheredWeight:
             else:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
                 replicated.pop(buffer.name, None)
-        whole = {"scale": None, "tensor_amax": None} | filled | replicated | fields
-        storages = [
-            Storage(
-                fmt,
-                direction,
-                shape,
-                dtype=self.dtype,
-                **{
-                    name: t if t is None or matrices == 1 else t.unflatten(0, (matrices, -1))[i]
-                    for name, t in whole.items()
-                },
-            )
-            for i in range(matrices)
+        found = filled | replicated | fields
+        whole: dict[str, Tensor] = {name: found[name] for name in BUFFERS if name in found}
+        of_each = [
+            (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
+            for t in whole.values()
         ]
-        buffers = DirectionBuffers(
-            outputs,
-            filled,
-            replicated,
-            halo,
-            storages,
-            {n: t for n, t in whole.items() if t is not None},
-        )
+        storages = [Storage.over(of, fmt, direction, shape, self.dtype) for of in zip(*of_each)]
+        buffers = DirectionBuffers(outputs, filled, replicated, halo, storages, whole)
         buffers.free()
         return buffers
 
     def _view(self, output: Tensor, buffer: WireBuffer, fmt, direction: Direction) -> Tensor:
-        """The logical buffer over its gathered bytes: padding rows all lie behind the last one."""
-        rows, shape, matrices = (
-            output.view(-1, buffer.row_bytes),
-            (self.rows, self.cols),
-            len(self.matrices),
-        )
+        """The logical buffer over its gathered bytes; padding rows are last."""
+        rows, shape = output.view(-1, buffer.row_bytes), (self.rows, self.cols)
+        matrices = len(self.matrices)
         if buffer.name == "data":
             count = fmt.padded_shape(shape, direction)[0] if self.state.parts else self.rows
             return (rows if fmt.is_quantized else rows.view(self.dtype))[: matrices * count]
         if buffer.name == "tensor_amax":
             return rows.view(torch.float32).flatten()[:matrices]
-        return rows.view(fmt.scale_dtype)[: matrices * fmt.scale_shape(shape, direction)[0]]
+        block_rows, _ = fmt.scale_shape(shape, direction) or (0, 0)
+        return rows.view(fmt.scale_dtype)[: matrices * block_rows]
 
     def _allocate_derived(self) -> DirectionBuffers:
         with torch.no_grad():
@@ -289,7 +270,7 @@ class GatheredWeight:
                 dtype=self.dtype,
                 device=self.managed.device,
             )
-            # identity keeps it
+            # an identity storage is a view
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
         filled = {
             f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()
@@ -299,7 +280,7 @@ class GatheredWeight:
         return buffers
 
     def _passes(self) -> dict[frozenset[Direction], Pass]:
-        """What a pass that multiplies these directions gathers, fills and frees."""
+        """By the directions that a pass multiplies."""
         passes = {}
         for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
             directions = gathered_directions(self.quantizer, needs)
@@ -314,10 +295,8 @@ class GatheredWeight:
                 )
                 for d in directions
             ]
-            outputs, filled = (
-                [t for b in chosen for t in b.outputs],
-                [t for b in chosen for t in b.filled.values()],
-            )
+            outputs = [t for b in chosen for t in b.outputs]
+            filled = [t for b in chosen for t in b.filled.values()]
             passes[needs] = Pass(needs, directions, outputs, filled, sizes)
         return passes
 
@@ -329,21 +308,20 @@ class GatheredWeight:
 
     @property
     def records(self) -> bool:
-        """Amaxes are recorded in histories: in training."""
+        """Record amaxes in histories: in training."""
         return any(module.training for module, _ in self.managed.owners)
 
     @property
     def leaves_amaxes_out(self) -> bool:
-        """In evaluation, of delayed scales: a training forward records amaxes, and scales by what
-        was recorded since."""
+        """Evaluation with delayed scales: a training forward has to record amaxes again."""
         return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)
 
     def pieces(self, values: Tensor) -> list[Piece]:
-        """What this rank holds of each matrix of the weight."""
+        """This rank's rows of each matrix of the weight."""
         return self.state.pieces(values, self.cuts, self.managed.rank)
 
     def shards(self, local: Tensor, direction: Direction) -> list[Shard]:
-        """What the gather of a direction encodes; local: the sharded local tensor."""
+        """The shards that the gather of a direction encodes; local: the sharded local tensor."""
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
         shared = self.state.statistics or {}
         return [
@@ -359,8 +337,8 @@ class GatheredWeight:
         ]
 
     def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
-        """uint8 [rows, bytes] of every wire buffer; made: the codes of each matrix that this rank
-        holds rows of."""
+        """uint8 [rows, bytes] of every wire buffer; made: codes of each matrix with rows on this
+        rank."""
         device = self.managed.device
         return [
             _as_bytes([getattr(e, b.name) for e in made], b, device) for b in self.wire[direction]
@@ -369,8 +347,7 @@ class GatheredWeight:
     def copies_of_rows(
         self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """(part of `rows`, what it is to hold) of each matrix; rows: of `rows_sent`, where they are
-        copies of the fields."""
+        """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from `rows_sent`."""
         of = WireBuffer(buffer.name, 0, buffer.row_bytes)
         each = [_as_bytes([field], of, self.managed.device) for field in fields]
         return list(zip(rows[: sum(map(len, each))].split(list(map(len, each))), each))
@@ -378,15 +355,15 @@ class GatheredWeight:
     def replicated(
         self, direction: Direction, made: Sequence[Encoded]
     ) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, what it is to hold) of all that every rank makes whole."""
+        """(buffer, source) of the replicated buffers."""
         buffers = self.buffers[direction].replicated.items()
         return [(target, _seen_as(target, getattr(made[0], name))) for name, target in buffers]
 
     def unpack(
         self, chosen: Pass, filled: dict[tuple[Direction, str], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, what it is to hold) of all that NCCL and pre did not fill: rows of cut blocks in
-        order, and `filled`, what rode as metadata."""
+        """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
+        blocks in order, and `filled`, from metadata."""
         copies = []
         for direction in chosen.directions:
             buffers = self.buffers[direction]
@@ -403,10 +380,11 @@ class GatheredWeight:
         return copies
 
     def derive(self) -> None:
-        """Make the columnwise storage from the rowwise one that arrived, as the quantizer says."""
+        """Quantize the columnwise storage from the gathered rowwise one."""
         for slots in self.slots_of:
-            fresh = self.quantizer.derive_columnwise(slots.rowwise, self.state.compute_dtype)
-            for name, target in slots.columnwise.buffers().items():
+            rowwise, columnwise = slots.storage(ROWWISE), slots.storage(COLUMNWISE)
+            fresh = self.quantizer.derive_columnwise(rowwise, self.state.compute_dtype)
+            for name, target in columnwise.buffers().items():
                 target.copy_(getattr(fresh, name))
 
 
@@ -420,8 +398,8 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
 
 
 def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
-    """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], zero rows behind
-    them."""
+    """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], padded with zero
+    rows."""
     if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
         rows = whole.view(torch.uint8).view(-1, buffer.row_bytes)
     elif len(tensors) != 1:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of sharded weights that cross ranks: one collective per shard group and forward of the
-root, unconditionally.
+"""Statistics of sharded weights that depend on several ranks: one collective per shard group and
+forward of the root, unconditionally.
 
 [Note: which statistics a gather uses]
 Amaxes of whole tensors, and of blocks that a shard boundary cuts, must be reduced before any rank
-encodes. Collectives belong to calls that all ranks are in, never to a flag of one rank:
+encodes. Only calls that all ranks make issue collectives, never a flag of one rank:
 
-    forward of the root     the first gather inside takes those of all weights of the root, from the
-                            shards as they are
+    forward of the root     the first gather inside reduces those of all weights of the root, from
+                            the shards as they are
     backward                its gathers use the statistics of their forward
-    any other gather        unshard() by hand, a nested module that is called by itself: the group
-                            takes its own
+    any other gather        (unshard() by hand, a nested module that is called by itself) reduces
+                            those of its group
 
-The root is the module that FSDP2 finds to be the outermost; a hook on it notes that another forward
-begins.
+The root is FSDP2's outermost module; a hook on it marks the beginning of a forward.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from .weight_state import Piece, WeightState, WeightTensor, values_of
 
 
 class Sharded(NamedTuple):
-    """A weight, or a shard of one, of which other ranks hold other rows or parts.
+    """A rank's rows or part of a weight.
 
     local:    the local tensor.
-    managed:  None where `fully_shard` does not manage it (tensor parallelism alone).
-    found:    statistics of this rank's rows that are known, by direction.
+    managed:  None without `fully_shard` (tensor parallelism alone).
+    found:    known statistics of this rank's rows, by direction.
     """
 
     local: Tensor
@@ -61,20 +60,17 @@ class Sharded(NamedTuple):
         )
 
     def pieces(self) -> list[Piece]:
-        whole = self.managed is None
-        cuts, rank = (
-            (RowCuts((0, self.local.shape[0])), 0)
-            if whole
-            else (cuts_of(self.managed), self.managed.rank)
-        )
+        if self.managed is None:
+            cuts, rank = RowCuts((0, self.local.shape[0])), 0
+        else:
+            cuts, rank = cuts_of(self.managed), self.managed.rank
         if self.state.parts and not self.state.shares_statistics(cuts):
             return []
         return self.state.pieces(values_of(self.local), cuts, rank)
 
 
 class _Root:
-    """What one root of `fully_shard` has: its statistics of the last forward, and whether this
-    forward took them."""
+    """Statistics of one root of `fully_shard` in the last forward; taken: reduced in this one."""
 
     def __init__(self, module: nn.Module):
         self.taken = False
@@ -82,23 +78,21 @@ class _Root:
         module.register_forward_pre_hook(self._begin, prepend=True)
 
     def _begin(self, module: nn.Module, args) -> None:
-        # a checkpoint that recomputes all uses the statistics of its forward
+        # a checkpoint of the whole root recomputes with the statistics of its forward
         if not torch_compat.backward_is_running():
             self.taken = False
             torch_compat.end_failed_pass(module)
 
 
-# per FSDP2 state context, dies with it
+_NOTHING = torch.empty(0, device="cpu")
+# per FSDP2 state context
 _ROOTS: weakref.WeakKeyDictionary[object, _Root] = weakref.WeakKeyDictionary()
 _AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compared their models
 
 
 def check_model(managed: ManagedParam) -> None:
     """Compare the model of all ranks that hold these weights, before the first gather under a root.
-    Every rank must call it.
-
-    Raises ValueError, on every rank, where they differ.
-    """
+    Every rank must call it. Raises ValueError, on every rank, if they differ."""
     shared = torch_compat.root_of(managed)
     if shared not in _AGREED:
         check_same_model(torch_compat.managed_params_beside(managed))
@@ -106,13 +100,13 @@ def check_model(managed: ManagedParam) -> None:
 
 
 def is_new_root() -> bool:
-    """Some root has begun its first forward, and its model was not compared."""
+    """Some root has begun its first forward without a comparison of its model."""
     return any(root not in _AGREED for root in torch_compat.roots())
 
 
 def before_gather(members: Sequence[GatheredWeight]) -> None:
-    """Take the statistics that a gather of this group uses (see the note); in the same calls on
-    every rank."""
+    """Reduce the statistics for a gather of this group (see the note); in the same calls on every
+    rank."""
     managed = members[0].managed
     if managed.in_pre_backward or torch_compat.backward_is_running():
         if all(member.state.statistics is not None for member in members):
@@ -120,9 +114,10 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
     elif managed.in_forward_of_root:
         shared = torch_compat.root_of(managed)
         root = _ROOTS.get(shared)
-        if root is None:
-            root = _ROOTS[shared] = _Root(torch_compat.root_module(managed))
-        if not root.taken:
+        module = torch_compat.root_module(managed) if root is None else None
+        if module is not None:
+            root = _ROOTS[shared] = _Root(module)
+        if root is not None and not root.taken:
             root.taken = True
             take(_ordinary_weights(torch_compat.managed_params_beside(managed)), root.collectives)
         return
@@ -130,7 +125,8 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
 
 
 def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
-    """Codes of quantized parameters have statistics of their own (`quantized_weight`)."""
+    """Weights that gathers encode; quantized parameters have own statistics
+    (`quantized_weight`)."""
     local = ((m, m.local) for m in managed)
     return [
         Sharded(t, t.state, m)
@@ -141,14 +137,13 @@ def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
 
 @torch.no_grad()
 def take(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
-    """Share statistics of these weights over the ranks that hold any of them: one MAX all-reduce
-    per shard group, which serves the parts that tensor parallelism makes of a weight too where a
-    group of all their ranks exists.
+    """Share statistics of these weights over all ranks that hold them: one MAX all-reduce per shard
+    group, also for the parts of tensor parallelism if one group contains all their ranks.
 
-    kept:  collectives of the last time, by their groups: their memory is written again, which
-           captured steps read.
+    kept:  collectives of the last call, by their groups, whose memory is written again: captured
+           steps read it.
 
-    Every rank must call it with the same weights; empty shards take part.
+    Every rank must call it with the same weights, also with empty shards.
     """
     by_groups: dict[tuple, list[Sharded]] = {}
     for weight in weights:
@@ -160,42 +155,40 @@ def take(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
 
 
 def _groups(weight: Sharded) -> tuple[dist.ProcessGroup, ...]:
-    """What a weight's statistics are reduced over: one group of all ranks that hold any of it, or
-    one for each axis.
+    """The groups that reduce a weight's statistics: one of all ranks that hold any of it, or one per
+    axis.
 
-    Copies (HSDP) hold the same values, so those of all copies do. No group is made here: ranks that
-    hold other weights, such as another stage of a pipeline, are not there to take part.
+    Copies (HSDP) hold the same values, so a group may contain them. No group is created here: other
+    stages of a pipeline could not take part.
     """
     m, parts, world = weight.managed, weight.state.tensor_group, dist.group.WORLD
     if m is None:
-        return (parts,)
+        return () if parts is None else (parts,)
     shards = m.process_group
     if parts is None or not weight.state.spans_parts:
         return (shards,)
     if shards.size() == 1:
         return (parts,)
-    if m.registered.device_mesh.size() == world.size() and dist.get_backend(
-        world
-    ) == dist.get_backend(shards):
-        return (world,)
+    if world is not None and m.registered.device_mesh.size() == world.size():
+        if dist.get_backend(world) == dist.get_backend(shards):
+            return (world,)
     return shards, parts
 
 
 class Collective:
-    """Statistics of weights that ranks share over some groups, forward after forward in the same
-    memory.
+    """Statistics that ranks share over some groups, in the same memory in every forward.
 
-    Key: states, formats, shapes, what is known already. Owner: the root, or the caller of one
-    gather. It ends with the root.
+    Key: states, formats, shapes, known statistics. Owner: the root, or the caller of one gather.
     """
 
     def __init__(self, weights: Sequence[Sharded], groups: tuple[dist.ProcessGroup, ...]):
-        self._key, self._shared = _key(weights), []
+        self._key = _key(weights)
+        self._shared: list[SharedStatistics] = []
         pieces = [(piece, weight) for weight in weights for piece in weight.pieces()]
         fragments = [_fragment(*of) for of in pieces]
         places = [i for i, f in enumerate(fragments) if any(map(f.shares_statistics, f.encodings))]
         self._crossing = [fragments[i] for i in places]
-        # (weight, matrix) of each; no tensor is kept
+        # (weight, matrix) of each, without tensors
         self._of = [(pieces[i][1].state, pieces[i][0].state) for i in places]
         self._groups = groups if places else ()
         for group in self._groups:
@@ -204,17 +197,15 @@ class Collective:
         self._hand_over(weights)
 
     def replay(self, weights: Sequence[Sharded]) -> bool:
-        """Take those of the same weights as they are now; False, before any collective, where more
-        than values differs."""
+        """Reduce the statistics of the same weights again. Returns False, before any collective, if
+        more than values differs."""
         if self._key != _key(weights) or any(state.parts for state, _ in self._of):
             return False
         by_state = {id(weight.state): weight for weight in weights}
         for fragment, (state, _) in zip(self._crossing, self._of):
             weight = by_state[id(state)]
-            fragment.values, fragment.found = (
-                values_of(weight.local).to(weight.device),
-                _found(weight),
-            )
+            fragment.values = values_of(weight.local).to(weight.device)
+            fragment.found = _found(weight)
         for shared in self._shared:
             if not shared.replay(self._crossing, torch_compat.copy_all):
                 return False
@@ -224,20 +215,21 @@ class Collective:
 
     def _pass_on(self, shared: SharedStatistics) -> None:
         counters.add("amax all-reduce", "weights")
-        # what ranks of one group have shared, those of the next start from
+        # the next group starts from the results of this one
         if len(self._groups) > 1:
             for fragment, own in zip(self._crossing, shared.results):
                 fragment.found = tuple(s or t for s, t in zip(own, fragment.found or own))
 
     def _hand_over(self, weights: Sequence[Sharded]) -> None:
-        for weight in weights:
-            weight.state.statistics = {}
+        by_state: dict[WeightState, dict] = {weight.state: {} for weight in weights}
         results = self._shared[-1].results if self._shared else []
         for (state, matrix), fragment, of in zip(self._of, self._crossing, results):
-            state.statistics.update(
-                ((matrix.name, e.direction), one) for e, one in zip(fragment.encodings, of)
-            )
-            fragment.values = None  # a weight that is replaced is not kept alive here
+            by_state[state] |= {
+                (matrix.name, e.direction): one for e, one in zip(fragment.encodings, of)
+            }
+            fragment.values = _NOTHING  # do not keep a replaced weight alive
+        for state, statistics in by_state.items():
+            state.statistics = statistics
 
 
 def _key(weights: Sequence[Sharded]) -> list:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile keeps of a tensor subclass beside its buffers."""
+"""Metadata of tensor subclasses that torch.compile must ignore."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class NoDynamoGuard:
-    """A value that no graph depends on: the thing itself, in every copy, equal to any other.
+    """A value that no graph depends on: copies share it, and all compare equal.
 
-    Operators take formats from a plan's text. A graph that is cached on disk keeps nothing of it.
+    Graphs have the formats in the text of the plan. Graphs on disk do not contain the value.
     """
 
     def __init__(self, value: object):
@@ -21,17 +21,15 @@ class NoDynamoGuard:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NoDynamoGuard)
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __reduce__(self):
         return NoDynamoGuard, (None,)
 
 
 def stable_text(tensor: Tensor) -> str:
-    """What a graph that is cached on disk knows of a tensor subclass: class, shape and buffers."""
-    names, _ = tensor.__tensor_flatten__()
-    facts = (
-        (n, t.shape, t.stride(), t.dtype, t.device)
-        for n, t in ((n, getattr(tensor, n)) for n in names)
-    )
+    """The key of a tensor subclass in graphs on disk: class, shape and buffers."""
+    names, _ = getattr(tensor, "__tensor_flatten__")()
+    buffers = ((n, getattr(tensor, n)) for n in names)
+    facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in buffers)
     return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"

@@ -2,8 +2,8 @@
 """`WeightShard`: the local tensor of a parameter under `fully_shard`, with the hooks by which FSDP2
 gathers it as codes.
 
-Without `fully_shard` a weight is the plain nn.Parameter that it was. FSDP2 registers each sharded
-parameter with its modules by `setattr`; there `as_shard` puts this class over the shard's memory
+Without `fully_shard` a weight is a plain nn.Parameter. FSDP2 registers each sharded parameter with
+its modules by `setattr`, where `as_shard` puts this class over the shard's memory
 (`modules.linear.HasWeight.__setattr__`).
 """
 
@@ -12,9 +12,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .aten_table import aten
@@ -23,8 +25,10 @@ from .quantized_tensor import QuantizedTensor
 from .traced import NoDynamoGuard, stable_text
 from .weight_state import WeightState
 
-# Views and copies of a shard that FSDP2, DTensor and nn.Module._apply keep as the shard. All else
-# returns plain tensors, so gradients and optimizer states are never of this class.
+_T = TypeVar("_T", bound=Tensor)
+
+# Views and copies that FSDP2, DTensor and nn.Module._apply use as the shard. Other operators return
+# plain tensors, so gradients and optimizer states are never of this class.
 _KEEPS_CLASS = frozenset(
     {
         aten.detach.default,
@@ -47,20 +51,23 @@ _KEEPS_CLASS = frozenset(
 
 class WeightShard(FSDPHooks, Tensor):
     """High-precision rows of a weight, over their own memory: data_ptr(), storage, numpy() and
-    .data are a plain tensor's.
+    .data are those of a plain tensor.
 
     state: `WeightState`, which all shards and views of the weight share.
 
-    While a graph is traced, values are a fake or functional tensor, and the shard is a wrapper
-    around it.
+    While a graph is traced, the shard is a wrapper around a fake or functional tensor.
     """
+
+    _state: WeightState
+    _traced: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor, state: WeightState) -> WeightShard:
+        self: WeightShard
         if type(values) in (Tensor, nn.Parameter, WeightShard):
-            self = Tensor._make_subclass(cls, values)
+            self = Tensor._make_subclass(cls, values)  # pyright: ignore[reportAssignmentType]
         else:
-            self = Tensor._make_wrapper_subclass(
+            self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAssignmentType]
                 cls,
                 values.shape,
                 strides=values.stride(),
@@ -83,25 +90,25 @@ class WeightShard(FSDPHooks, Tensor):
 
     @property
     def _flat_inner(self) -> Tensor:
-        """`inner` with a storage object of its own, as tracing wants of a wrapper's inner tensor.
-        The shard owns the memory."""
+        """`inner` with a storage object of its own, which tracing requires of a wrapper's inner
+        tensor. The shard owns the memory."""
         return self._alias("_wrapped", torch_compat.alias_with_own_storage)
 
     def _alias(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """`make(self)`, kept as long as the shard has this memory: dynamo guards that parameters
-        are different objects."""
-        own = self.__dict__
+        """`make(self)`, cached while the shard has this memory: dynamo guards on the identity of
+        parameters."""
+        own = vars(self)
         if "_traced" in own:
             return own["_traced"]
-        kept = own.get(name)
+        alias = own.get(name)
         if (
-            kept is None
-            or kept.data_ptr() != self.data_ptr()
-            or kept.shape != self.shape
-            or kept.dtype is not self.dtype
+            alias is None
+            or alias.data_ptr() != self.data_ptr()
+            or alias.shape != self.shape
+            or alias.dtype is not self.dtype
         ):
-            kept = own[name] = make(self)
-        return kept
+            alias = own[name] = make(self)
+        return alias
 
     def numpy(self, *, force: bool = False):
         return self.inner.numpy(force=force)
@@ -119,7 +126,8 @@ class WeightShard(FSDPHooks, Tensor):
         copied = memo[id(self)] = WeightShard(
             copy.deepcopy(self.inner, memo), copy.deepcopy(self._state, memo)
         )
-        return copied.requires_grad_(self.requires_grad)
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol):
         return _rebuild, (self.inner, self._state, self.requires_grad)
@@ -127,7 +135,7 @@ class WeightShard(FSDPHooks, Tensor):
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"WeightShard({self._state.name}, {list(self.shape)}, {self.dtype}, {self._state.quantizer})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -148,9 +156,9 @@ class WeightShard(FSDPHooks, Tensor):
         return result
 
 
-def _mapped(kind: type, fn: Callable[[Tensor], object], value: object) -> object:
-    """fn of what is of this kind, in an argument or a result of an operator: a tensor, or a list of
-    them."""
+def _mapped(kind: type[_T], fn: Callable[[_T], object], value: object) -> Any:
+    """An argument or result of an operator, a tensor or a list, with fn applied to tensors of a
+    kind."""
     if isinstance(value, kind):
         return fn(value)
     return (
@@ -165,15 +173,15 @@ def _inner(shard: WeightShard) -> Tensor:
 
 
 @functools.cache
-def _arguments_written(func) -> list[tuple[int, str]]:
-    """(place, name) of the arguments that an operator's schema writes."""
+def _arguments_written(func: Any) -> list[tuple[int, str]]:
+    """(index, name) of the arguments that an operator's schema writes."""
     arguments = enumerate(func._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _written(func, args, kwargs, result):
-    """Count the write, which went to the shard's memory through another tensor, and return the
-    shard that was given."""
+    """Increment the version of a shard whose memory was written through another tensor, and return
+    the shard."""
     written: list[WeightShard] = []
     for i, name in _arguments_written(func):
         _mapped(WeightShard, written.append, args[i] if i < len(args) else kwargs.get(name))
@@ -184,16 +192,17 @@ def _written(func, args, kwargs, result):
 
 
 def _rebuild(values: Tensor, state: WeightState, requires_grad: bool) -> WeightShard:
-    return WeightShard(values, state).requires_grad_(requires_grad)
+    shard = WeightShard(values, state)
+    shard.requires_grad_(requires_grad)
+    return shard
 
 
-def as_shard(parameter: Tensor, state: WeightState) -> WeightState:
-    """Put `WeightShard` over the local tensor of a sharded parameter, for everyone who holds it;
-    the state that it has.
+def as_shard(parameter: DTensor, state: WeightState) -> WeightState:
+    """Replace the local tensor of a sharded parameter, in place, by a `WeightShard`; returns its
+    state.
 
-    parameter: DTensor. A local tensor that has FSDP2's hooks already is left as it is: that of a
-               tied layer, or of a quantized parameter. So are gathered codes, which under tensor
-               parallelism are a DTensor's too.
+    A local tensor with FSDP2's hooks (of a tied layer, or a quantized parameter) stays, and so do
+    gathered codes, which under tensor parallelism are in a DTensor too.
     """
     local = torch_compat.local_of(parameter)
     if isinstance(local, FSDPHooks):

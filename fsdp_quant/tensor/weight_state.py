@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WeightState`: what the library knows of one weight besides its values. It holds codes only
-inside `fq.hold`.
+"""`WeightState`: formats and histories of one weight. It holds codes only inside `fq.hold`.
 
 [Note: codes are values]
-A layer quantizes the weight that it multiplies in each forward, and its autograd node owns the
-codes of the backward. Under FSDP2 each gather encodes the shard as it is. So nothing here depends
-on when, or by whom, a weight was written.
+A layer quantizes its weight in each forward, and the autograd node owns the codes of the backward.
+Under FSDP2 each gather encodes the shard as it is. So nothing here depends on when, or by whom, a
+weight was written.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
 from .torch_compat import ManagedParam
 
+_T = TypeVar("_T")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
 
 
@@ -42,50 +42,50 @@ class WeightSync(Protocol):
 
 
 class WeightState:
-    """Formats, histories and place of one weight. Its layers, shards and gathered codes share it.
+    """Formats and histories of one weight. Its layers, shards and gathered codes share the state.
 
     name:          qualified name of the module and ".weight", for messages and random keys.
-    quantizer:     `HybridQuantizer`; None for packed matrices, each of which is quantized as
-                   `parts` says.
+    quantizer:     `HybridQuantizer`; None for packed matrices, whose `parts` have one each.
     shape:         of the unsharded weight, [N, K] or [matrices, N, K].
     parts:         states of the matrices of a packed weight.
     compute_dtype: dtype that quantized formats see (None: the weight's own).
-    plan:          of the layer (`modules.plan.GemmPlan`): the layouts in which its GEMMs read
+    plan:          `modules.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
                    gathered codes. None: compact.
     recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
     weight_sync:   the `fq.hooks` sync that writes the codes of a published weight, or None.
-    tensor_group:  ranks whose weights of this name are parts of one (tensor parallelism); amaxes of
-                   a whole tensor are shared over it. Not copied to files.
+    tensor_group:  ranks of tensor parallelism, which share amaxes of the whole tensor. Not saved.
     tensor_dim:    dim that tensor parallelism cuts.
     histories:     (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed
                    scaling.
-    held:          codes by key inside `fq.hold`, with the versions of the values that they were
-                   made of; None outside.
-    statistics:    that ranks share, by matrix and direction, as of the last forward of the root;
-                   None before one.
+    gathered:      `gathered_weight.GatheredWeight` under FSDP2.
+    held:          codes by key inside `fq.hold`, with the versions of their values; None outside.
+    statistics:    shared by ranks in the last forward of the root, by matrix and direction; None
+                   before one.
     """
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
 
     def __init__(
-        self, name: str, quantizer, shape: tuple[int, ...], compute_dtype: torch.dtype | None
+        self,
+        name: str,
+        quantizer: Any,  # HybridQuantizer is above this module
+        shape: Sequence[int],
+        compute_dtype: torch.dtype | None,
     ):
-        self.name, self.quantizer, self.shape, self.compute_dtype = (
-            name,
-            quantizer,
-            tuple(shape),
-            compute_dtype,
-        )
-        self.plan, self.recomputes = None, False
+        self.name, self.quantizer, self.compute_dtype = name, quantizer, compute_dtype
+        self.shape = tuple(shape)
+        self.plan: Any = None
+        self.recomputes = False
         self.parts: list[WeightState] = []
-        self.tensor_group, self.tensor_dim = None, 0
+        self.tensor_group: dist.ProcessGroup | None = None
+        self.tensor_dim = 0
         self.histories: dict[tuple, AmaxHistory] = {}
         self._reset()
         ALL_STATES.add(self)
 
     def _reset(self) -> None:
         """Forget what belongs to this process: gathers, syncs, holds."""
-        self.gathered: object = None  # gathered_weight.GatheredWeight
+        self.gathered: Any = None  # gathered_weight.GatheredWeight
         self.managed: ManagedParam | None = None
         self.weight_sync: WeightSync | None = None
         self.held: dict | None = None
@@ -108,8 +108,8 @@ class WeightState:
         )
         return copied
 
-    def set_quantizer(self, quantizer) -> None:
-        """Another recipe: histories and gather buffers of the old one are dropped."""
+    def set_quantizer(self, quantizer: Any) -> None:
+        """Set the quantizer of another recipe; discard histories and gather buffers."""
         self.quantizer = quantizer
         self.histories.clear()
         self.gathered = self.statistics = None
@@ -118,7 +118,7 @@ class WeightState:
 
     @property
     def matrices(self) -> list[WeightState]:
-        """What is quantized by itself: each matrix of a packed weight, else this weight."""
+        """States with a quantizer: of each matrix of a packed weight, else this one."""
         return self.parts or [self]
 
     @property
@@ -136,17 +136,16 @@ class WeightState:
 
     @property
     def spans_parts(self) -> bool:
-        """Some scale is of the whole tensor, of which tensor parallelism gives this rank a part.
-        Packed matrices are whole."""
+        """Some scale spans the ranks of tensor parallelism (never that of packed matrices)."""
         return (
             not self.parts
             and self.part[1] > 1
             and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
         )
 
-    def history(self, name: str, slot: str, direction: Direction, quantizer) -> AmaxHistory:
+    def history(self, name: str, slot: str, direction: Direction, quantizer: Any) -> AmaxHistory:
         """The amax history of a delayed side: of a module's slot, or of the weight itself."""
-        # autocast may bring another quantizer to the same slot
+        # under autocast a slot may have several quantizers
         key = (name, slot, direction, quantizer)
         if key not in self.histories:
             self.histories[key] = AmaxHistory(
@@ -155,10 +154,10 @@ class WeightState:
         return self.histories[key]
 
     def delayed_history(
-        self, direction: Direction, device: torch.device, quantizer=None
+        self, direction: Direction, device: torch.device, quantizer: Any = None
     ) -> AmaxHistory | None:
-        """What scales the weight's side of this direction, on `device`; None where no history
-        does."""
+        """The history that scales this direction of the weight, on `device`; None without delayed
+        scaling."""
         side = (quantizer or self.quantizer).side(direction)
         return (
             self.history(self.name, "weight", direction, side).to(device)
@@ -167,12 +166,13 @@ class WeightState:
         )
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
-        """What an encoder sees of the values: `compute_dtype`, or for identity the dtype of a plain
-        gather."""
+        """The dtype to which values are rounded before encoding: `compute_dtype`; for identity the
+        dtype of a plain gather."""
         return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
     def layouts(self, dtype: torch.dtype, device: torch.device) -> dict[Direction, str] | None:
-        """How the layer's GEMMs of `dtype` activations read both directions; None: compact."""
+        """The layouts in which the layer's GEMMs of `dtype` activations read both directions; None:
+        compact."""
         if self.plan is None:
             return None
         plan = self.plan if self.part[1] > 1 else self.plan.on(dtype, device)
@@ -181,17 +181,16 @@ class WeightState:
     # Shards #
 
     def own_codes(self, local: Tensor, direction: Direction) -> Encoded | None:
-        """The codes that the parameter is, of a quantized parameter; None: they are to be made of
-        its values."""
+        """The codes of a quantized parameter; None: encode the values."""
         return None
 
     def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
-        """Some statistic of this encoding needs what other ranks hold."""
+        """Some statistic of this encoding depends on other ranks."""
         return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
 
     def shares_statistics(self, cuts: RowCuts) -> bool:
-        """Ranks need statistics of each other's rows of this weight; of a packed one, which no cut
-        divides, for histories."""
+        """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices no
+        cut divides, only those of histories do."""
         if self.parts:
             return len(cuts.bounds) > 2 and any(
                 part.quantizer.delayed_directions for part in self.parts
@@ -199,11 +198,11 @@ class WeightState:
         return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
 
     def pieces(self, values: Tensor, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
-        """What a rank holds of each matrix of a weight whose dim 0 is cut so.
+        """A rank's rows of each matrix of a weight whose dim 0 is cut by `cuts`.
 
         values: [local rows, K] or [local matrices, N, K].
-        every:  also matrices of which the rank holds nothing. Always so where scales come from
-                histories, which all ranks keep.
+        every:  include matrices without rows on the rank; always with delayed scaling, whose
+                histories all ranks keep.
         """
         if not self.parts:
             return [Piece(self, values, cuts, rank)]
@@ -231,13 +230,17 @@ class WeightTensor(Tensor):
 
     @property
     def saved(self) -> Tensor:
-        """What a state dict holds of it."""
+        """The tensor in a state dict."""
         return self.inner
 
 
 def values_of(tensor: Tensor) -> Tensor:
     """The plain tensor of high-precision values behind a local parameter."""
-    return tensor.inner if isinstance(tensor, WeightTensor) else tensor
+    return _inner_of(tensor) if isinstance(tensor, WeightTensor) else tensor
+
+
+def _inner_of(tensor: WeightTensor) -> Tensor:
+    return tensor.inner
 
 
 class Piece(NamedTuple):
@@ -256,11 +259,10 @@ class Piece(NamedTuple):
 class Shard(NamedTuple):
     """One direction of a piece, to be encoded.
 
-    high_precision: dtype that an identity side has.
-    statistics:     shared by all ranks that hold a part; None where every statistic follows from
-                    these rows.
+    high_precision: dtype of an identity side.
+    statistics:     shared between ranks; None if all statistics depend on these rows alone.
     into:           (data, scale) to write, or None.
-    records:        the amax of a delayed side is recorded in its history: in training.
+    records:        record the amax of a delayed side in its history: in training.
     """
 
     piece: Piece
@@ -276,19 +278,20 @@ def encode_shards(
     device: torch.device,
     launches: list[tuple[RecordedEncode, list[int]]] | None = None,
 ) -> list[Encoded]:
-    """Codes and scales of each shard on `device`; one launch for all that have equal encodings.
+    """Codes and scales of each shard on `device`; one launch per encoding.
 
-    launches: takes (launch, places of the shards that it encodes) of those that may be repeated
-              over other values.
+    launches: receives (launch, indices of the shards that it encodes) of launches that can be
+              replayed.
     """
-    results: list[Encoded | None] = [None] * len(shards)
+    results: dict[int, Encoded] = {}
     alike: dict[tuple, list[int]] = {}
     for i, (piece, direction, high_precision, statistics, *_) in enumerate(shards):
         encoding = piece.state.quantizer.encodings[direction]
         dtype = piece.state.encoded_dtype(encoding, high_precision)
         alike.setdefault((encoding, dtype, piece.values.dtype, statistics is None), []).append(i)
     for (encoding, dtype, *_), places in alike.items():
-        of, repeatable = [shards[i] for i in places], None if launches is None else []
+        of = [shards[i] for i in places]
+        repeatable: list[RecordedEncode] = []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
         made = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in of],
@@ -299,22 +302,24 @@ def encode_shards(
             dtype,
             [s.into for s in of],
             [h.amaxes if h is not None and s.records else None for h, s in zip(histories, of)],
-            repeatable,
+            None if launches is None else repeatable,
         )
-        if repeatable:
+        if launches is not None and repeatable:
             launches.append((repeatable[0], places))
         for i, s, encoded in zip(places, of, made):
             results[i] = encoded
             if encoding.fmt.is_quantized:
                 counters.add("weight encode", (s.piece.state.name, s.direction.value))
-    return results
+    return [results[i] for i in range(len(shards))]
 
 
 def storage_of(
-    quantizer, direction: Direction, compute_dtype: torch.dtype | None, encode
+    quantizer: Any,
+    direction: Direction,
+    compute_dtype: torch.dtype | None,
+    encode: Callable[[Direction], Storage],
 ) -> Storage:
-    """The storage of a direction. encode: Direction -> Storage, of those directions that are
-    encoded from the values."""
+    """The storage of a direction. encode: of the directions in `quantizer.encodings`."""
     if direction in quantizer.encodings:
         return encode(direction)
     rowwise = encode(ROWWISE)
@@ -325,13 +330,11 @@ def storage_of(
     )
 
 
-def held(state: WeightState | None, key: tuple, values: Tensor, make):
-    """What `make()` returns; inside `fq.hold`, what it returned at the first use.
+def held(state: WeightState | None, key: tuple, values: Tensor, make: Callable[[], _T]) -> _T:
+    """`make()`; inside `fq.hold`, its result at the first use.
 
-    values: that the codes are made of.
-
-    Raises StaleWeightError for values that were written, as far as torch counts writes, since the
-    first use.
+    values: the source of the codes. Raises StaleWeightError if they were written since the first
+            use, as far as torch counts writes.
     """
     if state is None or state.held is None:
         return make()
@@ -350,7 +353,6 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make):
 def share_over_tensor_group(
     found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup
 ) -> list[Statistics]:
-    """Statistics of whole tensors from those of this rank's part; every rank of the group must call
-    it."""
+    """Statistics of whole tensors from those of each rank's part; every rank must call it."""
     counters.add("amax all-reduce", "weights")
     return share_amaxes(found, group)
