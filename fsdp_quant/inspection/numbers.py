@@ -121,6 +121,8 @@ def _of_direction(source: Tensor, x: Tensor, storage: Storage, hybrid: HybridQua
 
 def _scale_per_element(storage: Storage) -> Tensor:
     s = storage
+    if s.scale is None:
+        raise ValueError(f"{s.describe()} has no scales to measure")
     return reference.scale_of_each(
         s.scale, s.tensor_amax, s.fmt, s.direction, s.padded_shape, s.row0
     )

@@ -350,7 +350,7 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     return measure(x, made, hybrid)
 
 
-def _of_codes(weight: Tensor) -> list[Measured]:
+def _of_codes(weight: Tensor | FSDPHooks) -> list[Measured]:
     storages = {d: s for d in Direction if (s := getattr(weight, d.value, None)) is not None}
     return [measure_codes(storages)] if storages else []
 

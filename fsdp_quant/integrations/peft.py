@@ -8,6 +8,7 @@ adapters in high precision.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -27,7 +28,7 @@ class _Decoded:
         return getattr(self._layer, name)
 
     def get_base_layer(self) -> SimpleNamespace:
-        base = self._layer.get_base_layer()
+        base: Any = self._layer.get_base_layer()
         return SimpleNamespace(weight=base.weight.dequantize(), bias=base.bias)
 
 
@@ -39,9 +40,8 @@ class _DoraOverCodes(DoraLinearVariant):
         module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs
     ) -> Tensor:
         is_codes = isinstance(module.get_base_layer().weight, QuantizedTensor)
-        return DoraLinearVariant.forward(
-            _Decoded(module) if is_codes else module, active_adapter, x, result, **kwargs
-        )
+        layer: Any = _Decoded(module) if is_codes else module
+        return DoraLinearVariant.forward(layer, active_adapter, x, result, **kwargs)
 
 
 def freeze(model: nn.Module) -> int:

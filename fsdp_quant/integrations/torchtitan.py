@@ -69,7 +69,8 @@ def quantized(
                 f"parallelism.spmd_backend is {backend!r}; several ranks train quantized models "
                 "with 'partial_dtensor'"
             )
-        for module in model.modules():
+        modules: Iterator[Any] = model.modules()
+        for module in modules:
             if isinstance(module, TitanModule):
                 module._cache_pos_arg_names()  # by which it shards inputs: those of its own forward
         convert(model, recipe, skip=skip, fuse=fuse)

@@ -488,7 +488,8 @@ class CastPlan:
                     )
             for of, _, table in self._tables:
                 if len(of.tiles[second]):
-                    native.cast_pieces(table, of.tiles[second], *of.works[second], second, skip)
+                    row, col = of.works[second]
+                    native.cast_pieces(table, of.tiles[second], row, col, second, skip)
         for runs in self._runs:
             if runs.rows:
                 native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)

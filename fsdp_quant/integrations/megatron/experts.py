@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ class _GroupedLinear(GroupedLinear):
         skip_bias_add: bool,
         is_expert: bool = True,
         tp_comm_buffer_name: str | None = None,
-        pg_collection=None,
+        pg_collection: Any = None,
         name: str | None = None,
         recipe: Recipe | None = None,
     ):
@@ -141,8 +142,8 @@ class _GroupedLinear(GroupedLinear):
     ) -> dict:
         """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per expert."""
         core.need("sharded_state_dict")
-        metadata, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
-        apart, groups = metadata.get("singleton_local_shards", False), self._groups
+        settings, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
+        apart, groups = settings.get("singleton_local_shards", False), self._groups
         first, everywhere = rank_of(groups.ep) * self.num_gemms, size_of(groups.ep) * self.num_gemms
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
         for e in range(self.num_gemms):
@@ -161,7 +162,7 @@ class _GroupedLinear(GroupedLinear):
                 {f"{e}.{k}": axis for k, axis in axes.items()},
                 offsets,
                 tp_group=self.tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
+                dp_cp_group=settings["dp_cp_group"],
             )
             core.replace_prefix_for_sharding(
                 found, f"{e}.", f"{first + e}.{prefix}" if apart else prefix

@@ -18,6 +18,7 @@ Ownership follows Megatron: rank r owns the r-th part of every bucket, wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ _REFUSED_OF_OPTIMIZER = {
 }
 
 
-def shard_map(bucket, param: nn.Parameter, ranks: int) -> ShardMap:
+def shard_map(bucket: Any, param: nn.Parameter, ranks: int) -> ShardMap:
     """Ownership of the elements of a parameter in one of Megatron's buckets.
 
     Raises ValueError if the ranks do not divide the bucket.
@@ -243,18 +244,18 @@ class GathersCodes:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
         codes.finish()
-        super().start_param_sync(force_sync=True)
+        super().start_param_sync(force_sync=True)  # pyright: ignore[reportAttributeAccessIssue]
         codes.note_whole()
         codes.start(values=False).wait()
         codes.finish()
 
     def _post_param_sync(self) -> None:
-        super()._post_param_sync()
+        super()._post_param_sync()  # pyright: ignore[reportAttributeAccessIssue]
         self.fsdp_quant_codes.finish()
 
 
 def gather_codes(
-    model_chunks: Sequence[nn.Module], optimizer, *, transport: str = "codes", stats: str = "dense"
+    model_chunks: Sequence[Any], optimizer: Any, *, transport: str = "codes", stats: str = "dense"
 ) -> None:
     """Send codes of these layers' weights in Megatron's gathers of parameters. Every rank must call
     it.
