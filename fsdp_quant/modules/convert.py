@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor.agreement import agree, axes_of, text_of
-from ..tensor.fsdp_hooks import all_managed_weights
+from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear
@@ -201,11 +201,16 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
         for n, of in units.items()
     }
     recipes = _planned(recipe, asked, steps_of(model).number)
-    managed = {id(s): m for m in all_managed_weights() for s in m.local.state.matrices}
+    managed = {
+        id(s): (m, local.state)
+        for m in all_managed_weights()
+        if isinstance(local := m.local, FSDPHooks)
+        for s in local.state.matrices
+    }
     modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, _ in modules:
         under_fsdp = managed.get(id(module.runtime.weight_state))
-        if under_fsdp is not None and not under_fsdp.is_sharded:
+        if under_fsdp is not None and not under_fsdp[0].is_sharded:
             raise ValueError(
                 f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
                 "set_recipe between steps, or reshard() on its FSDP module first"
@@ -218,10 +223,10 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
         state.set_quantizer(module.plan.weight)
         state.compute_dtype = module.recipe.compute_dtype
         if id(state) in managed:
-            owner = managed[id(state)].local.state
+            param, owner = managed[id(state)]
             if owner is not state:  # of all matrices
                 owner.set_quantizer(None)
-            managed[id(state)].reset_gather_buffers()
+            param.reset_gather_buffers()
     for module, _ in modules:
         module.prepare_graphs()
     for module in model.modules():

@@ -84,7 +84,7 @@ class ExpertWeights(NamedTuple):
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
             return self._packed(directions, plan, dtype)
-        if first.dim() == 3 and self.are_gathered:
+        if first.dim() == 3 and isinstance(first, QuantizedTensor):
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
         of = [
@@ -115,9 +115,8 @@ class ExpertWeights(NamedTuple):
 def _stacked_operand(storages: Sequence[EncodedMatrix]) -> Operand | TwoLevelCodes:
     if storages[0].tensor_amax is not None:
         return _decodable(storages)
-    scale = (
-        None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
-    )
+    scales = [s.scale.reshape(-1) for s in storages if s.scale is not None]
+    scale = torch.cat(scales) if scales else None
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
@@ -133,7 +132,7 @@ def _decodable(storages: Sequence[EncodedMatrix]) -> TwoLevelCodes:
     """Of one compact storage an expert."""
     first, experts = storages[0], len(storages)
     rows, cols = first.shape
-    data, scale = [s.data for s in storages], [s.scale for s in storages]
+    data, scale = [s.data for s in storages], [s.scale for s in storages if s.scale is not None]
     if first.direction is COLUMNWISE:
         data = native.multi_tensor_transpose(
             data, [first.shape] * experts, first.fmt.bits, stacked=True
@@ -143,7 +142,7 @@ def _decodable(storages: Sequence[EncodedMatrix]) -> TwoLevelCodes:
         stacked(data).view(-1, data[0].shape[1]),
         torch.stack(scale).view(-1, scale[0].shape[1]),
     )
-    amaxes = torch.cat([s.tensor_amax for s in storages])
+    amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
     return TwoLevelCodes(
         data, scale, amaxes, first.fmt, ((experts, rows, cols), (rows * cols, cols, 1))
     )
@@ -185,22 +184,21 @@ def _of_packed(
     values, turned = (
         (values, plan.turned(dtype, values.device)) if lies else (native.rows_of(values), None)
     )
-    made = (
-        {}
-        if len(coded) == len(directions)
-        else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
-    )
-    if not coded:
+    made: dict[Direction, Operand | TwoLevelCodes] = {}
+    if len(coded) < len(directions):
+        made |= dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
+    if not coded or resolved.call is None:
         return made
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     if any(plan.operand("weight", d).tensor_scale for d in coded):
         round_to_bf16 = False
-    histories = [
+    found = (
         part.delayed_history(d, values.device, plan.weight)
         for d in plan.weight.delayed_directions
         for part in parts
-    ]
+    )
+    histories = [history for history in found if history is not None]
     given = values if round_to_bf16 else values.to(seen)
     if turned is None:
         buffers = iter(
@@ -268,7 +266,7 @@ def _of_gathered(
 def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
     """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all
     matrices."""
-    shown = weight._slots.shown
+    shown = weight._slots.shown or {}
     source = direction if f"{direction.value}_data" in shown else ROWWISE
     return [
         shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown

@@ -421,7 +421,7 @@ def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)
-        return _blank, (cls, pattern), *state
+        return (_blank, (cls, pattern), *state)
 
     return type(
         f"Fused{cls.__name__}",

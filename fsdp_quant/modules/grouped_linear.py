@@ -324,7 +324,7 @@ class GroupedLinear(HasWeight):
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
                 reason = "the tokens came as two-level codes"
-        if reason is None:
+        if reason is None and plan is not None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
             if sizes is None:
@@ -346,8 +346,10 @@ class GroupedLinear(HasWeight):
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
         biases, made = [None] * len(parts) if bias is None else bias.unbind(), []
-        for layer, part, *own in zip(self.layers, parts, weight.unbind(), biases):
-            layer.give(*own)
+        for layer, part, own, own_bias in zip(self.layers, parts, weight.unbind(), biases):
+            if not isinstance(layer, Expert):
+                continue
+            layer.give(own, own_bias)
             try:
                 made.append(layer(part))
             finally:

@@ -18,7 +18,7 @@ multiply its sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -135,22 +135,23 @@ def given_operand(
     data, first, turned = behind([s.data for s in storages]), storages[0], None
     if first.fmt.is_quantized and direction is COLUMNWISE:
         turned = native.transpose_tokens(data, groups)
+    scales = [s.scale for s in storages if s.scale is not None]
     if first.fmt.scale_leaves_contraction and (
         direction is COLUMNWISE or first.fmt.block[0] is None
     ):  # one set a group
-        scale = torch.cat([s.scale.reshape(-1) for s in storages])
+        scale = torch.cat([s.reshape(-1) for s in scales])
         return Operand(data if turned is None else turned, scale, operand_format(first.fmt, layout))
-    whole = Storage(first.fmt, direction, tuple(x.shape), data, None, None, x.dtype)
+    tokens, cols = x.shape
+    whole = Storage(first.fmt, direction, (tokens, cols), data, None, None, x.dtype)
     if turned is not None:  # scales of tokens of one group, which begins at a tile
-        rows = native.TILE // first.fmt.block[1]
-        scale = behind(
-            [pad_to(s.scale, rows, 1) if len(s.scale) % rows else s.scale for s in storages]
-        )
-        filled = scale.new_zeros(turned.shape[1] // first.fmt.block[1], scale.shape[1])
+        block = first.fmt.block[1] or native.TILE
+        rows = native.TILE // block
+        scale = behind([pad_to(s, rows, 1) if len(s) % rows else s for s in scales])
+        filled = scale.new_zeros(turned.shape[1] // block, scale.shape[1])
         filled[: len(scale)] = scale
         whole = whole.with_buffers({"scale": filled}, shape=(turned.shape[1], x.shape[1]))
-    elif first.scale is not None:
-        whole = whole.with_buffers({"scale": behind([s.scale for s in storages])})
+    elif scales:
+        whole = whole.with_buffers({"scale": behind(scales)})
     if layout == COMPACT or not whole.fmt.is_quantized:
         return Operand(whole.data, whole.scale, whole.fmt)
     operand = whole.to_gemm_operand(layout, turned)
@@ -159,8 +160,9 @@ def given_operand(
 
 def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> Operand:
     """Values of two-level codes, or their e4m3 codes, with the scale of each group's tensor."""
-    first, amaxes = storages[0], torch.cat([s.tensor_amax for s in storages])
-    data, scale = behind([s.data for s in storages]), behind([s.scale for s in storages])
+    amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
+    scale = behind([s.scale for s in storages if s.scale is not None])
+    first, data = storages[0], behind([s.data for s in storages])
     cols, factors = first.padded_shape[1], native.tensor_decode_scale(amaxes, first.fmt)
     if layout == COMPACT:
         values, fmt = (
@@ -243,7 +245,8 @@ def _backward_of_codes(
                     data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))
                 ).values()
             else:
-                b = Operand(*saved, read_as(plan, "input", COLUMNWISE, resolved.layouts))
+                codes, scale = saved
+                b = Operand(codes, scale, read_as(plan, "input", COLUMNWISE, resolved.layouts))
             dw = native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
         _count(plan, "wgrad", dy, groups)
     if weight is not None:
@@ -292,15 +295,20 @@ class Beside(NamedTuple):
     @staticmethod
     def of(calls: Sequence[LinearCall]) -> Beside:
         """What the calls of all experts have, side by side."""
-        sides = (
-            [t for side in zip(*of) for t in side]
-            for of in zip(
-                *((c.factors, c.histories, c.grad_factors, c.grad_histories) for c in calls)
-            )
-        )
+
+        def beside(of: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+            return [t for side in zip(*of) for t in side]
+
         first = calls[0]
         keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
-        return Beside(*sides, first.step, [call.ids for call in calls] if keyed else [])
+        return Beside(
+            beside(call.factors for call in calls),
+            beside(call.histories for call in calls),
+            beside(call.grad_factors for call in calls),
+            beside(call.grad_histories for call in calls),
+            first.step,
+            [call.ids for call in calls] if keyed else [],
+        )
 
 
 class GroupedLinearCall(torch.autograd.Function):

@@ -44,12 +44,13 @@ class GuardedLayer(Protocol):
     name: str
     recipe: Recipe
     plan: GemmPlan
-    steps: object
     guard: Tensor | None
     backward_guard: Tensor | None
 
     @property
     def guard_owner(self) -> GuardedLayer | None: ...
+    @property
+    def steps(self) -> object: ...
     @property
     def is_shared(self) -> bool: ...
 

@@ -135,7 +135,7 @@ def recomputed(run: Callable, x: Tensor):
 def mlp_hidden(
     x: Tensor,
     gate: nn.Module | None,
-    up: nn.Module,
+    up: nn.Linear,
     down: nn.Module,
     activation: Activation,
     handed: Handed,

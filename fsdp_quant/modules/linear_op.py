@@ -255,7 +255,7 @@ def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Ge
     return (
         not torch_compat.dispatch_is_watched()
         and plan.saves != "input"
-        and plan.input.rowwise.fmt.is_quantized
+        and plan.input.side(ROWWISE).fmt.is_quantized
         and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
     )
 
@@ -270,10 +270,10 @@ def _compiled(
     handed: Handed,
 ) -> Tensor:
     """y with its autograd node, in one call."""
-    key = None
+    key, codes = None, None
     if resolved.shared is not None:  # codes of one history serve its layers alone
         key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
-    codes = handed.codes.get(key)
+        codes = handed.codes.get(key)
     # x is freed before codes of the weight are made
     if codes is None and handed.source is not None:
         codes = native.linear_gated(

@@ -96,7 +96,7 @@ def quantize_slot(
     directions: list[Direction],
     step: Tensor,
     ids: Tensor,
-    factors: list[Tensor],
+    factors: Sequence[Tensor],
     statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
     """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
@@ -217,7 +217,7 @@ def _encode(
     values: Tensor, direction: Direction, state: WeightState, dtype: torch.dtype, records: bool
 ) -> Storage:
     encoding, statistics = state.quantizer.encodings[direction], None
-    if state.spans_parts and encoding.fmt.spans_tensor:
+    if state.tensor_group is not None and state.spans_parts and encoding.fmt.spans_tensor:
         (own,) = dispatch.statistics(values, [encoding], dtype=state.encoded_dtype(encoding, dtype))
         (statistics,) = share_over_tensor_group([(encoding, own)], state.tensor_group)
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
@@ -301,5 +301,5 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
 def weight_state(weight: Tensor) -> WeightState | None:
     """The `WeightState` behind a sharded or gathered weight, or None for a plain tensor."""
     if isinstance(weight, QuantizedTensor):
-        return weight.state if hasattr(weight, "state") else weight._slots.owner
+        return getattr(weight, "state", weight._slots.owner)
     return getattr(weight, "state", None)

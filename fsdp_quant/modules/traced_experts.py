@@ -160,17 +160,16 @@ def _weight_of(
     """The weight [E, N, K] of values, or of codes of one direction (`_codes_in`)."""
     if values is not None:
         return values.mT if turned else values
-    experts, *matrix = shape
+    experts, n, k = shape
     source = direction if direction in plan.weight.encodings else ROWWISE
     fmt = plan.weight.side(source).fmt
     fields = [t.unflatten(0, (experts, -1)) for t in codes]
     storages = [
-        Storage.over([t[e] for t in fields], fmt, source, tuple(matrix), dtype)
-        for e in range(experts)
+        Storage.over([t[e] for t in fields], fmt, source, (n, k), dtype) for e in range(experts)
     ]
+    own = [s if source is direction else s.as_direction(direction) for s in storages]
     parts = [
-        StoragePair(**{direction.value: s if source is direction else s.as_direction(direction)})
-        for s in storages
+        StoragePair(rowwise=s) if direction is ROWWISE else StoragePair(columnwise=s) for s in own
     ]
     return QuantizedTensor(slots=StoragePair(parts=parts), shape=tuple(shape))
 
@@ -322,7 +321,7 @@ def _run_backward(
             operand,
             saved if need_w else [],
             call,
-            *(seen or [None]),
+            next(iter(seen), None),
             step=_step(dy, seen),
             turned=turned and plan.turns_wgrad,
         )
@@ -354,7 +353,8 @@ def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
 
 
 def _call(plan: GemmPlan, device: torch.device, save: bool, guard: list[Tensor]) -> LinearCall:
-    return LinearCall(plan, None, save, False, STEP.on(device), slot_ids("").to(device), *guard)
+    ids, counts = slot_ids("").to(device), next(iter(guard), None)
+    return LinearCall(plan, None, save, False, STEP.on(device), ids, counts)
 
 
 def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:

@@ -170,10 +170,10 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
     )
     before, shared = owner.__dict__.get("_fq_traced_input", (None, None))
     if before != seen:
-        shared = _SharedInput(x, axis.cut_of("input", x))
+        shared = _SharedInput(x, SequenceCut.of_local(tuple(x.shape), axis.cut_dim, axis.group))
         # not with a tensor of a user's
         if torch_compat.dispatch_is_watched() and not x.is_inference():
-            owner.__dict__["_fq_traced_input"] = seen, shared
+            vars(owner)["_fq_traced_input"] = seen, shared
     return shared
 
 
@@ -276,8 +276,10 @@ class _TracedLinear(torch.autograd.Function):
                     )
                 ctx.save_for_backward(*kept, *([key] if ctx.keeps_key else []))
             y = torch_compat.reshaped(y, (*ctx.shape[:-1], y.shape[-1]))
-            y = _summed_output(y, axis) if adds_bias else y
-            return y + bias.to(y.dtype) if adds_bias and bias is not None else y
+            if axis is None or axis.column:
+                return y
+            y = _summed_output(y, axis)
+            return y if bias is None else y + bias.to(y.dtype)
 
     @staticmethod
     def backward(ctx, dy):
@@ -305,7 +307,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
     dx = dw = db = None
     if need_b:
         db = bias_gradient(plan, rows, directions)
-        db = (db if cut is None else axis.sum(db)).to(ctx.bias_dtype)
+        db = (db if cut is None or axis is None else axis.sum(db)).to(ctx.bias_dtype)
     if not directions:
         return None, None, db
     key = call.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
@@ -388,8 +390,8 @@ def traced_linear(
     ranks:      `Ranks`, where ranks share the layer; x may then be a DTensor that is cut along the
                 sequence.
     """
-    plan = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
-    counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
+    its = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
+    counts = [len(its.hybrid(slot).delayed_directions) for slot in SLOTS]
     of = ([], [], []), ([], [], [])
     for flat, by_slot in zip((list(factors), list(histories)), of):
         for here, count in zip(by_slot, counts):
@@ -409,8 +411,9 @@ def traced_linear(
         if axis.gathered_slot == "input":
             shared = _shared_input(owner, x, axis)
     step, ids = (None if t is None else t.to(x.device) for t in (step, ids))
-    call = GraphCall(step, ids, rank, *(guards or (None, None)), *of)
+    guard, backward_guard = guards or (None, None)
+    call = GraphCall(step, ids, rank, guard, backward_guard, *of)
     gradient = None if shared is None else shared.gradient
     return _TracedLinear.apply(
-        x, gradient, weight, bias, plan, save, training, call, axis, shared, group_of_weight
+        x, gradient, weight, bias, its, save, training, call, axis, shared, group_of_weight
     )

@@ -65,7 +65,11 @@ class GraphCall(NamedTuple):
         """`slot_key` of this call."""
         if not plan.hybrid(slot).is_stochastic:
             return None
-        step = self.step if self.rank is None else torch.cat((self.step[:-1], self.rank[:1]))
+        step = self.step
+        if step is None or self.ids is None:
+            raise ValueError("a graph that rounds stochastically reads no step")
+        if self.rank is not None:
+            step = torch.cat((step[:-1], self.rank[:1]))
         return slot_key(plan, slot, step, self.ids, rows, after)
 
 
@@ -122,7 +126,7 @@ def shared_amaxes(
     """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
     shares = group is not None and group.size() > 1
     own = whole_amaxes(hybrid, x, dtype, shares)
-    if not shares or x.numel() == 0:
+    if group is None or not shares or x.numel() == 0:
         return own
     return own | shared_statistics(
         x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own
@@ -144,7 +148,7 @@ def slot_statistics(
     """
     hybrid, group = plan.hybrid(slot), None
     if cut is not None:
-        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], axis.group
+        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
     elif axis is not None and slot == axis.cut_slot:
         group = axis.group
     return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
@@ -230,7 +234,7 @@ def weight_operand(
     encoding = hybrid.encodings[source]
     if hybrid.shares_storage and direction is COLUMNWISE:
         encoding = (
-            hybrid.columnwise.encoding(COLUMNWISE)
+            hybrid.side(COLUMNWISE).encoding(COLUMNWISE)
             if wanted != COMPACT and is_encoded_as(encoding.fmt, wanted)
             else encoding
         )
@@ -248,7 +252,8 @@ def weight_operand(
         alike = [
             d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])
         ]
-        statistics |= dict.fromkeys(alike, Statistics(None, found.amax.view(1)))
+        if found.amax is not None:
+            statistics |= dict.fromkeys(alike, Statistics(None, found.amax.view(1)))
     (encoded,) = dispatch.encode(
         values,
         [encoding],
@@ -257,12 +262,16 @@ def weight_operand(
         dtype=seen,
         layouts=[laid_out],
     )
-    if source in (spans := _whole_formats(hybrid)) and source not in statistics:
-        statistics |= _of_whole(
-            spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax
-        )
+    amax = encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax
+    if (
+        source in (spans := _whole_formats(hybrid))
+        and source not in statistics
+        and amax is not None
+    ):
+        statistics |= _of_whole(spans, amax)
     made = encoded_matrix(encoded, encoding, weight.shape, dtype)
-    amaxes = {source: encoded.amax} if factor is not None else {}
+    recorded = None if factor is None else encoded.amax
+    amaxes = {} if recorded is None else {source: recorded}
     if made.direction is not direction:
         made = (
             to_storage(made).as_direction(direction)

@@ -288,9 +288,9 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history):
                 history.roll()  # saved with high-precision parameters, the step that ran is open
-        state = module.runtime.weight_state
-        if isinstance(state, QuantizedWeightState):
-            state.drop_codes()
+        weight = module.runtime.weight_state
+        if isinstance(weight, QuantizedWeightState):
+            weight.drop_codes()
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:

@@ -27,7 +27,7 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     packed, reads = (
         getattr(masking, name, None) for name in ("find_packed_sequence_indices", "is_tracing")
     )
-    if packed is None or reads is None:
+    if masking is None or packed is None or reads is None:
         yield
         return
     own_positions: list[bool] = []  # of the calls of models that are running, the innermost last
@@ -46,13 +46,15 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     ]
     hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in models]
     hooks += [m.register_forward_hook(leave, always_call=True) for m in models]
-    masking.is_tracing = lambda tensor=None: tensor is not None
-    masking.find_packed_sequence_indices = lambda ids: (
-        None if own_positions and own_positions[-1] else packed(ids)
+    vars(masking).update(
+        is_tracing=lambda tensor=None: tensor is not None,
+        find_packed_sequence_indices=lambda ids: (
+            None if own_positions and own_positions[-1] else packed(ids)
+        ),
     )
     try:
         yield
     finally:
-        masking.is_tracing, masking.find_packed_sequence_indices = reads, packed
+        vars(masking).update(is_tracing=reads, find_packed_sequence_indices=packed)
         for hook in hooks:
             hook.remove()

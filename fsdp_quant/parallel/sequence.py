@@ -30,7 +30,7 @@ def travelling_bytes(
     fmt, d = encoding.fmt, encoding.direction
     size = rows * fmt.row_bytes(cols, dtype)
     if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
-        size += prod(fmt.scale_shape((rows, cols), d)) * fmt.scale_bytes
+        size += prod(fmt.scale_shape((rows, cols), d) or ()) * fmt.scale_bytes
     return size
 
 
