@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _OUR_FORMATS = "formats come from the recipe: leave it out"
 _UNTESTED = "it was not tested with these layers: leave it out"
 # Field of the config -> (values that these layers honour, what to do about others). A field that a
@@ -51,7 +53,7 @@ HONOURED: dict[str, tuple[tuple, str]] = {
 }
 
 
-def check_config(config, name: str = "config") -> None:
+def check_config(config: Any, name: str = "config") -> None:
     """Raise ValueError for the first field of a TransformerConfig that these layers do not
     honour."""
     for field, (honoured, remedy) in HONOURED.items():

@@ -50,7 +50,7 @@ class _GroupedLinear(GroupedLinear):
         input_size: int,
         output_size: int,
         *,
-        config,
+        config: Any,
         init_method: Callable,
         bias: bool,
         skip_bias_add: bool,

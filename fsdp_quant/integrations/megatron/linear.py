@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,13 +68,13 @@ class ParallelLinear(Linear):
         self,
         input_size: int,
         output_size: int,
-        config,
+        config: Any,
         init_method: Callable,
         bias: bool,
         skip_bias_add: bool,
         stride: int,
         is_expert: bool,
-        tp_group,
+        tp_group: dist.ProcessGroup | None,
         name: str | None,
         recipe: Recipe | None,
         refused: dict[str, tuple],
@@ -204,7 +205,7 @@ class ColumnParallelLinear(ParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        config,
+        config: Any,
         init_method: Callable,
         bias: bool = True,
         gather_output: bool = False,
@@ -220,7 +221,7 @@ class ColumnParallelLinear(ParallelLinear):
         tp_group: dist.ProcessGroup | None = None,
         name: str | None = None,
         output_dtype: torch.dtype | None = None,
-        pg_collection=None,
+        pg_collection: Any = None,
         recipe: Recipe | None = None,
     ):
         self.gather_output, self._reduces = gather_output, not disable_grad_reduce
@@ -298,7 +299,7 @@ class RowParallelLinear(ParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        config,
+        config: Any,
         init_method: Callable,
         bias: bool,
         input_is_parallel: bool,
@@ -309,7 +310,7 @@ class RowParallelLinear(ParallelLinear):
         tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
         name: str | None = None,
-        pg_collection=None,
+        pg_collection: Any = None,
         recipe: Recipe | None = None,
     ):
         self.input_is_parallel = input_is_parallel

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,13 +73,13 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def tensor_ranks(config, is_expert: bool) -> int:
+def tensor_ranks(config: Any, is_expert: bool) -> int:
     ranks = config.tensor_model_parallel_size
     return getattr(config, "expert_tensor_parallel_size", None) or ranks if is_expert else ranks
 
 
 def tensor_group_of(
-    group: dist.ProcessGroup | None, config, is_expert: bool
+    group: dist.ProcessGroup | None, config: Any, is_expert: bool
 ) -> dist.ProcessGroup | None:
     """The ranks that share a layer: the given group, or Megatron's; None in a single process."""
     if (
@@ -91,7 +92,7 @@ def tensor_group_of(
     return core.get_tensor_model_parallel_group_if_none(None, is_expert=is_expert)
 
 
-def uses_expert_groups(config, is_expert: bool) -> bool:
+def uses_expert_groups(config: Any, is_expert: bool) -> bool:
     is_other = tensor_ranks(config, True) != tensor_ranks(config, False)
     return is_expert and (config.expert_model_parallel_size > 1 or is_other)
 
@@ -106,7 +107,7 @@ def check_divides(name: str, what: str, size: int, ranks: int) -> int:
 
 
 def new_weight(
-    config,
+    config: Any,
     init_method: Callable,
     shape: tuple[int, int],
     dim: int,
@@ -145,7 +146,7 @@ def new_weight(
     return weight
 
 
-def new_bias(config, size: int) -> nn.Parameter:
+def new_bias(config: Any, size: int) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     return nn.Parameter(torch.zeros(size, device=device, dtype=config.params_dtype))
 
