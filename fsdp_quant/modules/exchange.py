@@ -43,7 +43,7 @@ from .operands import SLOTS, slot_ids
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How the ranks of `group` share a linear layer (`shared_linear`, note "who holds what").
+    """How the ranks of `group` share a linear layer (`shared_linear_op`, note "who holds what").
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.

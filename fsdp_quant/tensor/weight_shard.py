@@ -4,7 +4,7 @@ gathers it as codes.
 
 Without `fully_shard` a weight is a plain nn.Parameter. FSDP2 registers each sharded parameter with
 its modules by `setattr`, where `as_shard` puts this class over the shard's memory
-(`modules.linear.HasWeight.__setattr__`).
+(`modules.has_weight.HasWeight.__setattr__`).
 """
 
 from __future__ import annotations
