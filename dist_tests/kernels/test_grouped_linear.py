@@ -295,7 +295,7 @@ def tokens_of_experts(name: str, module, step: torch.Tensor):
     plan, device = module.common_plan, next(module.parameters()).device
     call, ids = (
         plan.resolved(BF16, device).call,
-        [layer.ids_on(device) for layer in module._linears],
+        [layer.runtime.ids_on(device) for layer in module._linears],
     )
     for sizes, (slot, cols) in itertools.product(
         ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]), (("input", K), ("grad_output", N))
