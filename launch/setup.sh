@@ -65,7 +65,7 @@ import sys
 
 MODULES = {
     "docs": ["material"],
-    "lint": ["ruff"],
+    "lint": ["pyright", "ruff"],
     "examples": ["matplotlib", "rich"],
     "mutants": ["cosmic_ray"],
     "test": ["accelerate", "hypothesis", "numpy", "pytest", "safetensors", "torchao", "transformers", "xdist"],

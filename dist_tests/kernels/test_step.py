@@ -343,9 +343,7 @@ def test_random_keys_and_histories_are_those_of_torch():
         want = torch.tensor(
             [2**40 + 5, 7, 2**32 - 1, 3, (6 * 128 if offset < 0 else offset) + (48 << 40)]
         )
-        assert torch.equal(
-            dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want
-        )
+        assert torch.equal(dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want)
         assert torch.equal(dispatch.random_key(step, ids, 2, 128), want)
     for amax in (0.0, 0.5, 3.0, float("inf"), float("nan")):
         histories = [torch.tensor([1.0, 9.0], device=device) for device in ("cpu", "cuda")]

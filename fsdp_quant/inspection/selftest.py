@@ -165,7 +165,7 @@ def ties() -> Iterable[tuple[str, str, Tensor]]:
 
 def compare_ties(report: Report, device: torch.device) -> None:
     for what, name, x in ties():
-        q = Quantizer(name)
+        q = Quantizer(format_of(name))
         for direction in Direction:
             values = x if direction is ROWWISE else x.t().contiguous()
             want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64))

@@ -498,7 +498,7 @@ def _converted_class(cls: type, made: type[nn.Module]) -> type:
 
 
 @functools.cache
-def _with(own: type, made: type[nn.Module]) -> type:
+def _with(own: type, made: type[nn.Module]) -> type[nn.Module]:
     """A class of both: `made`'s forward, and whatever else the user's class has."""
     members = {
         "__module__": own.__module__,
@@ -511,7 +511,7 @@ def _with(own: type, made: type[nn.Module]) -> type:
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
     """The class is found again by the user's, in any process."""
-    return _rebuilt, (type(module).converted_from,), module.__getstate__()
+    return _rebuilt, (getattr(type(module), "converted_from"),), module.__getstate__()
 
 
 def _rebuilt(own: type) -> nn.Module:

@@ -24,7 +24,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,12 +109,14 @@ class MLPPattern(NamedTuple):
     ) -> tuple[nn.Module, int, list[Tensor]]:
         """(the module with other parameters, width of its input, those parameters). Raises
         ValueError for another structure."""
-        layers = [getattr(module, part, None) for part in self.parts]
-        for part, layer in zip(self.parts, layers):
+        layers: list[nn.Linear] = []
+        for part in self.parts:
+            layer = getattr(module, part, None)
             if not isinstance(layer, nn.Linear):
                 raise ValueError(
                     f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there"
                 )
+            layers.append(layer)
         shapes = [(_WIDTH, _HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [
             (_HIDDEN, _WIDTH)
         ]
@@ -169,10 +171,10 @@ class NormPattern(NamedTuple):
         if self.rounds_first and (self.normalization != "RMSNorm" or self.zero_centered_gamma):
             raise ValueError(f"{self}: rounds_first is of an RMSNorm whose gamma is its weight")
 
-    def parameters(self, module: nn.Module) -> list[Tensor | None]:
+    def parameters(self, module: nn.Module) -> tuple[Any, Tensor | None]:
         """gamma's parameter and beta, or None."""
         bias = getattr(module, self.bias, None) if self.normalization == "LayerNorm" else None
-        return [getattr(module, self.weight, None), bias]
+        return getattr(module, self.weight, None), bias
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -284,7 +286,7 @@ _MLPS = (
     (None, "gate_up_proj", "down_proj"),
 )
 # Llama, Mistral, Qwen, Phi 3 and DeepSeek; OLMo 2; Gemma.
-_NORMS = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
+_NORMS: tuple[dict[str, Any], ...] = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
 _EPS = "variance_epsilon", "eps"
 # Attention of transformers and torchtitan, whose code is known: nothing writes an input between its
 # projections. The last two rows are DeepSeek's.
@@ -387,7 +389,9 @@ def _signature(module: nn.Module) -> tuple:
 def fused_notes(model: nn.Module) -> list[str]:
     """What was taken over, and what that looks like it was not and why, a line each."""
     fused = Counter(
-        cls.fused_as.formula for m in model.modules() if hasattr(cls := type(m), "fused_as")
+        pattern.formula
+        for m in model.modules()
+        if (pattern := getattr(type(m), "fused_as", None)) is not None
     )
     missed = Counter(
         (type(model.get_submodule(n)).__name__, why) for n, why in recognized(model)[1].items()
@@ -399,7 +403,7 @@ def fused_notes(model: nn.Module) -> list[str]:
 
 
 @functools.cache
-def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
+def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[nn.Module]:
     """cls with the fused forward; its instances are pickled as cls and pattern."""
     recomputes = getattr(pattern, "recompute", None) is not None
 
@@ -435,7 +439,7 @@ def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
     )
 
 
-def _blank(cls: type, pattern: Pattern) -> nn.Module:
+def _blank(cls: type[nn.Module], pattern: Pattern) -> nn.Module:
     return cls.__new__(_fused_class(cls, pattern))
 
 

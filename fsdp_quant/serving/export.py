@@ -282,7 +282,7 @@ def _parts(
         return [Part(s, source.shape_of(s), high) for s in source.slices]
     made = []
     for s in source.slices:
-        shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.rowwise.fmt
+        shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.side(ROWWISE).fmt
         if source.transposed or len(shape) != 2 or not s.name.endswith(".weight"):
             raise ValueError(
                 f"{source.name} is saved as {s.name} {list(shape)}"
@@ -308,14 +308,14 @@ def _parts(
 
 
 def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
-    inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").rowwise
+    inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").side(ROWWISE)
     return configs.scheme_of(kind, inputs.fmt.is_quantized, part.input_amax)
 
 
 def _planned(source: Source, part: Part, format: str) -> list[Planned]:
     if part.kind is None:
         return [Planned(part.slice.name, part.dtype, part.shape)]
-    fmt = source.layers[part.slice.matrix or 0].plan.weight.rowwise.fmt
+    fmt = source.layers[part.slice.matrix or 0].plan.weight.side(ROWWISE).fmt
     rows, cols = part.shape
     like = Storage.zeros(fmt, ROWWISE, (rows, cols), torch.float32, "meta")
     tensors = layouts.tensors_of(like, part.kind, format, part.input_amax)

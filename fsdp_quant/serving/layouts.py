@@ -212,9 +212,9 @@ def read_storage(
         scale = scale.float()
     read = _READ[kind]
     blocks = read.scale_shape(shape, ROWWISE)
-    if scale.numel() != blocks[0] * blocks[1]:
+    if blocks is None or scale.numel() != blocks[0] * blocks[1]:
         raise ValueError(
-            f"{name} is {list(shape)}: {kind} has scales {list(blocks)}, the file has "
+            f"{name} is {list(shape)}: {kind} has scales {list(blocks or ())}, the file has "
             f"{list(scale.shape)}"
         )
     scale = scale.reshape(blocks)

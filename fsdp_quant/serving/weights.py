@@ -132,7 +132,7 @@ def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
             of = getattr(module, module.source), [module.layer], module.source == "weight"
         else:
             continue
-        if of[1][0].plan.weight.rowwise.fmt.is_quantized:
+        if of[1][0].plan.weight.side(ROWWISE).fmt.is_quantized:
             yield of
 
 
@@ -226,9 +226,10 @@ def codes_of(source: Source) -> Storage | None:
     weight.refresh_shard(managed)
     if weight.rowwise is None:
         return None
-    sharded = storage_tensors(weight.rowwise, managed.registered, state.shape[0])
-    whole = {name: tensor.full_tensor() for name, tensor in sharded.items()}
-    return weight.rowwise.with_buffers(whole, shape=tuple(state.shape), row0=0)
+    storage = weight.storage_for(ROWWISE)
+    sharded = storage_tensors(storage, managed.registered, state.shape[0])
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sharded.items()}
+    return storage.with_buffers(whole, shape=tuple(state.shape), row0=0)
 
 
 def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:

@@ -33,9 +33,10 @@ ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
 
 
 class WeightSync(Protocol):
-    """What writes the codes of a published weight (`parallel.synced_weight`)."""
+    """What writes the codes of a published weight (`weight_sync.synced_weight`)."""
 
-    generation: object
+    @property
+    def generation(self) -> object: ...
 
     def check_ready(self, name: str, direction: Direction) -> None:
         """Raise StaleWeightError unless the codes may be read."""

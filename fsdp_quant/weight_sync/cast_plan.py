@@ -63,7 +63,7 @@ class _Side:
         self.weight, self.encoding, self.cuts = weight, encoding, weight.cuts
         self.start, self.end = weight.shards.run(rank)
         rows, cols = weight.shape
-        self.block_rows, self.across = fmt.scale_shape(weight.shape, direction)
+        self.block_rows, self.across = fmt.scale_shape(weight.shape, direction) or (0, 0)
         self.rows = self.start // cols, ceil_div(self.end, cols)
         self.height = fmt.dims(direction)[0] or rows
         self.spans = fmt.block[1] is None  # a scale needs more than a tile

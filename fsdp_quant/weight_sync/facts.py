@@ -57,7 +57,7 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
         hybrid = own.hybrid(Role(kind, tensor_type, name))
         sizes += [
             size
-            for d, q in hybrid.sides.items()
+            for d, q in ({} if hybrid is None else hybrid.sides).items()
             for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
         ]
     return math.lcm(*sizes)

@@ -87,6 +87,7 @@ class SyncedWeight:
         }
         dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
         self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self.planes: dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]
         self.planes = self._code_planes()
         if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
             values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)

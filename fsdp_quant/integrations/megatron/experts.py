@@ -42,6 +42,8 @@ class _GroupedLinear(GroupedLinear):
     """
 
     _dim: int
+    _linears: list[Expert]
+    _weight_proxies: list[WeightProxy]
     _recipe_of_class: Recipe | None = None
 
     def __init__(

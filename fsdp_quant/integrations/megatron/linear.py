@@ -109,11 +109,10 @@ class ParallelLinear(Linear):
         )
         self.out_features, self.in_features = self.weight.shape
         mark(self.weight, self._dim, stride, expert_groups)
-        self.register_parameter(
-            "bias", new_bias(config, output_size if self._dim else cut) if bias else None
-        )
-        if bias:
-            mark(self.bias, None if self._dim else 0, stride, expert_groups)
+        own_bias = new_bias(config, output_size if self._dim else cut) if bias else None
+        self.register_parameter("bias", own_bias)
+        if own_bias is not None:
+            mark(own_bias, None if self._dim else 0, stride, expert_groups)
         recipe = layer_recipe(name, recipe, self._recipe_of_class)
         self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
         shape, dtype = tuple(self.weight.shape), recipe.compute_dtype
