@@ -38,18 +38,10 @@ import torch
 
 from .formats import FAMILIES, SCALE_RULES, Format, canonical_text, family_of, format_of
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
-from .roles import (
-    BACKWARD_OVERRIDES,
-    QUANTIZED_TYPES,
-    Role,
-    default_override,
-    matches,
-    overridden,
-)
+from .roles import BACKWARD_OVERRIDES, QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
 
 _R = TypeVar("_R")
-_Kind = TypeVar("_Kind", bound="Recipe | PerLayer | Schedule")
 
 
 @dataclass(frozen=True)
@@ -374,7 +366,7 @@ def _check_recipe(what: str, value: object, *others: type) -> None:
 
 
 @overload
-def as_recipe(value: object, what: str, kind: type[_Kind], /) -> _Kind: ...
+def as_recipe(value: object, what: str, kind: type[_R], /) -> _R: ...
 @overload
 def as_recipe(
     value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
