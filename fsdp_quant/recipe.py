@@ -41,7 +41,7 @@ from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .roles import BACKWARD_OVERRIDES, QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
 
-_R = TypeVar("_R")
+_R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
 
 @dataclass(frozen=True)

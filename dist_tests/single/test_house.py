@@ -427,6 +427,16 @@ def test_no_bare_assert(source: str):
         )
 
 
+def test_no_source_is_long():
+    """Otherwise a file is about more than its first line says."""
+    most = {".py": 600, **dict.fromkeys((".cpp", ".cu", ".cuh", ".h"), 450)}
+    files = (
+        p for folder in (PACKAGE, ROOT / "csrc") for p in folder.rglob("*") if p.suffix in most
+    )
+    lines = {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in files}
+    assert not {p: n for p, n in lines.items() if n > most[p.suffix]}
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_says_what_it_is_for(source: str):
     """Otherwise a reader has to guess which of two files a change belongs in."""
