@@ -79,14 +79,14 @@ def contexts() -> Contexts:
         and own is _NO_CONTEXTS
         and torch_compat.backward_is_running()
     ):
-        return torch_compat.inherited("contexts", own)
+        return torch_compat.get_in_backward("contexts", own)
     return own
 
 
 def _enter(now: Contexts) -> None:
     _THREAD.contexts = now
     if not torch.compiler.is_compiling():
-        torch_compat.hand_down("contexts", now)
+        torch_compat.set_for_backward("contexts", now)
 
 
 @contextlib.contextmanager

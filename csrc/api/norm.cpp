@@ -67,9 +67,9 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
   return a;
 }
 
-// Allocate the amaxes of results, [count, AmaxesOf]. given: the caller's buffer.
+// Allocate the amaxes of results, [count, AmaxLayout]. given: the caller's buffer.
 at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count, const MaybeTensor& given = std::nullopt) {
-  const AmaxesOf layout = {args.rows, args.out_stride};
+  const AmaxLayout layout = {args.rows, args.out_stride};
   if (given.has_value()) check_buffer(*given, "grad_amaxes", g, at::kFloat, count * layout.size());
   at::Tensor amaxes = given.has_value() ? *given : new_empty(g, {count, layout.size()}, at::kFloat);
   C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, amaxes.nbytes(), c10::cuda::getCurrentCUDAStream()));

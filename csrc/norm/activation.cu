@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
   const T* const dh = static_cast<const T*>(args.dh) + first * args.dh_stride + col;
   T* const out = static_cast<T*>(args.out) + first * args.out_stride + col;
   T* const du = static_cast<T*>(args.du) + first * args.out_stride + col;
-  const AmaxesOf layout = {args.rows, args.out_stride};
+  const AmaxLayout layout = {args.rows, args.out_stride};
   const bool halves = args.out_stride != args.cols;
   float* const of_du_amaxes = args.amaxes + (halves ? 0 : layout.size());
   auto* const out_rows = reinterpret_cast<uint32_t*>(args.amaxes + layout.at_rows() + first);

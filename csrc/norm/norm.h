@@ -21,7 +21,7 @@ struct ActivationArgs {
   int64_t g_stride, u_stride, dh_stride;
   int64_t out_stride;  // of out and du: cols, or 2 cols for halves of one tensor
   void *out, *du;      // h; or dg and du
-  float *amaxes;       // of out, then of du, each as AmaxesOf; or of both in one
+  float *amaxes;       // of out, then of du, each as AmaxLayout; or of both in one
   int64_t rows, cols;  // cols a multiple of 8
 };
 
@@ -29,7 +29,7 @@ constexpr int kAmaxRun = 512;  // rows that share an anchor of a wgrad operand
 
 // Layout of the amaxes of [rows, cols] values in one buffer, initially 0, each part aligned to 16 bytes: of the tensor (at
 // 0), per row, and per column over runs of kAmaxRun rows, [runs, cols].
-struct AmaxesOf {
+struct AmaxLayout {
   int64_t rows, cols;
 
   __host__ __device__ int64_t at_rows() const { return 4; }

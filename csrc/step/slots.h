@@ -20,19 +20,19 @@ struct History {
 struct Amaxes {
   MaybeTensor whole, rows, runs;
 
-  static Amaxes of(const at::Tensor& all, int64_t rows, int64_t cols) {  // as AmaxesOf
+  static Amaxes of(const at::Tensor& all, int64_t rows, int64_t cols) {  // as AmaxLayout
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    const AmaxesOf layout = {rows, cols};
+    const AmaxLayout layout = {rows, cols};
     const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
     return {part(0, 1), part(layout.at_rows(), rows), part(layout.at_runs(), layout.runs() * cols)};
   }
 
-  // all: amaxes of x [rows, cols] as AmaxesOf, or only the whole's.
+  // all: amaxes of x [rows, cols] as AmaxLayout, or only the whole's.
   static Amaxes given(const MaybeTensor& all, const at::Tensor& x) {
     if (!all.has_value()) return {};
     const int64_t cols = x.size(-1), rows = x.numel() / cols;
     const bool is_whole = all->numel() == 1;
-    check_buffer(*all, "amaxes", x, at::kFloat, is_whole ? 1 : AmaxesOf{rows, cols}.size());
+    check_buffer(*all, "amaxes", x, at::kFloat, is_whole ? 1 : AmaxLayout{rows, cols}.size());
     return is_whole ? Amaxes{all->view({1})} : of(*all, rows, cols);
   }
 };

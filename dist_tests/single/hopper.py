@@ -1556,7 +1556,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _amaxes(x: Tensor) -> Tensor:
-    """As `AmaxesOf` of csrc/norm/norm.h lays them out."""
+    """As `AmaxLayout` of csrc/norm/norm.h lays them out."""
     magnitudes = x.abs().float().flatten(0, -2)
     return torch.cat(
         [

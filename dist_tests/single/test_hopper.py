@@ -818,9 +818,9 @@ def sent(module: fq.Linear, ratios: dict[Product, float]) -> None:
     sums[:, 1] = 1.0
     for product, ratio in ratios.items():
         sums[PRODUCTS.index(product), 0] = ratio**2
-    guard.judge()
+    guard.apply_underflow_policy()
     assert sums.count_nonzero() == 0, "the sums go on from zero"
-    guard.judge()
+    guard.apply_underflow_policy()
 
 
 FPROP = PRODUCTS[0]
@@ -910,8 +910,8 @@ def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
     x = x.requires_grad_() * 1
     sum(shared(gate, up, x)).backward(dy)
     assert [c[2:] for c in gpu.steps()][:2] == [(True, True), (False, False)]
-    guard.judge()
-    guard.judge()
+    guard.apply_underflow_policy()
+    guard.apply_underflow_policy()
     assert "fprop" not in gate.plan.moved and "fprop" in up.plan.moved
 
 
@@ -967,9 +967,9 @@ def test_the_guard_waits_for_no_device(gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hopper.Arrived, "query", lambda self: False)
         for _ in range(3):
-            guard.judge()
+            guard.apply_underflow_policy()
         assert module.plan.moved == {} and len(guard._UNDERWAY) == 1
-    guard.judge()
+    guard.apply_underflow_policy()
     assert set(module.plan.moved) == {"fprop"}
 
 

@@ -290,7 +290,7 @@ class Arriving:
         if cut.ranks == 1:
             self.received = {name: b[None] for name, b in self.sent.items()}
         elif traced:
-            with torch_compat.kept_in_backward(in_backward):
+            with torch_compat.keep_in_backward(in_backward):
                 self.received |= {
                     n: torch_compat.start_all_gather(_bytes(b), cut.group)
                     for n, b in self.sent.items()

@@ -109,7 +109,7 @@ class GraphedStep:
     def __call__(self, *args, **kwargs):
         given, spec = torch_compat.tree_flatten((args, kwargs))
         if self._graph is not None:
-            guard.judge()
+            guard.apply_underflow_policy()
             if self._facts() != self._captured:
                 self._graph, self._left = None, 1
         if self.why_eager is None and self._graph is None and not self._left:

@@ -69,7 +69,7 @@ class _Summed(NamedTuple):
 
 
 _UNDERWAY: list[_Summed] = []
-_since = 0  # calls of `judge` since sums were sent
+_since = 0  # calls of `apply_underflow_policy` since sums were sent
 
 
 def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
@@ -94,7 +94,7 @@ def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     return guard
 
 
-def judge() -> None:
+def apply_underflow_policy() -> None:
     """Move products by the sums that have arrived, and send those since, in one of `PROBED_STEPS`;
     called as steps begin or end."""
     global _since

@@ -197,4 +197,4 @@ class GraphTensors:
         if layer.steps is not None and layer.steps.is_counting:
             layer.steps.counts_on(device)
         kept = [step, self.ids, *self.guards, *scales, *amaxes]
-        torch_compat.keeps_its_address(kept if self.rank is None else [*kept, self.rank])
+        torch_compat.mark_static_address(kept if self.rank is None else [*kept, self.rank])

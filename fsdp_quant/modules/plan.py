@@ -122,7 +122,7 @@ class GemmPlan:
             or "rowwise": that storage only.
     rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
     alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
-    over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole
+    wgrad_layout:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole
                   tensor.
     watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already;
                   None: by the formats.
@@ -138,7 +138,7 @@ class GemmPlan:
     compute_dtype: torch.dtype | None
     accuracy: str = "fast"
     rungs: tuple[str, str, str] = (ANCHORED_TENSOR, ANCHORED_TENSOR, ANCHORED_TENSOR)
-    over_tokens: str = OVER_TOKENS
+    wgrad_layout: str = OVER_TOKENS
     boundary: OutputQuantization | None = None
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
@@ -188,7 +188,7 @@ class GemmPlan:
     def of_groups(self) -> GemmPlan:
         """This plan where groups of tokens begin at multiples of 128, as runs of anchors then
         do."""
-        return replace(self, over_tokens=ANCHORED_128)
+        return replace(self, wgrad_layout=ANCHORED_128)
 
     # Anchors of weights come from codes (a second rounding of subnormals), so that a gathered
     # weight multiplies as an unsharded one; activations are rounded once against the anchor. From
@@ -329,7 +329,7 @@ class GemmPlan:
         else:
             ladder = (ANCHORED_TENSOR, EXACT)
         if is_shared and rung == ANCHORED_TENSOR:
-            rung = self.over_tokens if product.name == "wgrad" else ANCHORED
+            rung = self.wgrad_layout if product.name == "wgrad" else ANCHORED
         return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
@@ -471,7 +471,7 @@ class GemmPlan:
         )
         if rung == ANCHORED_TENSOR and not by_tensor:
             # of activations that others share
-            rung = self.over_tokens if product.name == "wgrad" else ANCHORED
+            rung = self.wgrad_layout if product.name == "wgrad" else ANCHORED
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             # those of runs are made of bf16 values, rounded to nearest; those of lines of codes

@@ -203,7 +203,7 @@ class _TracedLinear(torch.autograd.Function):
             )
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(call.tensors())
-            torch_compat.save_what_is_made(
+            torch_compat.save_current_values(
                 [t for t in (call.step, *(f for of in call.factors for f in of)) if t is not None]
             )
             if isinstance(weight, QuantizedTensor):
@@ -320,7 +320,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
     if need_x:
         d = operands.take(ROWWISE)
         # FSDP2 fills its codes then
-        with torch_compat.kept_in_backward(isinstance(weight, QuantizedTensor)):
+        with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
             w, _ = weight_operand(
                 plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, call.factors[1]
             )

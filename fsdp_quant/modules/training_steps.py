@@ -79,7 +79,7 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 def _after_step_begins(model: nn.Module | None, step: int) -> None:
     """Run what follows when a step begins: of `model`; None: of all models (`begin_step`), or of
     layers that run without one."""
-    guard.judge()
+    guard.apply_underflow_policy()
     for other, (schedule, switch) in list(SCHEDULED.items()):
         begins = STEP.counted_by_hand if model is None else _steps(other) is _steps(model)
         if begins:
@@ -98,7 +98,7 @@ def _after_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) ->
     weights = [w for group in optimizer.param_groups for w in weights_of(group["params"])]
     if quantized := [w for w in weights if isinstance(w, QuantizedWeight)]:
         _encode_after_step(quantized, getattr(optimizer, "found_inf", None))
-    guard.judge()
+    guard.apply_underflow_policy()
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)
@@ -220,7 +220,7 @@ class TrainingSteps:
         if device not in self._counts:
             with torch.inference_mode(False):
                 self._counts[device] = torch.tensor([self.next, self.open], device=device)
-            torch_compat.keeps_its_address([self._counts[device]])
+            torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
 
     def begin_by_hand(self) -> None:

@@ -268,7 +268,7 @@ def _encodes_group(
     encodes = (
         len(x) > 1
         and as_they_are
-        and native.takes_group(encoding, first.dtype, round_to_bf16)
+        and native.encodes_group(encoding, first.dtype, round_to_bf16)
         and any(map(native.runs, x))
         and all(one.dtype is first.dtype for one in x)
     )

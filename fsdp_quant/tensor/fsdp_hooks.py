@@ -91,7 +91,7 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
         root_statistics.check_model(managed)
     first = gathered_weight(weight)
     managed, group = first.managed, first.group
-    params, registered = managed.gathered_together()
+    params, registered = managed.group_params()
     local, shard = registered, managed.local
     # FSDP2 copies each offloaded shard to the device when it asks for its inputs
     if managed.is_offloaded and shard is not None and weight.device != shard.device:
@@ -150,7 +150,7 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
         state.managed, state.gathered = managed, None
     gathered = _last_gathered(state)
     if gathered is None or gathered.dtype != managed.param_dtype:
-        for other in torch_compat.managed_params_beside(managed):
+        for other in torch_compat.managed_params_of_root(managed):
             check_layout(other)
         state.gathered = gathered = GatheredWeight(state, managed)
         managed.reset_gather_buffers()

@@ -88,7 +88,7 @@ class QuantizedWeight(WeightCodes):
     def refresh_shard(self, managed: ManagedParam) -> None:
         """Encode the shard for a gather if its values were written since."""
         if self.state.pending:
-            shards = [m.local for m in torch_compat.managed_params_beside(managed)]
+            shards = [m.local for m in torch_compat.managed_params_of_root(managed)]
             refresh_codes([t for t in shards if isinstance(t, QuantizedWeight) and t.state.pending])
         encode_stale([(self, managed)])
 

@@ -135,7 +135,7 @@ def fused_outputs(weight: WeightCodes) -> FusedOutputs | None:
         d: e
         for d, e in state.quantizer.encodings.items()
         if e.fmt.is_quantized
-        and native.takes_group(e, torch.float32, True)
+        and native.encodes_group(e, torch.float32, True)
         and (e.fmt.bits == 8 or crosses(e))
     }
     crossing = {d: e for d, e in fusable.items() if crosses(e)}

@@ -95,7 +95,7 @@ def check_model(managed: ManagedParam) -> None:
     Every rank must call it. Raises ValueError, on every rank, if they differ."""
     shared = torch_compat.root_of(managed)
     if shared not in _AGREED:
-        check_same_model(torch_compat.managed_params_beside(managed))
+        check_same_model(torch_compat.managed_params_of_root(managed))
         _AGREED.add(shared)
 
 
@@ -119,7 +119,7 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
             root = _ROOTS[shared] = _Root(module)
         if root is not None and not root.taken:
             root.taken = True
-            take(_ordinary_weights(torch_compat.managed_params_beside(managed)), root.collectives)
+            take(_ordinary_weights(torch_compat.managed_params_of_root(managed)), root.collectives)
         return
     take(_ordinary_weights([member.managed for member in members]), {})
 

@@ -301,7 +301,9 @@ class CastPlan:
             return f"no kernels run on this {device.type}"
         for weight in weights:
             for direction, encoding in weight.quantizer.encodings.items():
-                reason = native.why_not_pieces(encoding, weight.seen[direction], weight.shape[1])
+                reason = native.unsupported_pieces_reason(
+                    encoding, weight.seen[direction], weight.shape[1]
+                )
                 if weight.gathers_values and weight.wire_dtype not in native.PIECE_VALUES:
                     reason = f"values travel in {weight.wire_dtype}"
                 if reason is not None:

@@ -127,7 +127,7 @@ class Segments:
     """Byte offsets of each plane's runs inside the equal-sized segments that ranks all-gather.
 
     If ranks share a flat buffer evenly and planes are sorted by `in_order`, the concatenated
-    segments may contain the planes contiguously (`places`).
+    segments may contain the planes contiguously (`in_place_offsets`).
     """
 
     planes: tuple[WireTensor, ...]
@@ -157,7 +157,7 @@ class Segments:
         return round_up(max(at[-1] for at in self._packed), ALIGNMENT)
 
     @cached_property
-    def places(self) -> list[int] | None:
+    def in_place_offsets(self) -> list[int] | None:
         """Byte offset of each plane in the concatenated segments, or None if one is not contiguous.
 
         Only a rank's last plane may continue in the next segment, where it must come first.
@@ -185,12 +185,12 @@ class Segments:
     @cached_property
     def offsets(self) -> list[list[int]]:
         """Per rank: the offset of each plane's run in the segment, then the number of used bytes."""
-        if self.places is None:
+        if self.in_place_offsets is None:
             return self._packed
         made = []
         for rank in range(self.ranks):
             offsets, used = [], 0
-            for plane, place in zip(self.planes, self.places):
+            for plane, place in zip(self.planes, self.in_place_offsets):
                 first, end = plane.span(rank)
                 offsets.append(place + first - rank * self.size if first < end else used)
                 used = offsets[-1] + end - first

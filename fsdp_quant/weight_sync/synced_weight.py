@@ -275,7 +275,7 @@ class GatherBuffer:
 
     def hold(self, weights: dict[str, QuantizedWeight]) -> None:
         """Alias the weights' codes into the gathered segments, if all are contiguous there."""
-        places, planes = self.segments.places, self.segments.planes
+        places, planes = self.segments.in_place_offsets, self.segments.planes
         codes = [(weights[n], d) for n, d, part in self.keys if part == "codes" and d is not None]
         if places is None or len(codes) < len(planes):
             return

@@ -76,14 +76,14 @@ from .quantization import (
     cast_pieces,
     cast_scales,
     column_sums,
+    encodes_group,
     multi_tensor_amax,
     multi_tensor_quantize,
     quantize,
     quantize_anchored,
     rows_of,
     statistics,
-    takes_group,
-    why_not_pieces,
+    unsupported_pieces_reason,
 )
 from .steps import (
     OperandSpec,

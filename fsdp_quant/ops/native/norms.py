@@ -45,7 +45,7 @@ def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
     """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each
     column over 512 rows.
 
-    They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
+    They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxLayout` of csrc/norm/norm.h).
     """
     return like.new_empty(
         (count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32

@@ -112,7 +112,7 @@ def quantize(
     return [results[i] for i in range(len(encodings))]
 
 
-def takes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
+def encodes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
     """One launch encodes a group of tensors of a dtype so."""
     plain = not (encoding.stochastic or encoding.fmt.rotated)
     return plain and (round_to_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
@@ -273,7 +273,9 @@ def multi_tensor_quantize(
     return call.made
 
 
-def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> str | None:
+def unsupported_pieces_reason(
+    encoding: Encoding, dtype: torch.dtype | None, cols: int
+) -> str | None:
     """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when
     one does."""
     if encoding.fmt.is_quantized and dtype is not torch.bfloat16:

@@ -57,9 +57,9 @@ def backward_is_running() -> bool:
     return backward_number() != -1
 
 
-def hand_down(name: str, value: object) -> None:
+def set_for_backward(name: str, value: object) -> None:
     """Let the autograd engine's threads read `value` in backwards that this thread calls
-    (`inherited`)."""
+    (`get_in_backward`)."""
     if _STASH_STEALS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(f"fsdp_quant {name}", value)
@@ -79,7 +79,7 @@ def _stash_steals() -> bool:
 _STASH_STEALS = _stash_steals()
 
 
-def inherited(name: str, default: _T) -> _T:
+def get_in_backward(name: str, default: _T) -> _T:
     """The value that the thread that called the running backward handed down."""
     key = f"fsdp_quant {name}"
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default

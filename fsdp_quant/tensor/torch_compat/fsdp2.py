@@ -212,7 +212,7 @@ class ManagedParam:
             module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules
         ]
 
-    def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
+    def group_params(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters of the group in the order of their hooks, and their local tensors."""
         params = self.group.fsdp_params
         return params, [_sharded(p)._local_tensor for p in params]
@@ -362,7 +362,7 @@ def roots() -> Iterator[object]:
     return (state._state_ctx for state in fsdp_states() if state._is_root)
 
 
-def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
+def managed_params_of_root(managed: ManagedParam) -> list[ManagedParam]:
     """The parameters of the same root, in the root's module order: the same list on every rank.
 
     Before the root's first forward: those of the parameter's own state.

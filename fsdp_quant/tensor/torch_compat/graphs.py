@@ -31,7 +31,7 @@ def save_by_reference(tensors: Sequence[Tensor]) -> None:
 
 # A backward that recomputed these values (step, scales) from the input would get those of the next
 # step. The partitioner ignores "recompute" in the meta of views and of items of a tuple.
-def save_what_is_made(tensors: Sequence[Tensor]) -> None:
+def save_current_values(tensors: Sequence[Tensor]) -> None:
     """Save for the backward of the traced graph the current values of inputs that the graph writes
     at its end; never recompute them."""
     for tensor in tensors:
@@ -50,7 +50,7 @@ def save_what_is_made(tensors: Sequence[Tensor]) -> None:
 _COPIED = {torch.ops.aten.copy.default: 1, torch.ops.aten.unbind.int: 0, operator.getitem: 0}
 
 
-def keeps_its_address(tensors: Sequence[Tensor]) -> None:
+def mark_static_address(tensors: Sequence[Tensor]) -> None:
     """Let CUDA graphs of compiled regions read and write these tensors in place, as
     `torch._dynamo.mark_static_address(guard=False)`, without importing dynamo."""
     for tensor in tensors:
@@ -73,7 +73,7 @@ def is_recomputed_in_graph() -> bool:
 # with an empty slice of the gradient does not prevent this: inductor drops empty inputs.) It also
 # read a gathered weight's decode scale in the forward, before FSDP2 had gathered it.
 @contextlib.contextmanager
-def kept_in_backward(backward: bool = True) -> Iterator[None]:
+def keep_in_backward(backward: bool = True) -> Iterator[None]:
     """Keep operators that are traced inside in the backward of the graph, even if they need no
     gradient."""
     if not (backward and fx_traceback.has_preserved_node_meta()):
