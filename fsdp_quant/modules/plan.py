@@ -354,7 +354,7 @@ class GemmPlan:
             )
             if operand_specs is not None:
                 call = native.linear_plan(operand_specs, self.saves == "input", watched, self.key)
-                _CALLS[call] = self, domains, False
+                _count(call, self, domains, False)
                 shared = None if self.input.is_stochastic else tuple(operand_specs[:2])
             in_4_bits = any(
                 domain == "native" and self.pair(p)[0].bits == 4
@@ -399,7 +399,7 @@ class GemmPlan:
             if specs is not None and len(known) == len(transposed):
                 specs[2:4] = known
                 made = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key)
-                _CALLS[made] = self, resolved.domains, True
+                _count(made, self, resolved.domains, True)
             self._turned[key] = made
         return self._turned[key]
 
@@ -496,6 +496,13 @@ def plan_of(key: str) -> GemmPlan:
     return _PLANS[key]
 
 
+def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: bool) -> None:
+    """Let `counters` include the calls of a compiled step."""
+    _CALLS[number] = plan, domains, turned
+    if _called not in counters.sources:
+        counters.sources.append(_called)
+
+
 def _called() -> Iterator[tuple[str, object, int]]:
     """What compiled steps did since this was asked last, as `counters` say it."""
     made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
@@ -507,9 +514,6 @@ def _called() -> Iterator[tuple[str, object, int]]:
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
         for product, domain, n in zip(PRODUCTS, domains, counts[len(made) :]):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
-
-
-counters.sources.append(_called)
 
 
 def build_plan(
