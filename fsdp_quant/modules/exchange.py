@@ -249,7 +249,11 @@ def shared_statistics(
         zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype) if unknown else ())
     )
     counters.add("amax all-reduce", "activations")
-    reduce = _reduce_amaxes_in_graph if opaque.is_tracing() else reduce_amaxes
+    reduce = (
+        (lambda amaxes, _: _reduce_amaxes_in_graph(amaxes, group))
+        if opaque.is_tracing()
+        else reduce_amaxes
+    )
     return dict(
         zip(crossing, share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce))
     )

@@ -222,20 +222,19 @@ def _of_packed(
     for d in coded:
         data, scale, fmt = next(buffers), next(buffers), plan.operand("weight", d)
         is_decoded = has_tensor_amax(fmt, resolved.layouts["weight"][d])
-        if fmt.tensor_scale:  # columnwise: all matrices side by side, each from a multiple of 128
-            width = data.shape[1] * (2 if is_decoded else 1)
-            shape, strides = (
-                ((n, k), (n * k, k))
-                if d is ROWWISE
-                else ((k, n), (round_up(n, native.TILE), width))
-            )
-            view = (experts, *shape), (*strides, 1)
+        if not fmt.tensor_scale:
+            made[d] = Operand(data, scale.flatten(), read_as(plan, "weight", d, resolved.layouts))
+            continue
+        width = data.shape[1] * (2 if is_decoded else 1)
+        if d is ROWWISE:
+            shape, strides = (experts, n, k), (n * k, k, 1)
+        else:  # all matrices side by side, each from a multiple of 128
+            shape, strides = (experts, k, n), (round_up(n, native.TILE), width, 1)
         if is_decoded:
-            made[d] = TwoLevelCodes(
-                data, scale.view(-1, width // fmt.block[1]), next(buffers), fmt, view
-            )
+            scale = scale.view(-1, width // (fmt.block[1] or width))
+            made[d] = TwoLevelCodes(data, scale, next(buffers), fmt, (shape, strides))
         else:
-            data = data.as_strided(*view) if fmt.tensor_scale else data
+            data = data.as_strided(shape, strides)
             made[d] = Operand(data, scale.flatten(), read_as(plan, "weight", d, resolved.layouts))
     return made
 

@@ -325,14 +325,14 @@ class GroupedLinear(HasWeight):
             if reason is None and two_level and isinstance(x, QuantizedTensor):
                 reason = "the tokens came as two-level codes"
         if reason is None and plan is not None:
-            y = self._in_one(plan, rows, splits, sizes)
+            y = self._in_one(plan, rows, sizes)
         else:
-            if sizes is None:
+            if isinstance(sizes, Tensor):
                 counters.add(
                     "departure",
                     (self._name, f"waits for the device to tell the token splits: {reason}"),
                 )
-                sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
+                sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
             parts = rows.split(sizes)
             y = torch.cat(
                 self._traced(parts) if compiling and self.packed else self._one_by_one(parts)
@@ -431,8 +431,8 @@ class GroupedLinear(HasWeight):
             )
         return self._reasons[key]
 
-    def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
-        """One product for all experts."""
+    def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
+        """One product for all experts. sizes: see `_sizes`."""
         device, grad = rows.device, torch.is_grad_enabled()
         held = [self._operand(owner) for owner in self.owners]
         weights, layers = [weight for weight, _ in held], self._linears
@@ -445,7 +445,8 @@ class GroupedLinear(HasWeight):
             calls = [
                 layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)
             ]
-        ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
+        on_host = not isinstance(sizes, Tensor)
+        ends = torch.tensor(sizes, device="cpu").cumsum(0) if on_host else sizes
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         biases = [bias for _, bias in held if bias is not None]
@@ -466,8 +467,8 @@ class GroupedLinear(HasWeight):
             *biases,
         )
 
-    def _sizes(self, splits, rows: Tensor) -> list[int] | None:
-        """Rows of each expert, or None where only a device knows them."""
+    def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
+        """Rows of each expert, or `splits` where only a device knows them."""
         if not isinstance(splits, Tensor):
             return self._checked(list(splits), len(rows))
         experts = len(self._linears)
@@ -477,7 +478,7 @@ class GroupedLinear(HasWeight):
                 f"[{experts}], the row behind each expert's last"
             )
         if splits.device.type != "cpu" or native.runs_on(splits.device):
-            return None
+            return splits
         return self._checked(_sizes_of(splits.tolist()), len(rows))
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:

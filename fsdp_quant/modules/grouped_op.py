@@ -199,7 +199,7 @@ def _forward_of_codes(
     save: bool,
     out_dtype: torch.dtype,
     tag: int,
-) -> tuple[Tensor, TokenGroups, list[Tensor]]:
+) -> tuple[Tensor, TokenGroups, list[Tensor | None]]:
     """`native.grouped_step` of tokens that came as codes."""
     refuse_codes(x, plan, save)
     groups = native.token_groups(ends, len(x), bad_splits_flag(), tag)
@@ -217,6 +217,7 @@ def _backward_of_codes(
     weight: Operand | None,
     saved: Sequence[Tensor],
     plan: GemmPlan,
+    call: int,
     guard: Tensor | None,
     beside: Beside,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -235,9 +236,7 @@ def _backward_of_codes(
             resolved = plan.resolved(dy.dtype, dy.device)
             if plan.saves == "input":
                 given = beside.factors, beside.step, beside.ids
-                saved = native.linear_tokens(
-                    saved[0], resolved.call, 0, False, True, guard, groups, *given
-                )
+                saved = native.linear_tokens(saved[0], call, 0, False, True, guard, groups, *given)
             if has_tensor_amax(of_x, resolved.layouts["input"][COLUMNWISE]):
                 data, scale, amaxes = saved
                 shape = (len(data), 2 * data.shape[1])
@@ -377,7 +376,7 @@ class GroupedLinearCall(torch.autograd.Function):
             any(needs[first : first + ctx.count]),
             any(needs[first + ctx.count :]),
         )
-        dx, dw, db = None, (), ()
+        dx = dw = db = None
         if need_x or need_w:
             weight = (
                 grouped_operand(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype))
@@ -387,13 +386,13 @@ class GroupedLinearCall(torch.autograd.Function):
             saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(
-                    dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside
+                    dy, groups, weight, saved, ctx.plan, ctx.call, ctx.guard, ctx.beside
                 )
             else:
                 factors, _, *rest = ctx.beside
                 turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
                 dx, dw = native.grouped_step_backward(
-                    dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned
+                    dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned=turned
                 )
                 dw = dw.mT if turned and need_w else dw
         if need_b:

@@ -105,7 +105,7 @@ class LayerNormMLP(nn.Module):
         y = self.down_proj(h, **handed_to(self.down_proj, handed))
         if self.residual:
             y = x + y
-        return (y, normal) if self.return_layernorm_output else y
+        return y if normal is None else (y, normal)
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, Handed, Tensor | None, Tensor]:
         """(what down multiplies, what is handed to down with it, n if it is returned, x)."""
@@ -164,13 +164,10 @@ def mlp_hidden(
         made.append(layer(x, **handed_to(layer, own)))
     g, u = (made[0], None) if gate is None else made
     packed, kind = activation.gated and u is None, activation.kind
-    source = GatedInput(*(g.detach().chunk(2, -1) if packed else (g, u)), kind)
-    if (
-        activation.gated
-        and isinstance(down, Linear)
-        and down.can_fuse_activation(source.gate)
-        and norm.runs_whole(g, u)
-    ):
-        return unmaterialized(g, u, kind, grads, packed), Handed(source=source)
+    if activation.gated and isinstance(down, Linear):
+        gate_and_up = g.detach().chunk(2, -1) if u is None else (g, u)
+        source = GatedInput(*gate_and_up, kind=kind)
+        if down.can_fuse_activation(source.gate) and norm.runs_whole(g, u):
+            return unmaterialized(g, u, kind, grads, packed), Handed(source=source)
     h, amaxes = activate(g, u, kind, grads, packed)
     return h, Handed(amaxes)

@@ -194,9 +194,10 @@ def _operands(
         )
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
-    histories = [
+    found = (
         state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions
-    ]
+    )
+    histories = [history for history in found if history is not None]
     coded = [
         d
         for d in ((ROWWISE, COLUMNWISE) if backward else (ROWWISE,))

@@ -158,11 +158,13 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
             "experts' weights"
         )
     kind = kind_of(module)
+    if kind is None:
+        return {}
     return {
         f"{name}.{part}_product": ExpertProduct(
             module.get_parameter(part), module._parameters.get(f"{part}_bias"), kind.transposed
         )
-        for part in (() if kind is None else kind.parts)
+        for part in kind.parts
     }
 
 
@@ -177,8 +179,15 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     module.register_state_dict_post_hook(_plain_parts)
 
 
+class _Quantized(nn.Module):
+    """What classes of `_class_of` have."""
+
+    converted_from: type[nn.Module]
+    packed_parts: tuple[str, ...]
+
+
 @functools.cache
-def _class_of(cls: type, parts: tuple[str, ...], forward: Callable) -> type:
+def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> type[nn.Module]:
     """cls with grouped products of `parts`; its instances are pickled as cls."""
 
     def _apply(self, fn, recurse: bool = True):
@@ -205,12 +214,12 @@ def _class_of(cls: type, parts: tuple[str, ...], forward: Callable) -> type:
     )
 
 
-def _reduce(module: nn.Module, protocol: int) -> tuple:
+def _reduce(module: _Quantized, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
     return _blank, (module.converted_from, module.packed_parts, type(module).forward), *state
 
 
-def _blank(cls: type, parts: tuple[str, ...], forward: Callable) -> nn.Module:
+def _blank(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> nn.Module:
     return cls.__new__(_class_of(cls, parts, forward))
 
 
@@ -285,7 +294,7 @@ def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor
     return torch.func.functional_call(product, {"weight": weight}, (rows, ends))
 
 
-def _plain_parts(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
+def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:
     """Checkpoints hold plain weights, under the module's names."""
     for part in module.packed_parts:
         key = f"{prefix}{part}"

@@ -456,7 +456,8 @@ class GemmPlan:
 
     @cached_property
     def one_product(self) -> dict:
-        """Whether one product serves all experts, by what that depends on (`traced_experts`)."""
+        """The compiled step of one product for all experts or None, by what that depends on
+        (`traced_experts`)."""
         return {}
 
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:

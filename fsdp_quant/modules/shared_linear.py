@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import counters
 from ..formats import ROWWISE, Direction
+from ..tensor import torch_compat
 from .base_linear import BaseLinear
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
@@ -149,7 +150,7 @@ def multiply_shared(
     return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
 
 
-@torch.compiler.disable  # runs where a graph broke; a graph holds `traced_linear`
+@torch_compat.never_compiled  # runs where a graph broke; a graph holds `traced_linear`
 def _multiply(
     layer: BaseLinear,
     owner: Tensor,

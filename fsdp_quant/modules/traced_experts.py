@@ -192,12 +192,17 @@ def _operand_of(
 # One product for all #
 
 
-def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
-    """plan: of groups."""
-    key = x.dtype, x.device, tuple(shape), bias
+def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> int | None:
+    """The compiled step of one product for all experts; None where there is none.
+
+    plan:  of groups.
+    """
+    key, (experts, n, k) = (x.dtype, x.device, tuple(shape), bias), shape
     if key not in plan.one_product:
-        plan.one_product[key] = unsupported_reason(plan, *key[:2], *shape, bias) is None
-    return plan.one_product[key] and x.shape[0] > 0
+        reason = unsupported_reason(plan, x.dtype, x.device, experts, n, k, bias)
+        plan.one_product[key] = plan.resolved(x.dtype, x.device).call if reason is None else None
+    call = plan.one_product[key]
+    return call if call is not None and x.shape[0] > 0 else None
 
 
 def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple, torch.dtype]:
@@ -211,6 +216,8 @@ def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple,
     reading = native.operand_spec_of(
         encoding, layout, resolved.domains[2], arch_of(x.device), False, None
     )
+    if reading is None:
+        raise ValueError(f"the compiled step makes no {encoding} of the input")
     run = reading.run if reading.run >= 0 else None
     of = native.encoding_shapes(
         reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run
@@ -239,7 +246,8 @@ def _tiles(tokens: int, experts: int) -> int:
 
 def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
     plan, seen = plan_of(plan), _counts(x, counts)
-    if not _in_one(x, shape, bias is not None, plan.of_groups):
+    compiled = _in_one(x, shape, bias is not None, plan.of_groups)
+    if compiled is None:
         weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
         call, biases = (
             _call(plan, x.device, save, seen),
@@ -248,16 +256,15 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
         parts = zip(_parts(x, ends), weight.unbind(), biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
-    call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
     operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     y, groups, kept = native.grouped_step(
         x,
         ends,
         operand,
-        call,
+        compiled,
         save,
-        *(seen or [None]),
-        dtype,
+        next(iter(seen), None),
+        x.dtype if bias is None else torch.float32,
         bad_splits_flag(),
         _NO_MODULE,
         step=_step(x, seen),
@@ -273,7 +280,7 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
 def _fake_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
     experts, n, _ = shape
     made, plan = [x.new_empty(x.shape[0], n)], plan_of(plan).of_groups
-    if _in_one(x, shape, bias is not None, plan):
+    if _in_one(x, shape, bias is not None, plan) is not None:
         made.append(
             ends.new_empty(4 * _tiles(x.shape[0], experts) + 2 * (experts + 1), dtype=torch.int32)
         )
@@ -287,7 +294,8 @@ def _run_backward(
     dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts
 ):
     plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
-    if not _in_one(dy, shape, need_b, plan.of_groups):
+    compiled = _in_one(dy, shape, need_b, plan.of_groups)
+    if compiled is None:
         weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
         call = _call(plan, dy.device, need_w, seen)
         inputs = _parts(saved[0], groups) if need_w else [None] * shape[0]
@@ -314,13 +322,12 @@ def _run_backward(
             if need_x
             else None
         )
-        call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
             dy,
             groups,
             operand,
             saved if need_w else [],
-            call,
+            compiled,
             next(iter(seen), None),
             step=_step(dy, seen),
             turned=turned and plan.turns_wgrad,

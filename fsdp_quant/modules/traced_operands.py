@@ -17,6 +17,7 @@ from ..gemm import Watch
 from ..ops import dispatch, native
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
+from ..ops.reference import known
 from ..quantizer import HybridQuantizer
 from ..scaling import AmaxHistory
 from ..storage import Storage, encoded_matrix, to_layout, to_storage
@@ -55,9 +56,9 @@ class GraphCall(NamedTuple):
 
     def watch(self, resolved: Resolved, product: int) -> Watch | None:
         guard = self.backward_guard if product else self.guard
-        return (
-            None if guard is None else Watch(resolved.watched[product], self.step, guard, product)
-        )
+        if guard is None:
+            return None
+        return Watch(resolved.watched[product], known(self.step, "the step"), guard, product)
 
     def key(
         self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None
@@ -179,22 +180,22 @@ class GraphOperands:
     ):
         hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
         self._layouts = plan.resolved(dtype, device).layouts[slot]
-        if cut is None:
+        if cut is not None:
+            self._gather = Gather(
+                x,
+                hybrid,
+                directions,
+                cut,
+                phase,
+                key=key,
+                factors=dict(zip(hybrid.delayed_directions, factors)),
+                statistics=statistics,
+                rank=None if call.rank is None else call.rank[1],
+            )
+        elif isinstance(x, Tensor):
             self._made, self.amaxes = slot_storages(
                 plan, slot, x, directions, key, factors, statistics
             )
-            return
-        self._gather = Gather(
-            x,
-            hybrid,
-            directions,
-            cut,
-            phase,
-            key=key,
-            factors=dict(zip(hybrid.delayed_directions, factors)),
-            statistics=statistics,
-            rank=None if call.rank is None else call.rank[1],
-        )
 
     def take(self, direction: Direction) -> EncodedMatrix:
         if self._gather is None:

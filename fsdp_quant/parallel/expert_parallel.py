@@ -23,6 +23,7 @@ from ..modules.grouped_linear import EXPERT, GroupedLinear
 from ..modules.plan import GemmPlan, build_plan
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
+from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
@@ -73,8 +74,10 @@ class ExpertDispatch:
         module.register_forward_hook(self.behind)
 
     def _layers(self, slot: str) -> list[nn.Module]:
-        names = self.style.reads if slot == "input" else self.style.writes
-        return [self.module.get_submodule(n) for n in names]
+        return [self.module.get_submodule(n) for n in self.style.names(slot)]
+
+    def converted(self, slot: str) -> list[GroupedLinear]:
+        return [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
 
     @property
     def alignment(self) -> int:
@@ -89,8 +92,9 @@ class ExpertDispatch:
     def _quantizers(self, slot: str) -> set[tuple[HybridQuantizer, str]]:
         """(hybrid, what the backward keeps) of this slot, of all experts of its layers, on
         whichever rank they are."""
-        layers = [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
-        plans = [p for m in layers for p in _plans(m.first.recipe, m._name, self.experts)]
+        plans = [
+            p for m in self.converted(slot) for p in _plans(m.first.recipe, m._name, self.experts)
+        ]
         return {(plan.hybrid(slot), plan.saves) for plan in plans}
 
     def operand(self, slot: str, dtype: torch.dtype) -> _Operand:
@@ -99,13 +103,14 @@ class ExpertDispatch:
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
-        layers, found = self._layers(slot), self._quantizers(slot)
+        every, found = self._layers(slot), self._quantizers(slot)
+        layers = [layer for layer in every if isinstance(layer, GroupedLinear)]
         transport = self.style.transport if slot == "input" else self.style.gradients
         grad = torch.is_grad_enabled()
-        trains = grad and any(p.requires_grad for layer in layers for p in layer.parameters())
+        trains = grad and any(p.requires_grad for m in every for p in m.parameters())
         directions = tuple(Direction) if trains else (ROWWISE,)
         hybrid, saves = next(iter(found), (None, None))
-        if not layers or not all(isinstance(layer, GroupedLinear) for layer in layers):
+        if hybrid is None or len(layers) < len(every):
             forced = f"{'reads' if slot == 'input' else 'writes'}={[*self.style.names(slot)]} names no converted experts"
         elif len(found) > 1:
             forced = "experts quantize it differently"
@@ -138,10 +143,7 @@ class ExpertDispatch:
                 return _Operand(hybrid, directions, None)
             if forced is None:
                 return _Operand(None, directions, reason)
-        required = transport == "auto" and any(
-            isinstance(layer, GroupedLinear) and layer.first.recipe.require_native
-            for layer in layers
-        )
+        required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
         if transport == "codes" or required:
             asked = "require_native=True" if required else "it was asked to travel as codes"
             raise ValueError(
@@ -151,7 +153,7 @@ class ExpertDispatch:
             )
         return _Operand(None, directions, forced)
 
-    @torch.compiler.disable
+    @torch_compat.never_compiled
     def before(self, module: nn.Module, args: tuple) -> tuple:
         """(tokens of own experts, their splits, ..) of (this rank's tokens, splits, ..)."""
         if len(args) < 2 or not isinstance(args[0], Tensor):
@@ -179,7 +181,7 @@ class ExpertDispatch:
             sizes = torch.tensor(sizes, device="cpu").cumsum(0).to(splits.device, splits.dtype)
         return Dispatch.apply(rows, route, tokens.hybrid, tokens.directions), sizes, *rest
 
-    @torch.compiler.disable
+    @torch_compat.never_compiled
     def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
         """Results of this rank's tokens, of those of own experts."""
         route, gradients, shape = self._under_way.pop()
@@ -291,9 +293,8 @@ class ExpertParallel(ParallelStyle):
             if isinstance(m, GroupedLinear)
         }
         agree(facts, device_mesh.get_all_groups(), error)
-        module.expert_dispatch = ExpertDispatch(
-            module, style, device_mesh.get_group(), experts, name
-        )
+        dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
+        setattr(module, "expert_dispatch", dispatch)
         for child in module.modules():
             _cut(child, device_mesh)
         return module
@@ -339,9 +340,9 @@ def planned_dispatch(
     module:  with `ExpertParallel`, whose layers are converted.
     counts:  [E] of this rank's tokens.
     """
-    its = module.expert_dispatch
+    its: ExpertDispatch = getattr(module, "expert_dispatch")
     rows, planned = sum(-(-n // its.alignment) * its.alignment for n in counts), {}
-    k, n = (its._layers(slot)[0].first for slot in ("input", "grad_output"))
+    k, n = (its.converted(slot)[0].first for slot in ("input", "grad_output"))
     for phase, slot, cols in (
         ("forward", "input", k.in_features),
         ("backward", "grad_output", n.out_features),
@@ -362,7 +363,7 @@ def planned_dispatch(
 def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
     """A line of `fq.plan` about what ranks exchange for a module of experts; None where they do
     not."""
-    its = getattr(module, "expert_dispatch", None)
+    its: ExpertDispatch | None = getattr(module, "expert_dispatch", None)
     if its is None:
         return None
     filled = f", filled up to multiples of {its.alignment}" if its.alignment > 1 else ""
