@@ -187,8 +187,10 @@ def _of_packed(
     made: dict[Direction, Operand | TwoLevelCodes] = {}
     if len(coded) < len(directions):
         made |= dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
-    if not coded or resolved.call is None:
+    if not coded:
         return made
+    if resolved.call is None:
+        raise ValueError("the plan of packed experts has no compiled step")
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     if any(plan.operand("weight", d).tensor_scale for d in coded):

@@ -24,7 +24,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import raise_bad_splits, register_tag
 from .expert_weights import ExpertWeights
-from .grouped_op import Beside, GroupedLinearCall, unsupported_reason
+from .grouped_op import ExpertsState, GroupedLinearCall, unsupported_reason
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .layer_runtime import LayerRuntime
 from .linear import Linear
@@ -348,7 +348,9 @@ class GroupedLinear(HasWeight):
         biases, made = [None] * len(parts) if bias is None else bias.unbind(), []
         for layer, part, own, own_bias in zip(self.layers, parts, weight.unbind(), biases):
             if not isinstance(layer, Expert):
-                continue
+                raise TypeError(
+                    f"{self._name}: {type(layer).__name__} is no expert of a packed weight"
+                )
             layer.give(own, own_bias)
             try:
                 made.append(layer(part))
@@ -462,7 +464,7 @@ class GroupedLinear(HasWeight):
             calls[0].guard,
             save,
             self._tag,
-            Beside.of(calls),
+            ExpertsState.of(calls),
             *weights,
             *biases,
         )

@@ -219,7 +219,7 @@ def _backward_of_codes(
     plan: GemmPlan,
     call: int,
     guard: Tensor | None,
-    beside: Beside,
+    state: ExpertsState,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`native.grouped_step_backward` of a gradient that came as codes."""
     dx = dw = None
@@ -235,7 +235,7 @@ def _backward_of_codes(
         else:
             resolved = plan.resolved(dy.dtype, dy.device)
             if plan.saves == "input":
-                given = beside.factors, beside.step, beside.ids
+                given = state.factors, state.step, state.ids
                 saved = native.linear_tokens(saved[0], call, 0, False, True, guard, groups, *given)
             if has_tensor_amax(of_x, resolved.layouts["input"][COLUMNWISE]):
                 data, scale, amaxes = saved
@@ -274,9 +274,9 @@ def _count(plan: GemmPlan, name: str, x: Tensor, groups: TokenGroups) -> None:
     counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
 
 
-class Beside(NamedTuple):
-    """What experts have beside their operands: histories of the delayed sides of tokens, those of
-    all experts for the first side, then for the next; and what keys random bits.
+class ExpertsState(NamedTuple):
+    """What a call of all experts receives besides operands: histories of the delayed sides of
+    tokens, ordered by side, then by expert; and the key of random bits.
 
     factors, grad_factors:  of the input, and of the gradient.
     amaxes, grad_amaxes:    where they are recorded; empty: nowhere.
@@ -292,19 +292,19 @@ class Beside(NamedTuple):
     ids: Sequence[Tensor] = ()
 
     @staticmethod
-    def of(calls: Sequence[LinearCall]) -> Beside:
-        """What the calls of all experts have, side by side."""
+    def of(calls: Sequence[LinearCall]) -> ExpertsState:
+        """The state of one call for all experts, from those of each."""
 
-        def beside(of: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+        def interleaved(of: Iterable[Sequence[Tensor]]) -> list[Tensor]:
             return [t for side in zip(*of) for t in side]
 
         first = calls[0]
         keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
-        return Beside(
-            beside(call.factors for call in calls),
-            beside(call.histories for call in calls),
-            beside(call.grad_factors for call in calls),
-            beside(call.grad_histories for call in calls),
+        return ExpertsState(
+            interleaved(call.factors for call in calls),
+            interleaved(call.histories for call in calls),
+            interleaved(call.grad_factors for call in calls),
+            interleaved(call.grad_histories for call in calls),
             first.step,
             [call.ids for call in calls] if keyed else [],
         )
@@ -316,12 +316,12 @@ class GroupedLinearCall(torch.autograd.Function):
     weights:     `ExpertWeights`.
     save:        the backward needs x.
     tag:         what `bad_splits_flag` is told of wrong ends.
-    beside:      `Beside`.
+    state:      `ExpertsState`.
     parameters:  the weights, and as many biases, [N] each or one [E, N], or none.
     """
 
     @staticmethod
-    def forward(ctx, x, ends, weights, plan, guard, save, tag, beside, *parameters):
+    def forward(ctx, x, ends, weights, plan, guard, save, tag, state, *parameters):
         count = len(weights.tensors)
         biases = parameters[count:]
         keeps = ctx.needs_input_grad[0] and not weights.are_gathered
@@ -344,15 +344,15 @@ class GroupedLinearCall(torch.autograd.Function):
                 out_dtype,
                 bad_splits_flag(),
                 tag,
-                beside.factors,
-                beside.amaxes,
-                beside.step,
-                beside.ids,
+                state.factors,
+                state.amaxes,
+                state.step,
+                state.ids,
             )
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y.add_(table.float().index_select(0, group_of(ctx.groups, x))).to(x.dtype)
-        ctx.weights, ctx.plan, ctx.guard, ctx.call, ctx.beside = weights, plan, guard, call, beside
+        ctx.weights, ctx.plan, ctx.guard, ctx.call, ctx.state = weights, plan, guard, call, state
         ctx.dtypes, ctx.count = [p.dtype for p in parameters], count
         kept = [x] if save and plan.saves == "input" else list(saved)
         own = [] if columnwise is None else [t for t in columnwise if isinstance(t, Tensor)]
@@ -386,10 +386,10 @@ class GroupedLinearCall(torch.autograd.Function):
             saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(
-                    dy, groups, weight, saved, ctx.plan, ctx.call, ctx.guard, ctx.beside
+                    dy, groups, weight, saved, ctx.plan, ctx.call, ctx.guard, ctx.state
                 )
             else:
-                factors, _, *rest = ctx.beside
+                factors, _, *rest = ctx.state
                 turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
                 dx, dw = native.grouped_step_backward(
                     dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned=turned

@@ -172,7 +172,7 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
     kind = kind_of(module)
     if kind is None:
-        return
+        raise ValueError(f"{type(module).__name__} has no packed experts that fq.convert knows")
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
     module.__class__ = _class_of(type(module), kind.parts, kind.forward)
