@@ -262,10 +262,13 @@ class SharedStatistics:
         for (f, e), statistics in zip(self._places, self._own):
             fragment, encoding = fragments[f], fragments[f].encodings[e]
             self.results[f][e] = statistics
-            amax, tensor_amax = known(statistics.amax, "the amax"), statistics.tensor_amax
+            tensor_amax, shared = statistics.tensor_amax, fragment.shared_block_rows(encoding)
             if tensor_amax is not None:
                 amaxes.append(tensor_amax)
                 slots.append(_Slot(f, e, None, None, False))
+            if not (all_blocks or len(shared)):
+                continue
+            amax = known(statistics.amax, "the amax")
             held = fragment.block_rows(encoding)
             if all_blocks:
                 shape = (fragment.cuts.rows, fragment.rows.shape[1])
@@ -276,7 +279,7 @@ class SharedStatistics:
                 self.results[f][e] = Statistics(amaxes[-1], tensor_amax)
                 continue
             own = own_slots and fragment.has_own_blocks(encoding)
-            for block_row in fragment.shared_block_rows(encoding):
+            for block_row in shared:
                 local = block_row - held.start
                 is_held = 0 <= local < amax.shape[0]
                 row = amax[local] if is_held else amax.new_zeros(amax.shape[1])
