@@ -139,12 +139,14 @@ class StepState:
 
     @property
     def is_probed(self) -> bool:
-        """Operators may count underflows in the running step (`modules.guard`); the device decides."""
+        """Operators may count underflows in the running step (`modules.guard`); the device
+        decides."""
         return self.ahead or self._step % PROBED_STEPS == 0 or self.is_captured
 
     @property
     def token_offset(self) -> int:
-        """The offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local rows."""
+        """The offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local
+        rows."""
         return contexts().token_offset
 
     @token_offset.setter
@@ -203,7 +205,8 @@ class StepState:
         return {device: self._of_offset(device, offset) for device in _NO_CONTEXTS.steps}
 
     def in_graph(self, device: torch.device) -> Tensor:
-        """`on` while a graph is traced, which takes another tensor as input under another offset."""
+        """`on` while a graph is traced, which takes another tensor as input under another
+        offset."""
         here = contexts()
         # None if layers were created inside a context within this one
         found = here.steps.get(device)

@@ -133,8 +133,8 @@ class Element:
 
     @property
     def operand(self) -> Element:
-        """The 8-bit element of anchored codes: e4m3 for smaller ones, whose numbers it contains; else
-        itself."""
+        """The 8-bit element of anchored codes: e4m3 for smaller ones, whose numbers it contains;
+        else itself."""
         return E4M3 if self.bits < 8 and self.mantissa <= E4M3.mantissa else self
 
     @property
@@ -194,7 +194,8 @@ class Format:
     tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
     scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5,
                      so that an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
-    rotated:         values are multiplied by a 16-wide random Hadamard matrix along the contraction.
+    rotated:         values are multiplied by a 16-wide random Hadamard matrix along the
+    contraction.
 
     >>> fq.Format("mxfp8_1x64", fq.format_of("mxfp8").element, (1, 64), "e8m0").block
     (1, 64)

@@ -73,7 +73,8 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
-    a, b:        `Storage`, or `GemmOperand` in the layout of the domain: others are brought into it.
+    a, b:        `Storage`, or `GemmOperand` in the layout of the domain: others are brought into
+    it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].

@@ -167,8 +167,8 @@ _RECIPES: dict[str, Recipe] = {}  # by key, of this process
 
 
 def recipe_of(key: str) -> Recipe:
-    """The recipe of a key. Raises ValueError for a recipe that is created in a compiled region, where
-    it is no object yet."""
+    """The recipe of a key. Raises ValueError for a recipe that is created in a compiled region,
+    where it is no object yet."""
     if key not in _RECIPES:
         raise ValueError(
             f"the recipe {key.split()[0]} is made inside a compiled region; make it outside, and "
@@ -263,8 +263,8 @@ def per_layer(
     first: tuple[int, Recipe | str] | None = None,
     last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
-    """`default`, with other recipes by name pattern (as in `fq.convert(skip=)`) and for the first and
-    the last layers.
+    """`default`, with other recipes by name pattern (as in `fq.convert(skip=)`) and for the first
+    and the last layers.
 
     Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
     """

@@ -185,8 +185,8 @@ def share_statistics(
     all_blocks: bool = False,
     parts: dist.ProcessGroup | None = None,
 ) -> list[list[Statistics | None]]:
-    """Statistics of every (fragment, encoding) over the whole tensor; at most one MAX all-reduce per
-    group.
+    """Statistics of every (fragment, encoding) over the whole tensor; at most one MAX all-reduce
+    per group.
 
     fragments:   the same tensors, encodings and cuts in the same order on every rank of `group`.
     group:       of all ranks that hold rows of a tensor or copies of them, in all of its parts; or,

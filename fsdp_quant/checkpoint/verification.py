@@ -28,8 +28,8 @@ from .code_hash import fingerprint
 from .files import installed, read_checked, rebuild_tensors
 from .weights import LocalWeight
 
-# Key beside the modules in "moved" of a saved state: [rank that saved it, of how many]. DCP can load
-# older files because it is no leaf of its own.
+# Key beside the modules in "moved" of a saved state: [rank that saved it, of how many]. DCP can
+# load older files because it is no leaf of its own.
 SAVED_BY = "saved by"
 
 

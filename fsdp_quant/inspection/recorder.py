@@ -319,7 +319,8 @@ class _Hook:
 
 
 def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
-    """(name, module to hook, its layers) of converted layers; experts of one module are one unit."""
+    """(name, module to hook, its layers) of converted layers; experts of one module are one
+    unit."""
     inside = set()
     for name, module in model.named_modules():
         name = name.replace("_orig_mod.", "")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """torchtitan: its `Trainer` with a section in its configuration; `quantized` for other trainers.
 
     torchrun -m torchtitan.train --module fsdp_quant.integrations.torchtitan \\
@@ -25,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torchtitan import trainer as titan  # pyright: ignore[reportMissingImports]
-from torchtitan.distributed import ParallelDims  # pyright: ignore[reportMissingImports]
-from torchtitan.distributed.cudagraph import CUDAGraphInputSpec  # pyright: ignore[reportMissingImports]
-from torchtitan.protocols.model_spec import ModelSpec  # pyright: ignore[reportMissingImports]
-from torchtitan.protocols.module import Module as TitanModule  # pyright: ignore[reportMissingImports]
-from torchtitan.protocols.sharding import resolve_placements  # pyright: ignore[reportMissingImports]
+from torchtitan import trainer as titan
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module as TitanModule
+from torchtitan.protocols.sharding import resolve_placements
 
 from ..modules.convert import convert
 from ..modules.exchange import Layouts

@@ -15,7 +15,8 @@ from ..tensor import torch_compat
 
 
 class Tagged(Protocol):
-    """A module whose calls carry a number to the device (`modules.grouped_linear.GroupedLinear`)."""
+    """A module whose calls carry a number to the device
+    (`modules.grouped_linear.GroupedLinear`)."""
 
     _name: str
     _tag: int

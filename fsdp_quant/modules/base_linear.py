@@ -127,22 +127,26 @@ class BaseLinear(HasWeight, nn.Linear):
         device, weight = x.device, self.weight if weight is None else weight
         if x.dtype not in FLOATING:
             raise ValueError(
-                f"{self.runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: "
+                f"{self.runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 "
+                "and fp32: "
                 "cast it first"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self.runtime.name}: input is {list(x.shape)}, its last dim must be {self.in_features}"
+                f"{self.runtime.name}: input is {list(x.shape)}, its last dim must be "
+                f"{self.in_features}"
             )
         if isinstance(weight, DTensor):
             raise NotImplementedError(
-                f"{self.runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
+                f"{self.runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did "
+                "not "
                 "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
                 "the module out of fq.convert"
             )
         if weight.device != device:
             raise ValueError(
-                f"{self.runtime.name}: input is on {device} and the weight on {weight.device}; move one "
+                f"{self.runtime.name}: input is on {device} and the weight on {weight.device}; "
+                "move one "
                 "of them (a model made on meta: model.to_empty(device=...), then initialize or "
                 "load it)"
             )
@@ -222,7 +226,8 @@ class BaseLinear(HasWeight, nn.Linear):
         )
         if recomputed is not None and recomputed is not override.checkpoint:
             raise ValueError(
-                f"{self.runtime.name}: the backward would recompute this forward outside fq.autocast, "
+                f"{self.runtime.name}: the backward would recompute this forward outside "
+                "fq.autocast, "
                 "with another recipe; enter fq.autocast inside the checkpointed function"
             )
         if recipe.tail:
@@ -236,7 +241,8 @@ class BaseLinear(HasWeight, nn.Linear):
         )
         if isinstance(self.weight, QuantizedTensor) and plan.weight != self.plan.weight:
             raise ValueError(
-                f"{self.runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
+                f"{self.runtime.name}: fq.autocast would change the weight from {self.plan.weight} "
+                "to "
                 f"{plan.weight}, but fully_shard gathers it outside any context; use fq.set_recipe "
                 "at a step boundary"
             )
@@ -273,7 +279,8 @@ class BaseLinear(HasWeight, nn.Linear):
         """The plan did not print this: raise under strict=True, else warn once and count."""
         if self.recipe.strict:
             raise ValueError(
-                f"{self.runtime.name}: {what}; the plan says otherwise. Make it so, or pass strict=False "
+                f"{self.runtime.name}: {what}; the plan says otherwise. Make it so, or pass "
+                "strict=False "
                 "to the recipe"
             )
         if (self.runtime.name, what) not in counters.of("departure"):

@@ -263,7 +263,8 @@ def _check_published(
                     planned := (state.quantizer, state.compute_dtype)
                 ):
                     raise ValueError(
-                        f"{module.runtime.name}.weight is published by a weight sync that was planned for "
+                        f"{module.runtime.name}.weight is published by a weight sync that was "
+                        "planned for "
                         f"{planned[0]} of {planned[1]}, and {its} makes it {wanted[0]} of "
                         f"{wanted[1]}; change activations and gradients only, or plan the sync of "
                         "a model that has the new recipe, and refresh it with the masters"
@@ -358,9 +359,15 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
 
 def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
     kinds = dict.fromkeys(type(m).__name__ for m in model.modules() if m._parameters)
-    said = f"{type(model).__name__} has no nn.Linear to convert ({skipped} skipped, {tied} tied to an embedding)"
+    said = (
+        f"{type(model).__name__} has no nn.Linear to convert ({skipped} skipped, {tied} tied to an "
+        "embedding)"
+    )
     if before := converted_units(model):
-        return f"{said}: {_some(before)} were converted before; change their recipe with fq.set_recipe(model, recipe)"
+        return (
+            f"{said}: {_some(before)} were converted before; change their recipe with "
+            "fq.set_recipe(model, recipe)"
+        )
     return (
         f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
         "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts (docstring of "

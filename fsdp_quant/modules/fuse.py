@@ -162,7 +162,10 @@ class NormPattern(NamedTuple):
     @property
     def formula(self) -> str:
         rounded = ", rounded first" * self.rounds_first
-        return f"{self.normalization}{rounded} with gamma = {'1 + ' * self.zero_centered_gamma}{self.weight}"
+        return (
+            f"{self.normalization}{rounded} with gamma = "
+            f"{'1 + ' * self.zero_centered_gamma}{self.weight}"
+        )
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""

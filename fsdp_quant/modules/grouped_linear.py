@@ -515,7 +515,10 @@ class GroupedLinear(HasWeight):
 
     def extra_repr(self) -> str:
         first = self._linears[0]
-        return f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, packed={self.packed}"
+        return (
+            f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, "
+            f"packed={self.packed}"
+        )
 
 
 def _sizes_of(ends: list[int]) -> list[int]:

@@ -74,7 +74,10 @@ def unsupported_reason(
         for direction, layout in layouts.items():
             fmt = plan.operand(slot, direction)
             if is_anchored_of_codes(fmt, layout) and not fmt.shares_storage:
-                return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
+                return (
+                    f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor "
+                    "at a time"
+                )
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (
             domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))
@@ -100,7 +103,10 @@ def unsupported_reason(
             if not of_group and (
                 fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)
             ):
-                return f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens of several experts"
+                return (
+                    f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens "
+                    "of several experts"
+                )
     return None if resolved.call is not None else "no compiled step reads its formats"
 
 

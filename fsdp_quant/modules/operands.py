@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a linear layer's GEMMs: codes of activations and gradients (slots), and of weights."""
+"""Operands of a linear layer's GEMMs: codes of activations and gradients (slots), and of
+weights."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
         attach_tensor_group(layer)
     if state.tensor_group is None or weight.device_mesh.ndim != 1:
         raise NotImplementedError(
-            f"{layer.runtime.name}: the weight is a DTensor {weight.placements} that is gathered by no "
+            f"{layer.runtime.name}: the weight is a DTensor {weight.placements} that is gathered "
+            "by no "
             "fully_shard and cut by no parallelize_module; use one of them, or leave the module "
             "out of fq.convert"
         )
@@ -122,7 +123,8 @@ def multiply_shared(
     """y of a layer that ranks share as `axis` says; owner: as in `_shared_input`."""
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] "
+            f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., "
+            f"{weight.shape[1]}] "
             f"of at least two dims, for a weight of which it holds {list(weight.shape)}"
         )
     device = x.device.type
@@ -131,7 +133,8 @@ def multiply_shared(
     plan = layer.plan if override is None else layer._overriding_plan(override)
     if plan.boundary is not None:
         raise NotImplementedError(
-            f"{layer.runtime.name}: layers that ranks share have no boundary slots; put fq.Quantize "
+            f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
+            "fq.Quantize "
             "between modules"
         )
     grad = torch.is_grad_enabled()

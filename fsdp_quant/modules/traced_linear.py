@@ -8,8 +8,8 @@ call:
     forward    amax(x), quantize(x, both), quantize(w, rowwise), gemm
     backward   amax(dy), quantize(dy, both), quantize(w, columnwise, amax), gemm, gemm
 
-Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`); amax histories and
-counts of the guard are written by functionalized in-place operators.
+Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`); amax histories
+and counts of the guard are written by functionalized in-place operators.
 
 [Note: layers that ranks share]
 Functional collectives stand around the same operators (`exchange`; `shared_linear_op` has the

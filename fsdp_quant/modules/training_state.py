@@ -309,7 +309,10 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     if names is None:
         if allow_recipe_change:
             return _Checked(step, seed, None)
-        why = f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} ({fingerprint(model, step)})"
+        why = (
+            f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} "
+            f"({fingerprint(model, step)})"
+        )
         if state.get("recipe") == recipe:
             why = f"has this recipe, {recipe}, for other layers: {_difference(state, model)}"
         raise ValueError(

@@ -58,7 +58,8 @@ class Layer(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """A schedule that a model follows, and the function that gives the model its recipe of a step."""
+    """A schedule that a model follows, and the function that gives the model its recipe of a
+    step."""
 
     schedule: Schedule
     switch: Callable[[nn.Module, Schedule, int], None]
@@ -325,7 +326,8 @@ def note_forward(layer: Layer, grad: bool) -> None:
         return
     if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
         raise ValueError(
-            f"{layer.runtime.name}: its model follows a schedule and runs by pieces, so nobody knows when "
+            f"{layer.runtime.name}: its model follows a schedule and runs by pieces, so nobody "
+            "knows when "
             "a step begins; call fq.begin_step(step), or the model"
         )
     _LOOSE.run(layer)

@@ -46,8 +46,8 @@ class Statistics(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The buffers of one storage (see `Storage`), and the amax that scaled them if one scale spans a
-    row or more."""
+    """The buffers of one storage (see `Storage`), and the amax that scaled them if one scale spans
+    a row or more."""
 
     data: Tensor
     scale: Tensor | None

@@ -196,7 +196,10 @@ def _missing_code_for(index: int) -> str | None:
         return None
     built = ", ".join(STATUS.build.architectures)
     name = "sm_{}{}".format(*capability)
-    return f"the library was built without {name}: it has {built}; set FSDP_QUANT_CUDA_ARCHS and rebuild with {REBUILD}"
+    return (
+        f"the library was built without {name}: it has {built}; set FSDP_QUANT_CUDA_ARCHS and "
+        f"rebuild with {REBUILD}"
+    )
 
 
 def runs_code(arch: str, capability: tuple[int, int]) -> bool:

@@ -42,7 +42,8 @@ LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 # Where ranks or groups share the tokens that a product contracts, and no scale is of all of them:
 # one token that is far larger than the others would cost them their last bits. 512 is multiplied
 # faster than 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28 and 1.14).
-# cuBLASLt has no such scales: these GEMMs are our own kernel's (k1x512, csrc/gemm/sm90_gemm_kernel.cuh).
+# cuBLASLt has no such scales: these GEMMs are our own kernel's (k1x512,
+# csrc/gemm/sm90_gemm_kernel.cuh).
 # Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
 # they quantize round to nearest.
 OVER_TOKENS = ANCHORED_512

@@ -12,7 +12,8 @@ This stores exp_avg, and the root of exp_avg_sq; a nonzero root has a nonzero co
 Block-wise 8-bit states are from Dettmers et al., 8-bit Optimizers via Block-wise Quantization
 (ICLR 2022), which maps values through tables; bitsandbytes and torchao have blocks of 256 too. e4m3
 replaces the table, as in FP8-LM (Peng et al., 2023): one GPU instruction encodes two elements, a
-table costs eight reads per element. e4m3 has 17 binades below the largest of a block, which as roots
+table costs eight reads per element. e4m3 has 17 binades below the largest of a block, which as
+roots
 are 34 of exp_avg_sq: a gradient of 2^-17 of the block's largest is not 0, and no update divides
 by 0. The scale is fp32 and not a power of two: an exp_avg_sq without gradients shrinks by beta2 per
 step, which codes alone would round away.

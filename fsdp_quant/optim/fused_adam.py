@@ -217,7 +217,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy into the existing state tensors; nothing is rounded to a parameter's dtype, or moved.
+        """Copy into the existing state tensors; nothing is rounded to a parameter's dtype, or
+        moved.
 
         Converts between moments as codes and as values. Raises ValueError, before any change, if a
         parameter's state lacks a moment, the step, or the master or remainder of a low-precision
@@ -412,7 +413,8 @@ def _scalars_on_host(
 def _scalars_on_device(
     group: dict, steps: list[Tensor], found_inf: Tensor | None
 ) -> tuple[Tensor, list[int]]:
-    """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing back."""
+    """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing
+    back."""
     (beta1, beta2), index = group["betas"], list(range(len(steps)))
     if not all(map(native.runs, steps)):
         return scalars_on_device(group, steps, found_inf), index

@@ -201,6 +201,7 @@ class WithMasters(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load into the inner optimizer, also from a state dict of `wraps` over plain parameters."""
+        """Load into the inner optimizer, also from a state dict of `wraps` over plain
+        parameters."""
         self.inner.load_state_dict(state_dict)
         self._pull()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ExpertParallel`: the style that dispatches tokens to the ranks of their experts and combines what
-comes back.
+"""`ExpertParallel`: the style that dispatches tokens to the ranks of their experts and combines
+what comes back.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ class ExpertDispatch:
         directions = tuple(Direction) if trains else (ROWWISE,)
         hybrid, saves = next(iter(found), (None, None))
         if hybrid is None or len(layers) < len(every):
-            forced = f"{'reads' if slot == 'input' else 'writes'}={[*self.style.names(slot)]} names no converted experts"
+            forced = (
+                f"{'reads' if slot == 'input' else 'writes'}={[*self.style.names(slot)]} names no "
+                "converted experts"
+            )
         elif len(found) > 1:
             forced = "experts quantize it differently"
         elif current_autocast() is not None:
@@ -138,7 +141,10 @@ class ExpertDispatch:
                 and transport == "auto"
                 and layers[0].unsupported_reason(dtype, layers[0].weight.device) is None
             ):
-                reason = "one product serves all experts, and between GPUs of one machine making codes took longer than they save"
+                reason = (
+                    "one product serves all experts, and between GPUs of one machine making codes "
+                    "took longer than they save"
+                )
             if reason is None:
                 return _Operand(hybrid, directions, None)
             if forced is None:

@@ -76,5 +76,11 @@ def describe(layer: Linear) -> str | None:
         said.append(f"{d.value} {encoding.fmt}{unless}")
     kind, pieces = "column" if axis.column else "row", ""
     if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:
-        pieces = f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces beside their products"
-    return f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as {', '.join(said)}{pieces}"
+        pieces = (
+            f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces "
+            "beside their products"
+        )
+    return (
+        f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as "
+        f"{', '.join(said)}{pieces}"
+    )

@@ -65,7 +65,10 @@ class _Style:
                 self._check(name, module, device_mesh)
             except ValueError as caught:
                 error = caught
-            weight = f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, {style}"
+            weight = (
+                f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, "
+                f"{style}"
+            )
             agree({f"{name}.weight": weight}, device_mesh.get_all_groups(), error)
             # an nn.Linear has it as fq.convert makes it an fq.Linear
             vars(module)["parallel"] = Layouts(

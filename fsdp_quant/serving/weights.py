@@ -161,7 +161,8 @@ def _name_slices(model: nn.Module, sources: list[Source]) -> None:
 def _as_transformers_saves(
     model: nn.Module, sources: list[Source], revert: Callable
 ) -> dict[Source, list[Slice]]:
-    """Slices by source, from reverting transformers' conversion of tensors that hold row numbers."""
+    """Slices by source, from reverting transformers' conversion of tensors that hold row
+    numbers."""
     first, numbered = [0], {}
     for source in sources:
         shape = source.tensor.shape

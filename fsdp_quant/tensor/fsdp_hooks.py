@@ -86,7 +86,8 @@ class PreHook:
 
 @torch.no_grad()
 def _send(weight: FSDPHooks) -> GatheredWeight:
-    """Build the all-gather inputs of all weights of a group, when FSDP2 asks for the first one's."""
+    """Build the all-gather inputs of all weights of a group, when FSDP2 asks for the first
+    one's."""
     if weight.state.gathered is None and (managed := managed_of(weight.state)) is not None:
         root_statistics.check_model(managed)
     first = gathered_weight(weight)

@@ -347,7 +347,8 @@ class GatheredWeight:
     def copies_of_rows(
         self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from `rows_sent`."""
+        """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from
+        `rows_sent`."""
         of = WireBuffer(buffer.name, 0, buffer.row_bytes)
         each = [_as_bytes([field], of, self.managed.device) for field in fields]
         return list(zip(rows[: sum(map(len, each))].split(list(map(len, each))), each))

@@ -167,7 +167,10 @@ class QuantizedWeight(WeightCodes):
         )
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        return f"QuantizedWeight({self.state.name}, {list(self.shape)}, {self.dtype}, {self.state.quantizer})"
+        return (
+            f"QuantizedWeight({self.state.name}, {list(self.shape)}, {self.dtype}, "
+            f"{self.state.quantizer})"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

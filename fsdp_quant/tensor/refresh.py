@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding the masters of quantized parameters: after writes, and fused into an optimizer's kernel."""
+"""Encoding the masters of quantized parameters: after writes, and fused into an optimizer's
+kernel."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def take(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
 
 
 def _groups(weight: Sharded) -> tuple[dist.ProcessGroup, ...]:
-    """The groups that reduce a weight's statistics: one of all ranks that hold any of it, or one per
-    axis.
+    """The groups that reduce a weight's statistics: one of all ranks that hold any of it, or one
+    per axis.
 
     Copies (HSDP) hold the same values, so a group may contain them. No group is created here: other
     stages of a pipeline could not take part.

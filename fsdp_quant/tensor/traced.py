@@ -32,4 +32,7 @@ def stable_text(tensor: Tensor) -> str:
     names, _ = getattr(tensor, "__tensor_flatten__")()
     buffers = ((n, getattr(tensor, n)) for n in names)
     facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in buffers)
-    return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"
+    return (
+        f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} "
+        f"{list(facts)}"
+    )

@@ -133,7 +133,10 @@ class WeightShard(FSDPHooks, Tensor):
         return _rebuild, (self.inner, self._state, self.requires_grad)
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        return f"WeightShard({self._state.name}, {list(self.shape)}, {self.dtype}, {self._state.quantizer})"
+        return (
+            f"WeightShard({self._state.name}, {list(self.shape)}, {self.dtype}, "
+            f"{self._state.quantizer})"
+        )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 

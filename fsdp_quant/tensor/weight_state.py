@@ -190,8 +190,8 @@ class WeightState:
         return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
 
     def shares_statistics(self, cuts: RowCuts) -> bool:
-        """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices no
-        cut divides, only those of histories do."""
+        """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices
+        no cut divides, only those of histories do."""
         if self.parts:
             return len(cuts.bounds) > 2 and any(
                 part.quantizer.delayed_directions for part in self.parts

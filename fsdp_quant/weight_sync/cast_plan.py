@@ -162,7 +162,8 @@ class _Group:
         self.works: list[list[Encoding | None]] = [[row, col], [row, col]]
 
     def lay_tiles(self, device: torch.device) -> None:
-        """int32 [tiles, 4] per launch: index, tile row, tile column, work; in strips of four rows."""
+        """int32 [tiles, 4] per launch: index, tile row, tile column, work; in strips of four
+        rows."""
         for second in (False, True):
             made = [torch.empty(0, 4, dtype=torch.int32)]
             for index, sides in enumerate(self.sides):
@@ -238,7 +239,8 @@ class _Runs:
 
 
 class CastPlan:
-    """Casts the masters of `weights` into the segments of a sync, on all ranks of the group or none.
+    """Casts the masters of `weights` into the segments of a sync, on all ranks of the group or
+    none.
 
     weights:  the weights of the sync, in its order.
     address:  (weight's name, direction, part) -> address of this rank's run of a plane.

@@ -19,7 +19,8 @@ from math import prod
 
 from ..formats import Encoding, ceil_div, round_up
 
-# Bytes. A run has the same offset modulo this in its segment and in its plane, so rows stay aligned.
+# Bytes. A run has the same offset modulo this in its segment and in its plane, so rows stay
+# aligned.
 ALIGNMENT = 16
 # Bytes. Alignment of planes that GEMMs read in the gathered buffer.
 PLACE = 256
@@ -184,7 +185,8 @@ class Segments:
 
     @cached_property
     def offsets(self) -> list[list[int]]:
-        """Per rank: the offset of each plane's run in the segment, then the number of used bytes."""
+        """Per rank: the offset of each plane's run in the segment, then the number of used
+        bytes."""
         if self.in_place_offsets is None:
             return self._packed
         made = []

@@ -459,7 +459,10 @@ class WeightSync:
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:
-        return f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, generation {self.generation})"
+        return (
+            f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, "
+            f"generation {self.generation})"
+        )
 
 
 class Work(NamedTuple):

@@ -142,7 +142,8 @@ class _GroupedLinear(GroupedLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per expert."""
+        """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per
+        expert."""
         core.need("sharded_state_dict")
         settings, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
         apart, groups = settings.get("singleton_local_shards", False), self._groups

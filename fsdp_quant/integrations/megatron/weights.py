@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as Megatron keeps them: cut over ranks, initialized and marked as by its own layers."""
+"""Parameters as Megatron keeps them: cut over ranks, initialized and marked as by its own
+layers."""
 
 from __future__ import annotations
 

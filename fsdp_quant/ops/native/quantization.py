@@ -299,8 +299,8 @@ def cast_pieces(
     second: bool,
     skip: Tensor | None,
 ) -> None:
-    """Amaxes and codes of tiles of pieces; `weight_sync.cast_plan` makes the tables. skip: bool [1],
-    read on the device."""
+    """Amaxes and codes of tiles of pieces; `weight_sync.cast_plan` makes the tables. skip: bool
+    [1], read on the device."""
     sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
     eps = [0.0 if e is None else e.eps for e in (row, col)]
     _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)

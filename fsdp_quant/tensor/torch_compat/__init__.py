@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private torch name that the library uses, for torch 2.11 and later: a file per part of torch."""
+"""Every private torch name that the library uses, for torch 2.11 and later: a file per part of
+torch."""
 
 from .autograd import *
 from .collectives import *

@@ -376,8 +376,8 @@ def managed_params_of_root(managed: ManagedParam) -> list[ManagedParam]:
     return cached[1]
 
 
-# Context of a root's states -> (their number, all their parameters). Both are final once the root has
-# run.
+# Context of a root's states -> (their number, all their parameters). Both are final once the root
+# has run.
 _OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -50,7 +50,8 @@ def around_calls(
     module: nn.Module, before: Callable[[], None], after: Callable[[], None]
 ) -> Callable[[], None]:
     """Call `before` and `after` around each call of a module, outside the code of
-    `module.compile()`. Returns a function that removes both. `after` runs even if the call raises."""
+    `module.compile()`. Returns a function that removes both. `after` runs even if the call
+    raises."""
     if (compiled := module._compiled_call_impl) is None:
         handles = [
             module.register_forward_pre_hook(lambda *_: before()),

@@ -105,7 +105,8 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Make `old` be `new` for everyone who holds it; it keeps its gradient, attributes and hooks."""
+    """Make `old` be `new` for everyone who holds it; it keeps its gradient, attributes and
+    hooks."""
     vars(new).update(vars(old))
     new.grad = old.grad
     new._backward_hooks = old._backward_hooks
