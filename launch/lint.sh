@@ -13,4 +13,4 @@ if [[ "${1:-}" == --fix ]]; then
 fi
 "$PYTHON" -m ruff check --quiet .
 "$PYTHON" -m ruff format --quiet --check .
-exec "$PYTHON" -m pyright --pythonpath "$PYTHON"
+exec "$PYTHON" -m pyright --project . --pythonpath "$PYTHON"
