@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups that sum in rank order, for processes and for ranks that are threads of one process.
+"""Process groups that sum in rank order, for processes and for ranks as threads of one process.
 
 All backends add two summands equally. For more, the order and so the bits depend on backend,
-topology and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
-the reference for the others.
+topology and size. With these groups a run has the same bits on gloo, on NCCL, and in one process,
+which is the reference for the others.
 """
 
 from __future__ import annotations
