@@ -224,6 +224,7 @@ def content_of(path: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.skipif(not laws.EVERYTHING, reason="30 s; FSDP_QUANT_ALL_PAIRS=1 runs it")
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds torchrun's workers in /proc")
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path):
     """If false, a run of which a rank dies loses more than the steps since its last checkpoint, or

@@ -379,6 +379,7 @@ def _around(rank: int, world: int) -> None:
 
 
 @on_cpu
+@pytest.mark.skipif(not laws.EVERYTHING, reason="22 s; FSDP_QUANT_ALL_PAIRS=1 runs it")
 def test_compiled_layers_are_recomputed_grow_and_refuse_as_eager_ones():
     """If false, checkpointing draws other bits, each length compiles anew, codes as parameters
     break the graph, or a bad input hangs the other ranks."""
