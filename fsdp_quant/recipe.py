@@ -570,7 +570,7 @@ _WITHOUT_EXPERTS = mxfp6, mxfp4
 _RECIPE_FUNCTIONS = (*_WITH_EXPERTS, *_WITHOUT_EXPERTS, hybrid)
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
-_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS[:-1]} | {"bf16": identity}
+_BY_NAME = {f.__name__: f for f in (*_WITH_EXPERTS, *_WITHOUT_EXPERTS)} | {"bf16": identity}
 
 
 def names() -> list[str]:

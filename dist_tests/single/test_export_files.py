@@ -244,7 +244,7 @@ def test_a_failure_leaves_nothing(fails, tmp_path, monkeypatch):
     (
         monkeypatch.setattr(writer.Writer, "write", full)
         if fails == "write"
-        else monkeypatch.setattr(writer, "_to_disk", full)
+        else monkeypatch.setattr(writer, "sync", full)
     )
     with pytest.raises(OSError, match="no space left"):
         fq.export(converted("mxfp8"), tmp_path / "out")

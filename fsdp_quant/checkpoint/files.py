@@ -69,14 +69,15 @@ def publish(part: Path, path: Path) -> None:
            `torch.distributed.checkpoint` does.
     path:  replaced atomically if a file; a folder of this name is removed first.
     """
-    _sync(part)
+    sync(part)
     if path.is_dir():
         shutil.rmtree(path)
     os.replace(part, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

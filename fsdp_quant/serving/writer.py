@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.files import sync
+
 # Names of the format (safetensors).
 _DTYPES = {
     torch.float64: "F64",
@@ -188,20 +190,12 @@ class Writer:
         if self._places:
             raise ValueError(f"{next(iter(self._places))} was planned and not written")
         for name in self._names:
-            _to_disk(self._partial(name))
+            sync(self._partial(name))
         for name in self._names:
             os.replace(self._partial(name), self._folder / name)
-        _to_disk(self._folder)
+        sync(self._folder)
 
     def abort(self) -> None:
         """Remove the partial files."""
         for name in self._names:
             self._partial(name).unlink(missing_ok=True)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

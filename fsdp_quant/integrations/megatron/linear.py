@@ -178,6 +178,7 @@ class ParallelLinear(Linear):
         return f"{super().extra_repr()}, TP={size_of(self.tp_group)}"
 
 
+_ONE_COPY = "no second copy of a weight is kept"
 _OWN_WEIGHT = (
     "a weight has one recipe, that of its own layer: use Megatron's layer where weights are shared"
 )
@@ -237,11 +238,7 @@ class ColumnParallelLinear(ParallelLinear):
             name,
             recipe,
             {
-                "keep_master_weight_for_test": (
-                    keep_master_weight_for_test,
-                    False,
-                    "no second copy of a weight is kept",
-                ),
+                "keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY),
                 "skip_weight_param_allocation": (skip_weight_param_allocation, False, _OWN_WEIGHT),
                 "embedding_activation_buffer": (embedding_activation_buffer, None, _NO_BUFFER),
                 "grad_output_buffer": (grad_output_buffer, None, _NO_BUFFER),
@@ -325,13 +322,7 @@ class RowParallelLinear(ParallelLinear):
             tp_group,
             name,
             recipe,
-            {
-                "keep_master_weight_for_test": (
-                    keep_master_weight_for_test,
-                    False,
-                    "no second copy of a weight is kept",
-                )
-            },
+            {"keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY)},
         )
         self.input_size_per_partition = self.in_features
         if self.sequence_parallel and not input_is_parallel:
