@@ -4,6 +4,7 @@ of all that."""
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import threading
@@ -735,6 +736,49 @@ def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
         for step, (a, b) in enumerate(zip(got, want)):
             assert_same(a, b, f"bad batch before step {bad_at}, step {step}")
         assert_same(histories, want_histories, f"bad batch before step {bad_at}, histories")
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["counted", "by hand"])
+def test_a_checkpoint_of_a_skipped_step_repeats_it(by_hand: bool):
+    """Otherwise a run that is saved between `fq.skip_step` and the repeated step, and loaded, rolls
+    the histories of its weights once more than a run that went on."""
+
+    def one(m, optimizer, step, ends: bool = True) -> dict:
+        if by_hand:
+            fq.begin_step(step)
+        m(values(24, 40, seed=step, dtype=torch.float32)).backward(DY)
+        gradients = {n: p.grad.clone() for n, p in m.named_parameters()}
+        if ends:
+            optimizer.step()
+        optimizer.zero_grad()
+        return gradients
+
+    def made():
+        m = fq.convert(nn.Sequential(nn.Linear(40, 56)), recipes.fp8_delayed(length=3))
+        return m, torch.optim.SGD(m.parameters(), lr=1e-3, weight_decay=300.0)  # amaxes shrink
+
+    def train(saved_at: int | None) -> list[dict]:
+        restart()
+        torch.manual_seed(0)
+        (m, optimizer), seen = made(), []
+        for step in range(6):
+            if step == 3:
+                one(m, optimizer, step, ends=False)
+                fq.skip_step()
+            if step == saved_at:
+                parameters, state = copy.deepcopy(m.state_dict()), fq.state_dict(m)
+                for _ in range(2):  # a state that was loaded is saved as it was
+                    m, optimizer = made()
+                    m.load_state_dict(parameters)
+                    fq.load_state_dict(m, state)
+                    state = fq.state_dict(m)
+            seen.append(one(m, optimizer, step))
+        histories = fq.state_dict(m)["histories"].items()
+        return [*seen, {f"{key}.{n}": t for key, h in histories for n, t in h.items()}]
+
+    want, got = train(None), train(3)
+    for step, (a, b) in enumerate(zip(got, want)):
+        assert_same(a, b, f"saved behind the skipped step 3, step {step}")
 
 
 # What a checkpoint holds besides parameters #

@@ -34,6 +34,7 @@ from .training_steps import SHARED, restart_steps, steps_of
 _SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = (
     weakref.WeakKeyDictionary()
 )
+SKIPPED = "skipped"  # a key of `moved`, beside SAVED_BY
 _SIDES = [
     f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction
 ]
@@ -163,11 +164,11 @@ def _schedule_text(model: nn.Module) -> str | None:
     return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
-def _moved(modules: Mapping[str, Linear]) -> str:
-    """JSON of module name -> product -> rung, of products that the guard moved; and which rank of
-    how many saved it."""
+def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
+    """JSON of module name -> product -> rung, of products that the guard moved; which rank of how
+    many saved it; and whether its step was skipped."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
-    return json.dumps(moved | {SAVED_BY: _rank()})
+    return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
 
 
 def _rank() -> list[int]:
@@ -204,13 +205,15 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     codes:        weight name -> hash of its codes, the same for every world size
                   (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
-    moved:        products that the anchoring guard moved, and the rank; each rank's own.
+    moved:        products that the anchoring guard moved, the rank, and whether the step was
+                  skipped (`fq.skip_step`); each rank's own.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> sorted(fq.state_dict(model))
     ['codes', 'fingerprint', 'histories', 'moved', 'recipe', 'schedule', 'seed', 'step']
     """
     recipe, names = _recipe_text(model), layer_names(model)[-1 if old_names else 0]
+    steps = steps_of(model)
     modules = converted_modules(model, names)
     histories = {
         f"{name}.{side}": _saved_history(module, history)
@@ -218,14 +221,14 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
         for side, history in histories_by_side(module).items()
     }
     return {
-        "step": steps_of(model).number,
+        "step": steps.number,
         "seed": STEP.seed,
         "schedule": _schedule_text(model),
         "recipe": recipe,
         "fingerprint": fingerprint(model, names=names),
         "codes": _codes(model, names),
         "histories": histories,
-        "moved": _moved(modules),
+        "moved": _moved(modules, steps.is_skipped),
     }
 
 
@@ -238,6 +241,7 @@ class _SavedLayers(NamedTuple):
     modules:   by their names in the state; names: qualified name -> that name.
     codes:     weight name -> fingerprint, or None.
     moved:     module name -> product -> rung.
+    skipped:   the step was skipped: its histories do not roll when it begins again.
     """
 
     modules: dict[str, Linear]
@@ -245,6 +249,7 @@ class _SavedLayers(NamedTuple):
     histories: dict[str, dict]
     codes: dict[str, int] | None
     moved: dict[str, dict[str, str]]
+    skipped: bool
 
 
 class _Checked(NamedTuple):
@@ -283,10 +288,11 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     if layers is not None:
         _restore(model, checked.step, layers)
     STEP.seed = checked.seed
-    _go_to(model, checked.step)
+    skipped = layers is not None and layers.skipped
+    _go_to(model, checked.step, skipped)
     for module in () if layers is None else layers.modules.values():
         for history in histories_by_side(module).values():
-            if _is_of_codes(module, history):
+            if _is_of_codes(module, history) and not skipped:
                 history.roll()  # saved with high-precision parameters, the step that ran is open
         weight = module.runtime.weight_state
         if isinstance(weight, QuantizedWeightState):
@@ -331,7 +337,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         raise ValueError(
             "the saved state's codes are no integers: it is damaged; load another checkpoint"
         )
-    moved, saved_by = _read_moved(state.get("moved", "{}"), modules)
+    moved, saved_by, skipped = _read_moved(state.get("moved", "{}"), modules)
     histories, own = _part(state, "histories", dict), False
     for name, side, slot in _sides_at(model, modules, step):
         if f"{name}.{side}" not in histories:
@@ -353,7 +359,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
             f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the "
             "JSON of state['moved']"
         )
-    return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved))
+    return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved, skipped))
 
 
 def _part(state: dict, key: str, kind: type):
@@ -392,15 +398,19 @@ def _difference(state: dict, model: nn.Module) -> str:
 
 def _read_moved(
     text: object, modules: Mapping[str, Linear]
-) -> tuple[dict[str, dict[str, str]], list[int] | None]:
-    """(module name -> product -> rung, [rank, world size] that saved it or None) of
-    `state["moved"]`. Raises ValueError."""
+) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
+    """(module name -> product -> rung, [rank, world size] that saved it or None, whether its step
+    was skipped) of `state["moved"]`. Raises ValueError."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         found = None
     ladders = {product.name: ladder_of(product) for product in PRODUCTS}
-    saved_by = found.pop(SAVED_BY, None) if isinstance(found, dict) else None
+    saved_by, skipped = (
+        (found.pop(SAVED_BY, None), found.pop(SKIPPED, False))
+        if isinstance(found, dict)
+        else (None, False)
+    )
     moved = {}
     for name, of in found.items() if isinstance(found, dict) else ():
         # of a file from before there were rungs
@@ -410,6 +420,7 @@ def _read_moved(
         and all(product in ladders and rung in ladders[product] for product, rung in of.items())
         for of in moved.values()
     )
+    whole &= isinstance(skipped, bool)
     whole &= saved_by is None or (
         isinstance(saved_by, list) and list(map(type, saved_by)) == [int, int]
     )
@@ -418,7 +429,7 @@ def _read_moved(
             f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load "
             "another checkpoint"
         )
-    return {name: of for name, of in moved.items() if name in modules}, saved_by
+    return {name: of for name, of in moved.items() if name in modules}, saved_by, skipped
 
 
 def _sides_at(
@@ -500,9 +511,9 @@ def _follow(model: nn.Module, step: int) -> None:
         switch(scheduled, schedule, step)
 
 
-def _go_to(model: nn.Module, step: int) -> None:
+def _go_to(model: nn.Module, step: int, skipped: bool) -> None:
     """The next step of the model is `step`, and its schedules follow."""
-    restart_steps(model, step)
+    restart_steps(model, step, skipped)
     _follow(model, step)
     for module in model.modules():
         begins_first(module)

@@ -164,10 +164,17 @@ class TrainingSteps:
             counts[0].fill_(step)
             counts[1].fill_(is_open)
 
-    def restart(self, step: int) -> None:
+    @property
+    def is_skipped(self) -> bool:
+        """The step that began last was skipped."""
+        return not self.open and (self.has_run or self.next > 0)
+
+    def restart(self, step: int, skipped: bool = False) -> None:
         """Let the next training forward begin `step`; counted by hand, `step` is the one that ran,
-        even the first."""
-        self.continue_at(step, step > 0 or STEP.counted_by_hand)
+        even the first. skipped: the histories collect the amaxes of `step` itself."""
+        self.continue_at(step, not skipped and (step > 0 or STEP.counted_by_hand))
+        if skipped:
+            self.at = step
 
     def continue_at(self, step: int, is_open: bool) -> None:
         self.at = None
@@ -357,12 +364,15 @@ def continued(model: nn.Module) -> TrainingSteps:
     return steps
 
 
-def restart_steps(model: nn.Module, step: int) -> None:
-    """Let the next training forward of a model, or of layers without one, begin `step`."""
+def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
+    """Let the next training forward of a model, or of layers without one, begin `step` (see
+    `TrainingSteps.restart`)."""
     for module in model.modules():
         if (steps := _steps(module)) is not None:
-            steps.restart(step)
+            steps.restart(step, skipped)
     STEP.step = step
+    if skipped:
+        STEP.restarted = step, False
     STEP.publish()
 
 
