@@ -82,6 +82,7 @@ def page() -> str:
                 parts.append("\n".join(f"- {note}" for note in m["notes"]) + "\n")
             if name == "pretrain":
                 parts.append("![Validation loss and its gap to bf16](../pretrain.png)\n")
+                parts.append("![The same of three other seeds](../pretrain_seeds.png)\n")
     return "\n".join(parts)
 
 
