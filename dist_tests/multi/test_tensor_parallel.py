@@ -5,9 +5,7 @@ crosses ranks as codes."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
-import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -684,11 +682,8 @@ def test_tensor_parallel_under_fsdp_equals_one_process():
 
 
 def example_losses(rank: int, world: int, tp: int, data: str, *more: str) -> list[float]:
-    spec = importlib.util.spec_from_file_location(
-        "train_lm", Path(__file__).parents[2] / "examples" / "train_lm.py"
-    )
-    train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_lm)
+    import train_lm
+
     sizes = "--dim 64 --layers 2 --ffn 128 --seq 64 --batch 2 --steps 3 --warmup 1 --dtype fp32 --recipe mxfp8".split()
     args = train_lm.parse([*sizes, "--tp", str(tp), "--data", data, *more])
     arms, config, text = train_lm.prepare(args)

@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fsdp_quant as fq
+import train_lm
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
-from dist_tests.multi.test_launch import example
 from dist_tests.single import hopper
 from dist_tests.single.test_state_dict import net, step
 from examples.mini_megatron.model import Config
@@ -426,7 +426,6 @@ def write_for_ever(kind: str, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if kind == "mini_megatron":
         on_virtual_ranks(GRID, lambda ranks: save_for_ever(Trainer(ranks, CONFIG), folder))
-    train_lm = example()
     for number in range(1, 10_000):
         path = folder / f"step_{number:08d}"
         part = folder / f".{path.name}.part"
@@ -464,7 +463,7 @@ def last_whole(kind: str, folder: Path) -> int:
     if not found:
         return 0
     if kind == "save":
-        train_lm, (model, optimizer) = example(), trained(0)
+        model, optimizer = trained(0)
         with alone():
             number = train_lm.load_checkpoint(found[-1], model, optimizer)
         assert (
