@@ -270,7 +270,9 @@ from dist_tests.trainers import batch, llama, take_fsdp_path_on_cpu
 take_fsdp_path_on_cpu()
 accelerator, model = Accelerator(cpu=True), llama()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer = fq.integrations.accelerate.prepare(accelerator, model, optimizer, fq.recipes.mxfp8(), skip=["lm_head"])
+model, optimizer = fq.integrations.accelerate.prepare(
+    accelerator, model, optimizer, fq.recipes.mxfp8(), skip=["lm_head"]
+)
 ids, losses = batch(0, accelerator.process_index, 2), []
 for step in range(3):
     loss = model(input_ids=ids, labels=ids).loss
@@ -280,7 +282,8 @@ for step in range(3):
     optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
 formats = set(fq.receipt().forward_gathers)
-accelerator.print(accelerator.is_fsdp2, accelerator.num_processes, losses[2] < losses[1] < losses[0], formats)
+falls = losses[2] < losses[1] < losses[0]
+accelerator.print(accelerator.is_fsdp2, accelerator.num_processes, falls, formats)
 accelerator.end_training()
 """
 LAUNCH = [
