@@ -683,9 +683,11 @@ def test_tensor_parallel_under_fsdp_equals_one_process():
 
 
 def example_losses(rank: int, world: int, tp: int, data: str, *more: str) -> list[float]:
+    import language_model
     import train_lm
 
-    sizes = "--dim 64 --layers 2 --ffn 128 --seq 64 --batch 2 --steps 3 --warmup 1".split()
+    language_model.VALIDATION_BATCHES = 2
+    sizes = "--dim 64 --layers 1 --ffn 128 --seq 64 --batch 2 --steps 3 --warmup 1".split()
     sizes += "--dtype fp32 --recipe mxfp8".split()
     args = train_lm.parse([*sizes, "--tp", str(tp), "--data", data, *more])
     arms, config, text = train_lm.prepare(args)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import random
 import re
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import (
+    EVERYTHING,
     OTHER,
     PAIRS,
     QUANTIZERS,
@@ -50,7 +50,6 @@ from fsdp_quant.scaling import AmaxHistory, DelayedScaling
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from fsdp_quant.weight_sync.shard_map import Segments, WireTensor
 
-ALL = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"
 WAYS = [(transport, stats) for transport in ("codes", "highprec") for stats in ("dense", "halo")]
 DELAYED = Quantizer("fp8_tensor", scaling=DelayedScaling(length=3))
 
@@ -147,7 +146,7 @@ def assert_published(
 # Law 43: bytes #
 
 
-@settings(max_examples=600 if ALL else 45, deadline=None, derandomize=True)
+@settings(max_examples=600 if EVERYTHING else 45, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_pieces_give_the_bytes_of_the_whole(seed: int):
     """Otherwise what a rank multiplies depends on how many ranks there are, and on where a trainer
@@ -413,7 +412,7 @@ IN_PLACE = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6] if ALL else [3, 6])
+@pytest.mark.parametrize("world", [2, 3, 4, 6] if EVERYTHING else [3, 6])
 @pytest.mark.parametrize("pair", IN_PLACE, ids="-".join)
 def test_codes_are_read_where_they_were_gathered(pair, world: int):
     """Otherwise codes of a flat buffer are copied once more, or products read memory that was

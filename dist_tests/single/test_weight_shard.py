@@ -18,6 +18,7 @@ from torch.func import functional_call
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
+from fsdp_quant.counters import counters
 from fsdp_quant.tensor import fsdp_hooks
 from fsdp_quant.tensor.gather_group import GatherGroup
 from fsdp_quant.tensor.weight_shard import WeightShard
@@ -338,6 +339,21 @@ def test_offloaded_shards_are_sent_as_they_are_copied(mesh, monkeypatch):
     assert len(local) == 1 and local[0] is copied
     assert [member.state for member in group.members] == [copied.state]
     assert params == [fsdp_hooks.managed_of(copied.state).param]
+
+
+def test_training_gathers_again_what_an_evaluation_left_gathered(mesh):
+    """If false, a training step records no amaxes of delayed scaling, or forwards that need no
+    gather wait for one."""
+    model = nn.Sequential(linear(recipes.fp8_delayed()))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    x, gathers = values(8, 48, dtype=torch.float32), []
+    for is_training in (False, False, True, True, False):
+        model.train(is_training)
+        counters.reset()
+        with torch.no_grad():
+            model(x)
+        gathers.append(bool(counters.of("gather")))
+    assert gathers == [True, False, True, False, False]
 
 
 def test_state_dicts_hold_plain_tensors(mesh):
