@@ -111,7 +111,8 @@ def problem(case: Case, said: list[Said], of_plain: list[Said] | None = None) ->
             return f"wanted ranks that go on, got {[one.text for one in said]}"
         return None
     if not all(one.text for one in others) and case.place not in ("optimizer", "cast"):
-        return f"ranks {[r for r, one in enumerate(others) if not one.text]} went on without the one that failed"
+        unaware = [r for r, one in enumerate(others) if not one.text]
+        return f"ranks {unaware} went on without the one that failed"
     late = max(one.seconds for one in others)
     most = SLOWER + (max(one.seconds for one in of_plain[:-1]) if of_plain else 0)
     return None if late <= most else f"a rank noticed after {late:.1f} s; wanted {most:.1f}"
@@ -126,7 +127,9 @@ def line(case: Case, said: list[Said], of_plain: list[Said] | None) -> str:
     what = " / ".join(text if len(text) < 150 else text[:147] + "..." for text in texts).replace(
         "|", "/"
     )
-    return f"| {case.setup} | {case.place or 'set-up'} | {case.fault} | {what} | {said[-1].text[:60] or 'goes on'} | {seconds:.1f} | {plain} |"
+    of = case.setup, case.place or "set-up", case.fault
+    cells = *of, what, said[-1].text[:60] or "goes on", f"{seconds:.1f}", plain
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:

@@ -45,9 +45,10 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 SINGLE, MULTI = "dist_tests/single/test_", "dist_tests/multi/test_"
 OF_SHARDS = (
-    f"{SINGLE}checked.py {SINGLE}weight_shard.py {MULTI}fsdp_bytes.py {MULTI}fsdp_passes.py"
+    f"{SINGLE}weight_shard.py {SINGLE}checked.py {MULTI}fsdp_bytes.py {MULTI}fsdp_passes.py"
     " -k 'not inductor and not [4] and not prefetches'"
 )
+OF_CHECKPOINTS = f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"
 # Name -> (file, the tests that hold it, as arguments of pytest: those that fail first stand first).
 TARGETS = {
     "formats": ("formats.py", f"{SINGLE}formats.py"),
@@ -61,7 +62,10 @@ TARGETS = {
     "gather_group": ("tensor/gather_group.py", OF_SHARDS),
     "gathered_weight": ("tensor/gathered_weight.py", OF_SHARDS),
     "hooks": ("weight_sync/sync.py", f"{SINGLE}hooks.py {SINGLE}cast_plan.py"),
-    "checkpoint": ("checkpoint/files.py", f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"),
+    "checkpoint": ("checkpoint/files.py", OF_CHECKPOINTS),
+    "code_hash": ("checkpoint/code_hash.py", OF_CHECKPOINTS),
+    "verification": ("checkpoint/verification.py", OF_CHECKPOINTS),
+    "gemm_layout": ("ops/gemm_layout.py", f"{SINGLE}storage.py"),
 }
 
 

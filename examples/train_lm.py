@@ -10,8 +10,7 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
                                                               resume from `run` if a process dies
 
-The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
-any file or folder; by default the Python sources of the running interpreter's standard library.
+The model and the text are in `language_model.py`.
 
 `build_model` and `train_step` hold all that low precision adds:
 
@@ -20,22 +19,21 @@ any file or folder; by default the Python sources of the running interpreter's s
     fully_shard(block)           stock FSDP2, which gathers codes and scales, not bf16
     fq.begin_step(step)          the random key of the step
 
-Shape letters: B sequences, S bytes per sequence, H heads, D elements per head.
+Shape letters: B sequences, S bytes per sequence.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
 import math
 import os
-import random
 import resource
 import shutil
 import sys
-import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -50,9 +48,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
+from language_model import LanguageModel, ModelConfig, Text, read_text
 
 # Defaults of the command line: minutes on two CPU cores, enough work for a GPU.
 DEFAULTS = {
@@ -61,191 +59,8 @@ DEFAULTS = {
     "cuda": {"dim": 1024, "layers": 8, "heads": 16, "kv_heads": 4, "ffn": 2816, "seq": 1024}
     | {"batch": 8, "steps": 200, "lr": 1e-3},
 }
-MAX_TEXT_BYTES = 64 << 20
-HELD_OUT = 0.05  # the end of the text, never trained on
-VALIDATION_BATCHES = 8  # on each rank
 
-
-# --- Model ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the model. Every field is an option of the command line."""
-
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    seq: int
-    tie: bool
-
-    def __post_init__(self) -> None:
-        if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"--dim {self.dim} does not split into {self.heads} heads of an even size;"
-                f" give a multiple of {2 * self.heads}, or another --heads"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}; every"
-                " key-value head serves the same number of query heads, so give a divisor"
-            )
-
-
-def rotation_table(seq: int, head_dim: int) -> Tensor:
-    """Cosines and sines of the rotary angles, [2, S, 1, D/2] fp32. Source: arXiv 2104.09864."""
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angle = torch.outer(torch.arange(seq), frequency)
-    return torch.stack((angle.cos(), angle.sin())).unsqueeze(2)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate every head by the angles of its position; its halves are the two coordinates.
-
-    x:  [B, S, H, D], returned in its dtype.
-    """
-    cos, sin = table[:, : x.shape[1]]
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions.  [B, S, dim] -> [B, S, dim]."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.q = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
-        self.register_buffer("table", rotation_table(config.seq, self.head_dim), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        split = (-1, self.head_dim)
-        q = rotate(self.q(x).unflatten(-1, split), self.table)  # [B, S, H, D]
-        k = rotate(self.k(x).unflatten(-1, split), self.table)
-        v = self.v(x).unflatten(-1, split)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """y = x + attention(norm(x)); y + swiglu(norm(y)).  [B, S, dim] -> [B, S, dim]."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim)
-        self.gate = nn.Linear(config.dim, config.ffn, bias=False)
-        self.up = nn.Linear(config.dim, config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class LanguageModel(nn.Module):
-    """Logits of the next byte.  [B, S] int64 in 0..255 -> [B, S, 256].
-
-    A tied head multiplies by the embedding. It is no nn.Linear, so it is not converted.
-    """
-
-    def __init__(self, config: ModelConfig, recompute: bool):
-        super().__init__()
-        self.recompute = recompute
-        self.embedding = nn.Embedding(256, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
-        self.lm_head = None if config.tie else nn.Linear(config.dim, 256, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                adds_to_residual = name.endswith(("out.weight", "down.weight"))
-                std = 0.02 / math.sqrt(2 * config.layers) if adds_to_residual else 0.02
-                nn.init.normal_(weight, std=std)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.layers:
-            if self.recompute and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        x = self.norm(x)
-        return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
-
-
-# --- Text -------------------------------------------------------------------------------------
-
-
-def read_text(path: Path | None) -> Tensor:
-    """The bytes of a file, or of a folder's text files sorted by path, uint8.
-
-    path:  None: the Python sources of the interpreter's standard library.
-
-    At most MAX_TEXT_BYTES. A file with a zero byte in its first 4 KiB is binary and skipped.
-    Raises ValueError if nothing is left, or a file cannot be read.
-    """
-    root = path or Path(sysconfig.get_paths()["stdlib"])
-    pattern = "*" if path else "*.py"
-    skipped = {".git", "__pycache__"} if path else {"site-packages", "dist-packages", "test"}
-    files = [root] if root.is_file() else sorted(f for f in root.rglob(pattern) if f.is_file())
-    text = bytearray()
-    for file in files:
-        if not skipped.isdisjoint(file.relative_to(root).parts):
-            continue
-        try:
-            with file.open("rb") as stream:
-                data = stream.read(MAX_TEXT_BYTES - len(text))
-        except OSError as error:
-            reason = f"--data cannot read {file} ({error.strerror}); allow it or remove the file"
-            raise ValueError(reason) from None
-        if b"\0" not in data[:4096]:
-            text += data
-    if not text:
-        raise ValueError(f"--data {root} holds no readable text; give a text file, or a folder")
-    return torch.frombuffer(text, dtype=torch.uint8)
-
-
-class Text:
-    """The bytes to train on and the held-out bytes, in windows of S + 1.
-
-    A batch is a pure function of (seed, step, micro-batch, rank): resuming needs no position in the
-    data, and both arms of a comparison see the same bytes.
-    """
-
-    def __init__(self, data: Tensor, seq: int, seed: int):
-        self.window, self.seed = seq + 1, seed
-        held_out = max(self.window, int(HELD_OUT * len(data)))
-        if len(data) < held_out + self.window:
-            raise ValueError(
-                f"the text has {len(data)} bytes, and --seq {seq} needs {2 * self.window} to train"
-                " and validate on; give more text with --data, or a shorter --seq"
-            )
-        self.train, self.held_out = data[:-held_out], data[-held_out:]
-
-    def batch(self, size: int, step: int, micro: int, rank: int) -> Tensor:
-        """Random training windows, [size, S + 1] int64."""
-        draw = random.Random(f"{self.seed}/{step}/{micro}/{rank}")
-        starts = [draw.randrange(len(self.train) - self.window + 1) for _ in range(size)]
-        return torch.stack([self.train[start : start + self.window] for start in starts]).long()
-
-    def validation(self, size: int, rank: int, world: int) -> tuple[Tensor, ...]:
-        """This rank's part of windows spread evenly over the held-out bytes, each [size, S + 1]."""
-        count = VALIDATION_BATCHES * size * world
-        last = len(self.held_out) - self.window
-        starts = [i * last // count for i in range(rank, count, world)]
-        windows = [self.held_out[start : start + self.window] for start in starts]
-        return torch.stack(windows).long().split(size)
-
-
-# --- Training ---------------------------------------------------------------------------------
+# Training #
 
 
 @dataclass(frozen=True)
@@ -393,13 +208,14 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     step_tokens = args.batch * args.grad_accum * config.seq * readers
 
     losses, seconds, gathered = {}, [], 0
-    with Progress(label, first, args.steps) as progress:
+    with progress(label, first, args.steps) as report:
         for step in range(first, args.steps):
             started, gathered_before = time.perf_counter(), fq.receipt().gathered_bytes
             losses[step] = train_step(learn, optimizer, text, step, args)
             gathered = fq.receipt().gathered_bytes - gathered_before
             seconds.append(time.perf_counter() - started)
-            progress.show(step, losses[step], step_tokens / seconds[-1], gathered)
+            speed = f"{step_tokens / seconds[-1]:,.0f} tokens/s"
+            report(step, f"loss {losses[step]:.3f}  {speed}  {gathered / 1e6:.2f} MB gathered")
             if args.save and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 facts = run_facts(recipe, config, args)
                 save_checkpoint(args.save, step + 1, model, optimizer, facts)
@@ -416,7 +232,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     )
 
 
-# --- Checkpoints ------------------------------------------------------------------------------
+# Checkpoints #
 
 
 def run_facts(recipe: fq.Recipe, config: ModelConfig, args: argparse.Namespace) -> dict:
@@ -491,42 +307,28 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer) -> int:
     return saved["step"]
 
 
-# --- Reports ----------------------------------------------------------------------------------
+# Reports #
 
 
-def on_terminal() -> bool:
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+@contextlib.contextmanager
+def progress(label: str, first: int, last: int) -> Iterator[Callable[[int, str], None]]:
+    """Yield what rank 0 reports a step with: a bar on a terminal, else a line per tenth of the
+    run."""
+    every, prints = max(1, (last - first) // 10), dist.get_rank() == 0
 
+    def print_line(step: int, facts: str) -> None:
+        if prints and ((step + 1) % every == 0 or step + 1 == last):
+            print(f"{label}  step {step + 1}/{last}  {facts}", flush=True)
 
-class Progress:
-    """Rank 0's progress: a bar on a terminal, else one line per tenth of the run."""
+    if not (prints and sys.stdout.isatty() and importlib.util.find_spec("rich")):
+        yield print_line
+        return
+    from rich.progress import Progress, TimeRemainingColumn
 
-    def __init__(self, label: str, first: int, last: int):
-        self.label, self.last, self.every = label, last, max(1, (last - first) // 10)
-        self.prints, self.bar = dist.get_rank() == 0, None
-        if self.prints and on_terminal():
-            from rich import progress
-
-            columns = [*progress.Progress.get_default_columns()[:3], "{task.fields[facts]}"]
-            self.bar = progress.Progress(*columns, progress.TimeRemainingColumn())
-            self.task = self.bar.add_task(label, total=last, completed=first, facts="")
-
-    def __enter__(self) -> "Progress":
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def show(self, step: int, loss: float, tokens_per_second: float, gathered: int) -> None:
-        speed = f"{tokens_per_second:,.0f} tokens/s"
-        facts = f"loss {loss:.3f}  {speed}  {gathered / 1e6:.2f} MB gathered"
-        if self.bar:
-            self.bar.update(self.task, completed=step + 1, facts=facts)
-        elif self.prints and ((step + 1) % self.every == 0 or step + 1 == self.last):
-            print(f"{self.label}  step {step + 1}/{self.last}  {facts}", flush=True)
+    columns = [*Progress.get_default_columns()[:3], "{task.fields[facts]}", TimeRemainingColumn()]
+    with Progress(*columns) as bar:
+        task = bar.add_task(label, total=last, completed=first, facts="")
+        yield lambda step, facts: bar.update(task, completed=step + 1, facts=facts)
 
 
 def reset_peak_memory() -> None:
@@ -550,29 +352,16 @@ def peak_memory() -> int:
 def print_table(outcomes: list[Outcome]) -> None:
     """Print one line per arm: mean loss of the last tenth of the steps, held-out loss, its gap to
     the compared arm, bytes gathered per weight element and step."""
-    columns = ["recipe", "loss", "held out", "gap", "B/weight/step", "tokens/s", "peak MiB"]
-    rows = [
-        [
-            outcome.label,
-            f"{outcome.final_loss:.4f}",
-            f"{outcome.validation:.4f}",
-            f"{outcome.validation - outcomes[-1].validation:+.4f}" if len(outcomes) > 1 else "",
-            f"{outcome.bytes_per_element:.3f}",
-            f"{outcome.tokens_per_second:,.0f}",
-            f"{outcome.peak_memory / 2**20:,.0f}",
-        ]
-        for outcome in outcomes
-    ]
-    if importlib.util.find_spec("rich"):
-        from rich import box, console, table
-
-        grid = table.Table(*columns, box=box.SIMPLE_HEAD)
-        for row in rows:
-            grid.add_row(*row)
-        console.Console(width=None if on_terminal() else 100).print(grid)
-    else:
-        for row in [columns, *rows]:
-            print("".join(f"{cell:>20}" for cell in row))
+    rows = [["recipe", "loss", "held out", "gap", "B/weight/step", "tokens/s", "peak MiB"]]
+    for arm in outcomes:
+        gap = f"{arm.validation - outcomes[-1].validation:+.4f}" if len(outcomes) > 1 else ""
+        losses = [f"{arm.final_loss:.4f}", f"{arm.validation:.4f}", gap]
+        speed = f"{arm.tokens_per_second:,.0f}"
+        memory = f"{arm.peak_memory / 2**20:,.0f}"
+        rows.append([arm.label, *losses, f"{arm.bytes_per_element:.3f}", speed, memory])
+    width = max(len(row[0]) for row in rows)
+    for label, *cells in rows:
+        print(f"{label:<{width}}" + "".join(f"{cell:>15}" for cell in cells))
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
@@ -595,7 +384,7 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
     print(f"loss curves: {path}")
 
 
-# --- Command line -----------------------------------------------------------------------------
+# Command line #
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -669,10 +458,9 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_ranks(args, config, world)
     text = Text(read_text(args.data), config.seq, args.seed)
-    first = 0
-    if args.save and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        # a rank of this run died
-        args.resume = args.save if checkpoints(args.save) else args.resume
+    saved, first = checkpoints(args.save) if args.save else {}, 0
+    if saved and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        args.resume = args.save  # a rank of this run died
     if args.resume:
         facts = run_facts(recipe, config, args)
         first, args.resume = find_checkpoint(args.resume, facts, args.steps)
@@ -681,7 +469,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     if args.save_every and not args.save:
         raise ValueError("--save-every needs a folder; give --save DIR")
     args.save_every = args.save_every or args.steps
-    if args.save and max(checkpoints(args.save), default=0) > first:
+    if max(saved, default=0) > first:
         raise ValueError(
             f"--save {args.save} holds checkpoints from beyond step {first}, where this run starts;"
             f" give another folder, or --resume {args.save}"

@@ -467,12 +467,14 @@ class Bench:
         )
         measured = [r for r in [*rows, *self.report["means"]] if "ratio" in r]
         judged = [r for r in measured if r["floor"] is not None]
-        line = f"{len(rows)} rows: {len(judged)} with a floor, {sum(r['under'] for r in judged)} under it"
-        line += f", {sum(r['reached'] for r in measured)} at their aim, {sum('error' in r for r in rows)} failed"
+        under, reached = (sum(r["under"] for r in judged), sum(r["reached"] for r in measured))
+        line = f"{len(rows)} rows: {len(judged)} with a floor, {under} under it"
+        line += f", {reached} at their aim, {sum('error' in r for r in rows)} failed"
         if judged:
             worst = min(judged, key=lambda r: r["ratio"] / r["floor"])
             where = named.get(id(worst), "geometric mean")
-            line += f"; lowest over its floor: {worst['name']}, {where}, {worst['ratio']:.3f} of {worst['floor']:.2f}"
+            line += f"; lowest over its floor: {worst['name']}, {where}"
+            line += f", {worst['ratio']:.3f} of {worst['floor']:.2f}"
         return line
 
     @property

@@ -444,7 +444,8 @@ class Bench:
         rows = self._results()
         measured = [r for r in rows if "error" not in r]
         judged = [r for r in measured if r["floor"] is not None]
-        line = f"{len(rows)} rows: {len(judged)} with a floor or limit, {sum(r['under'] for r in judged)} beyond it"
+        line = f"{len(rows)} rows: {len(judged)} with a floor or limit"
+        line += f", {sum(r['under'] for r in judged)} beyond it"
         return (
             line
             + f", {sum(r['reached'] for r in measured)} at their aim, {len(rows) - len(measured)} "

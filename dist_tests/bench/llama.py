@@ -3,7 +3,8 @@
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
         [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--inspect]
-        [--json out.json] [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
+        [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
+        [--json out.json]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 

@@ -211,7 +211,8 @@ def table(runs: Sequence[dict]) -> bool:
     """Print what was measured; whether all arms keep to their law."""
     kept = True
     print(
-        f"\n{'arm':14}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}{'ms':>8}{'peak':>8}  moved  device"
+        f"\n{'arm':14}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}"
+        f"{'ms':>8}{'peak':>8}  moved  device"
     )
     for run in runs:
         gap, most = law(run, runs)

@@ -691,7 +691,8 @@ class Bench:
         judged = [r for r in rows if "error" not in r and r["floor"] is not None]
         under = [r for r in judged if r["under"]]
         line = f"{len(rows)} rows: {len(judged)} with a floor, {len(under)} under it"
-        line += f", {sum(r['reached'] for r in rows if 'error' not in r)} at their aim, {len(failed)} failed"
+        line += f", {sum(r['reached'] for r in rows if 'error' not in r)} at their aim"
+        line += f", {len(failed)} failed"
         if judged:
             worst = min(judged, key=lambda r: r[self.l2[0]]["ratio"] / r["floor"])
             ratio = worst[self.l2[0]]["ratio"]

@@ -118,7 +118,8 @@ def quantize(
             wanted += [w.amax] if e.fmt.scale_leaves_contraction else []
         return wanted
 
-    text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if round_to_bf16 else ''}, factor {factor}, row0 {row0}"
+    through = " through bf16" if round_to_bf16 else ""
+    text = f"quantize {names} {list(shape)} {dtype}{through}, factor {factor}, row0 {row0}"
     run(
         f"{text}, transposed {transposed}, layout {scale_layout}, given {given} {tensor_given}",
         [t for m in made for t in m],

@@ -330,7 +330,8 @@ def test_a_bias_is_added_or_refused(which: tuple):
             bias = torch.randn(272, generator=generator(4), device=DEVICE).to(dtype)
             what = f"{which} to {out_dtype} with a bias in {dtype}"
             if dtype is not taken:
-                text = r"bias is \w+; to a \w+ product (of codes cuBLASLt adds none|cuBLASLt adds a bias in \w+), "
+                text = r"bias is \w+; to a \w+ product "
+                text += r"(of codes cuBLASLt adds none|cuBLASLt adds a bias in \w+), "
                 with pytest.raises(NotImplementedError, match=text):
                     _gemm(*args(a, b), out_dtype, bias)
                 continue
@@ -709,7 +710,8 @@ def test_row_scales_of_no_alignment_are_refused():
     a, b = operand(200, 144, "e4m3", ROW, seed=1), operand(272, 144, "e4m3", ROW, seed=2)
     for offset in (1, 2, 3, 5):
         for name, operands in (("a", (shifted(a, offset), b)), ("b", (a, shifted(b, offset)))):
-            text = f"{name}_scale is at address {4 * offset % 16} modulo 16; scales of rows and blocks are aligned"
+            text = f"{name}_scale is at address {4 * offset % 16} modulo 16; "
+            text += "scales of rows and blocks are aligned"
             with pytest.raises(ValueError, match=text):
                 _gemm(*args(*operands), FP32)
     check(shifted(a, 4), shifted(b, 8), CODES, "scales from elements 4 and 8")

@@ -58,7 +58,8 @@ def assert_decodes(data, scale, tensor_amax, e: Encoding, cols: int, row0: int, 
         want = reference.decode(data, s, t, e.fmt, e.direction, cols, row0)
         for dtype in DTYPES:
             got = native.dequantize(data, s, t, e.fmt, e.direction, cols, row0, dtype)
-            text = f"{what}, {e.direction} {e.fmt} to {dtype}, scale {s is not None}, tensor_amax {t is not None}"
+            text = f"{what}, {e.direction} {e.fmt} to {dtype}"
+            text += f", scale {s is not None}, tensor_amax {t is not None}"
             expected.assert_same_values(got, want.to(dtype), text)
 
 

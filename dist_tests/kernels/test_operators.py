@@ -254,7 +254,8 @@ def test_errors_of_quantize_say_what_was_got():
     }
     if ON_CUDA:
         refused[
-            r"amax is contiguous Float \[64, 3\] on cpu; wanted 192 contiguous elements of Float on cuda"
+            r"amax is contiguous Float \[64, 3\] on cpu; "
+            "wanted 192 contiguous elements of Float on cuda"
         ] = lambda: run(x, row, stats=[(torch.ones(64, 3), None)])
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):

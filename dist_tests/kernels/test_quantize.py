@@ -206,7 +206,8 @@ def test_statistics_are_the_references(name: str):
             encodings = [e for e in expected.both(name) if expected.encodable(e, row0)]
             for some in [[e] for e in encodings] + [encodings]:
                 for e, got in zip(some, dispatch.statistics(x, some, row0, seen)):
-                    what = f"{name} {e.direction} [{rows}, {cols}] row0 {row0} {dtype} as {seen}, {len(some)} directions"
+                    what = f"{name} {e.direction} [{rows}, {cols}] row0 {row0} {dtype} as {seen}"
+                    what += f", {len(some)} directions"
                     expected.assert_statistics(got, expected.statistics(x, e, row0, seen), what)
 
 
@@ -246,7 +247,8 @@ def test_codes_from_given_statistics_are_the_references(name: str):
                     x, some, row0=row0, stats=[stats[j] for j in which], key=key, dtype=seen
                 )
                 for j, g in zip(which, got):
-                    what = f"{name} [{rows}, {cols}] row0 {row0} {dtype} as {seen}, {len(some)} directions"
+                    what = f"{name} [{rows}, {cols}] row0 {row0} {dtype} as {seen}"
+                    what += f", {len(some)} directions"
                     expected.assert_encoded(g, want[j], encodings[j], what)
 
 
@@ -400,7 +402,8 @@ def test_one_read_with_a_history_serves_both_directions(name: str):
                     got = dispatch.Encoded(
                         data.t().contiguous() if turned else data, scale, None, found
                     )
-                    what = f"{name} {e.direction} {shape} {kind} {dtype} as {seen}, factor {factor}, amax given {given is not None}"
+                    what = f"{name} {e.direction} {shape} {kind} {dtype} as {seen}"
+                    what += f", factor {factor}, amax given {given is not None}"
                     expected.assert_encoded(got, encoded(x, e, enc=enc, dtype=seen), e, what)
 
 

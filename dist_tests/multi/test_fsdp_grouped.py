@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
@@ -108,7 +107,7 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
         recipes.hybrid("mxfp8", "nvfp4"),
         *map(recipes.by_name, recipes.names()),
     ]
-    made = made if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else made[:5]
+    made = made if laws.EVERYTHING else made[:5]
     for recipe in made:
         torch.manual_seed(0)
         whole = fq.GroupedLinear(3, K, N, packed=True, recipe=recipe, name="experts")

@@ -5,7 +5,6 @@ replaced by fakes."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fsdp_quant as fq
+import train_lm
 from dist_tests import laws
 from dist_tests.multi.harness import run_ranks
 from fsdp_quant import checkpoint
@@ -148,13 +148,6 @@ def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
     assert facts == f"2 node7 23456 123456 {sys.executable}"
 
 
-def example():
-    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
-    train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_lm)
-    return train_lm
-
-
 def elastic(folder: Path, *, kill_at: int | None, chance: random.Random) -> str:
     """Train six steps under torchrun, which restarts what is killed behind the checkpoint of a
     step; returns what it printed."""
@@ -246,7 +239,6 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path):
 
 
 def _resumed(rank: int, world: int, folder: Path) -> None:
-    train_lm = example()
     args = train_lm.parse(
         [*TINY, "--replicate", "1", "--data", str(ROOT / "README.md"), "--save", str(folder)]
     )
@@ -282,7 +274,6 @@ def test_a_checkpoint_of_graphed_steps_resumes_in_any_run(tmp_path):
 def test_arguments_that_mean_nothing_are_refused(monkeypatch, arguments: list[str], why: str):
     """If false, the mesh fails on some ranks after others have begun to wait, or half of a step is
     captured."""
-    train_lm = example()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=why):
         train_lm.prepare(train_lm.parse(arguments))

@@ -86,7 +86,8 @@ def _pieces(rank: int, world: int, folder: Path) -> None:
                 ):
                     found += bucket
             assert not gathered, name
-            # A rank holds half of [160, 128] and of [4, 64, 128]; the definition pads 128x128 blocks.
+            # A rank holds half of [160, 128] and of [4, 64, 128]; the definition pads blocks of
+            # 128x128.
             assert "fp8_block" in name or largest.numel <= 2 * 64 * 128, (name, largest.numel)
             torch.save(
                 [tuple(piece) for piece in found],

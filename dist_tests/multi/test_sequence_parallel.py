@@ -180,7 +180,8 @@ def uneven(mesh, world: int) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it",
+        match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks"
+        ".*pad it",
     ):
         layer(x)
     net.down.runtime.recipe = replace(net.down.recipe, require_native=True)

@@ -1739,8 +1739,8 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
 
 
 def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """The kernel's product of operands with scales of 1x512 (csrc/gemm/sm90_gemm_kernel.cuh), in its
-    order of fp32 operations.
+    """The kernel's product of operands with scales of 1x512 (csrc/gemm/sm90_gemm_kernel.cuh), in
+    its order of fp32 operations.
 
     a, b:              [M, K], [N, K], the codes' values.
     a_scale, b_scale:  fp32 [ceil(K / 512), M], [ceil(K / 512), N]: powers of two, 0 or NaN.

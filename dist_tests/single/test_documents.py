@@ -130,7 +130,8 @@ def test_links_of_readme_and_contributing_lead_somewhere():
 
 def test_the_version_is_one():
     """If false, pip and fsdp_quant.__version__ tell different versions."""
-    code = "import setuptools.config.pyprojecttoml as p; print(p.read_configuration('pyproject.toml')['project']['version'])"
+    code = "import setuptools.config.pyprojecttoml as p; "
+    code += "print(p.read_configuration('pyproject.toml')['project']['version'])"
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()

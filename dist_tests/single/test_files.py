@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fsdp_quant as fq
+import train_lm
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
-from dist_tests.multi.test_launch import example
 from dist_tests.single import hopper
 from dist_tests.single.test_state_dict import net, step
 from examples.mini_megatron.model import Config
 from examples.mini_megatron.ranks import Sizes, on_virtual_ranks
 from examples.mini_megatron.train import Trainer
 from fsdp_quant import checkpoint, recipes
+from fsdp_quant.checkpoint import code_hash
 from fsdp_quant.formats import Direction
 from fsdp_quant.storage import Storage, rebuild_storage
 
@@ -299,19 +301,24 @@ def test_exports_of_wrapped_models_hold_codes_once(tmp_path):
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_tensor"])
+def test_fingerprints_of_parts_are_that_of_the_whole(name: str, direction: Direction):
     """If false, a checkpoint of tensor parallelism is refused at another number of ranks, or a swap
     of two parts is not seen."""
-    x, quantizer = values(64, 128, dtype=torch.float32), fq.Quantizer("mxfp8")
-    want = int(checkpoint.fingerprint(quantizer.storage(x, direction)))
-    for rows, cols in ((1, 2), (2, 1), (2, 2)):
-        tiles = [of.chunk(cols, 1) for of in x.chunk(rows)]
+    whole = fq.Quantizer(name).storage(values(64, 128, dtype=torch.float32), direction)
+    want = int(checkpoint.fingerprint(whole))
+    for rows, cols in ((1, 2), (2, 1), (2, 2), (1, 4)):
+
+        def part(i: int, j: int) -> Storage:
+            """Of rows x cols equal ones, which cut no block."""
+            buffers = {
+                name: buffer if buffer.numel() == 1 else buffer.chunk(rows)[i].chunk(cols, 1)[j]
+                for name, buffer in whole.buffers().items()
+            }
+            return replace(whole, shape=(64 // rows, 128 // cols), **buffers)
 
         def total(*order: tuple[int, int]) -> int:
-            made = (
-                (quantizer.storage(tiles[i][j], direction), at)
-                for (i, j), at in zip(order, sorted(order))
-            )
+            made = ((part(*place), at) for place, at in zip(order, sorted(order)))
             return (
                 sum(int(checkpoint.fingerprint(s, (rows, cols), at, 64 // rows)) for s, at in made)
                 % 2**64
@@ -320,6 +327,18 @@ def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
         order = [(i, j) for i in range(rows) for j in range(cols)]
         assert total(*order) == want % 2**64, (rows, cols)
         assert total(*reversed(order)) != want % 2**64, (rows, cols)
+
+
+def test_fingerprints_hash_a_few_rows_at_once(monkeypatch):
+    """If false, the hash of a large weight depends on how many rows are hashed at once, or takes
+    several times its memory."""
+    storage = fq.Quantizer("mxfp8").storage(values(48, 64), Direction.ROWWISE)
+    sizes, mixed = [], code_hash._mixed
+    want = int(checkpoint.fingerprint(storage))
+    monkeypatch.setattr(code_hash, "_mixed", lambda x: (sizes.append(x.numel()), mixed(x))[1])
+    monkeypatch.setattr(code_hash, "_CHUNK_WORDS", 40)  # five rows of codes
+    assert int(checkpoint.fingerprint(storage)) == want
+    assert max(sizes) == 40 and len(sizes) > 20
 
 
 def test_fingerprints_stay_what_they_were():
@@ -391,6 +410,24 @@ def test_verify_reads_a_folder_without_a_model(name: str, tmp_path, capsys):
         checkpoint.verify(tmp_path / "nothing")
 
 
+def test_verify_finds_the_values_of_each_weight(tmp_path):
+    """If false, a good checkpoint is said to be damaged: of experts, of modules in modules whose
+    names end alike, or of a model that has not trained."""
+
+    def layers(name: str) -> list[nn.Module]:
+        experts = fq.GroupedLinear(3, 64, 32, packed=True, recipe=recipes.mxfp8(), name=name)
+        return [nn.Linear(40, 40), experts]
+
+    model = nn.Sequential(*layers("outer"), nn.Sequential(*layers("inner")))
+    fq.convert(model, recipes.mxfp8())
+    with alone():
+        state = {"model": dict(model.state_dict()), "fsdp_quant": fq.state_dict(model)}
+        dcp.save(state, checkpoint_id=tmp_path / "good")
+    good = checkpoint.verify(tmp_path / "good")
+    assert not good.problems, str(good)
+    assert "codes of 8 of 8 weights made again" in str(good)
+
+
 # Kills #
 
 
@@ -426,7 +463,6 @@ def write_for_ever(kind: str, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if kind == "mini_megatron":
         on_virtual_ranks(GRID, lambda ranks: save_for_ever(Trainer(ranks, CONFIG), folder))
-    train_lm = example()
     for number in range(1, 10_000):
         path = folder / f"step_{number:08d}"
         part = folder / f".{path.name}.part"
@@ -464,7 +500,7 @@ def last_whole(kind: str, folder: Path) -> int:
     if not found:
         return 0
     if kind == "save":
-        train_lm, (model, optimizer) = example(), trained(0)
+        model, optimizer = trained(0)
         with alone():
             number = train_lm.load_checkpoint(found[-1], model, optimizer)
         assert (

@@ -81,6 +81,17 @@ def test_facts_of_scales_are_values():
     )
 
 
+def test_texts_of_formats_tell_options():
+    """If false, an error or a plan names a format without the option that makes it another one."""
+    for fmt, text in (
+        (FORMATS["nvfp4"], "nvfp4"),
+        (format_of("nvfp4", scale_rule="fp8_exact"), "nvfp4(fp8_exact)"),
+        (FORMATS["mxfp8"], "mxfp8"),
+        (format_of("mxfp8", scale_rounding="floor"), "mxfp8(floor)"),
+    ):
+        assert str(fmt) == text
+
+
 def test_anchored_formats_have_the_blocks_of_their_anchors():
     """Otherwise a product reads one scale of a tensor as one per line, or the other way round."""
     mxfp8, exact = FORMATS["mxfp8"], format_of("nvfp4", scale_rule="fp8_exact")

@@ -926,7 +926,8 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(
     )
     with hopper.emulated() if on_hopper else contextlib.nullcontext():
         packed, ran = grouped(recipe, True, True, dtype=torch.bfloat16, sizes=(128, 256)), []
-        # Sums of whole numbers are the same in any order: torch's own bf16 GEMMs choose one by layout.
+        # Sums of whole numbers are the same in any order: torch's own bf16 GEMMs choose one by
+        # layout.
         whole = name in ("identity", "high_precision")
         if whole:
             for parameter in packed.parameters():

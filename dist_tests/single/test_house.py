@@ -423,10 +423,9 @@ def test_no_bare_assert(source: str):
 
 def test_no_source_is_long():
     """Otherwise a file is about more than its first line says."""
-    most = {".py": 600, **dict.fromkeys((".cpp", ".cu", ".cuh", ".h"), 450)}
-    files = (
-        p for folder in (PACKAGE, ROOT / "csrc") for p in folder.rglob("*") if p.suffix in most
-    )
+    most = {".py": 600, ".sh": 200, **dict.fromkeys((".cpp", ".cu", ".cuh", ".h"), 450)}
+    folders = PACKAGE, *(ROOT / name for name in ("csrc", "examples", "launch"))
+    files = (p for folder in folders for p in folder.rglob("*") if p.suffix in most)
     lines = {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in files}
     assert not {p: n for p, n in lines.items() if n > most[p.suffix]}
 
@@ -481,6 +480,25 @@ def test_no_machine_paths():
     assert not found, "\n".join(found)
     assert machine.search("cd /" + "tmp/x")
     assert not machine.search("https://example.org/work")
+
+
+def test_the_laws_that_ci_samples_are_listed():
+    """Otherwise nobody knows what a change was not tested with."""
+    folder, asks = ROOT / "dist_tests", {"EVERYTHING", "sample", "diagonals", "every_second"}
+    sampled = set()
+    for path in folder.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "dist_tests.laws":
+                names = {alias.name for alias in node.names}
+            else:
+                is_of_laws = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "laws"
+                names = {node.attr} if is_of_laws else set()
+            if asks & names:
+                sampled.add(path.relative_to(folder).as_posix())
+        assert not re.search(r"environ.*[\"']FSDP_QUANT_ALL_PAIRS", path.read_text()), path
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+/test_\w+\.py)` \|", page.split("## The full run")[1], re.M))
+    assert listed == sampled and len(sampled) > 20, listed ^ sampled
 
 
 def test_no_file_is_named_utils():

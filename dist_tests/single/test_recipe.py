@@ -239,7 +239,8 @@ def test_recipes_are_values():
 
 def test_fingerprints_are_equal_in_another_process():
     """Otherwise a checkpoint refuses the recipe it was saved with."""
-    program = "from fsdp_quant import recipes as r; print(r.hybrid('mxfp8', 'nvfp4', tail=0.25).fingerprint())"
+    program = "from fsdp_quant import recipes as r"
+    program += "; print(r.hybrid('mxfp8', 'nvfp4', tail=0.25).fingerprint())"
     program += "; print(r.fp8_delayed(length=16).fingerprint())"
     root = Path(fq.__file__).parents[1]
     out = subprocess.run(
@@ -388,7 +389,8 @@ def test_qfactory_sees_the_modules_name():
         (rounds_weights, "fc: stochastic rounding of weights"),
         (
             rotates_one_operand,
-            r"fc: wgrad multiplies grad_output.columnwise \(nvfp4\) by input.columnwise \(nvfp4\(RHT\)\)",
+            r"fc: wgrad multiplies grad_output.columnwise \(nvfp4\) "
+            r"by input.columnwise \(nvfp4\(RHT\)\)",
         ),
     ],
 )

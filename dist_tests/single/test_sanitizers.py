@@ -68,8 +68,8 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
 
 
 def test_every_module_runs_under_the_sanitizers(monkeypatch):
-    """If false, the part `steps` ends before it has run what it names, or a layer's step has other bits in
-    another run."""
+    """If false, the part `steps` ends before it has run what it names, or a layer's step has other
+    bits in another run."""
     monkeypatch.setattr(expected, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(entries, "DONE", [])
     monkeypatch.setattr(sanitize, "RECIPES", ("fp8_delayed", "nvfp4"))

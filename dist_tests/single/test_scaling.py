@@ -443,6 +443,12 @@ def test_history_derives_the_next_scale_from_the_largest():
     assert step(h, 1.0) == np.float32(448)
 
 
+def test_a_text_of_delayed_scaling_tells_its_options():
+    """If false, `fq.plan` does not print, or two recipes have one text."""
+    assert str(DelayedScaling(length=4)) == "max of 4"
+    assert str(DelayedScaling(length=4, margin=2, use="newest")) == "newest of 4, margin 2"
+
+
 def test_history_newest_and_length_one():
     """Otherwise use="newest" still remembers."""
     for h in (history(use="newest", length=4), history(length=1)):

@@ -16,7 +16,7 @@ from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, 
 from fsdp_quant import gemm_operand
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
-from fsdp_quant.ops import dispatch, layout
+from fsdp_quant.ops import dispatch, gemm_layout, layout
 from fsdp_quant.ops.capability import ARCHITECTURES, anchors
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Placement, Storage, to_gemm_operands, to_layout, to_storage
@@ -200,6 +200,20 @@ def test_buffers_are_the_whole_state(name: str):
         assert storage.buffers() == buffers
 
 
+@each_quantizer
+@each_direction
+def test_a_matrix_is_rebuilt_over_its_buffers(name: str, direction: Direction, monkeypatch):
+    """If false, what a layer saves for its backward has lost its scales, or the amax of its
+    tensor."""
+    pretend(monkeypatch, "sm_90a")
+    storage = WITH_RHT[name].storage(values(48, 64), direction)
+    for made in (storage, storage.to_gemm_operand(layout.NATIVE)):
+        buffers, of = list(made.buffers().values()), (made.fmt, direction, made.shape, made.dtype)
+        again = storage_module.matrix_over(buffers, *of, made.layout)
+        assert type(again) is type(made) and again.geometry == made.geometry
+        assert list(again.buffers().items()) == list(made.buffers().items())  # the same tensors
+
+
 def test_dequantize_rounds_once_to_the_dtype_asked():
     """Otherwise decoding to bf16 passes through another dtype first."""
     for name, q in WITH_RHT.items():
@@ -253,6 +267,23 @@ def test_gemm_layout_inverts(name: str, direction: Direction, arch: str):
             assert tensor.is_contiguous(), buffer
         again = storage.to_gemm_operand(layout.NATIVE, arch=arch)
         assert_same_bytes(again.data, operand.data)
+
+
+@each_quantizer
+@each_direction
+def test_numbers_of_scales_are_those_of_the_layouts(name: str, direction: Direction):
+    """If false, a file of operands is refused, or one whose scales are of other blocks is read
+    beyond its memory."""
+    for shape in SHAPES:
+        storage = WITH_RHT[name].storage(values(*shape), direction)
+        if storage.scale is None:
+            return
+        of = storage.padded_shape if direction is ROWWISE else storage.padded_shape[::-1]
+        made = {storage.to_gemm_operand(layout.NATIVE, arch=a).scale.numel() for a in ARCHS}
+        assert gemm_layout.scale_counts(storage.fmt, layout.NATIVE, *of) == made, shape
+        for wanted in layout.ANCHORS if anchors(storage.fmt) else ():
+            (count,) = gemm_layout.scale_counts(storage.fmt, wanted, *of)
+            assert count == storage.to_gemm_operand(wanted).scale.numel(), (wanted, shape)
 
 
 @each_quantizer

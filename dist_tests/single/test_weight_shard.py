@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.func import functional_call
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
+from fsdp_quant.counters import counters
+from fsdp_quant.tensor import fsdp_hooks
+from fsdp_quant.tensor.gather_group import GatherGroup
 from fsdp_quant.tensor.weight_shard import WeightShard
 
 RECIPE = recipes.hybrid("mxfp8", "nvfp4")
@@ -97,6 +100,22 @@ def test_a_shard_follows_the_memory_that_data_gives_it(plain: Tensor):
         assert shard.inner.data_ptr() == other.data_ptr()
 
 
+def test_the_alias_of_a_shard_is_kept_while_its_memory_stays():
+    """If false, dynamo compiles a graph per forward, or a gather sends rows of the address, shape,
+    dtype or order before."""
+    memory = torch.arange(96 * 48, dtype=torch.float32).view(96, 48)
+    square = memory.view(torch.bfloat16).flatten()[: 48 * 48].view(48, 48)
+    shard = nn.Parameter(shard_of(memory[32:64]))
+    # each differs from the one before in one of these only, both ways
+    for other in (memory[64:], memory[:32], memory[:16], memory[:48], square, square.t()):
+        kept = shard.inner
+        assert shard.inner is kept and shard._flat_inner is shard._flat_inner
+        shard.data = other
+        for alias in (shard.inner, shard._flat_inner):
+            assert alias.stride() == other.stride()
+            assert_same_bytes(alias, other, f"{list(other.shape)} {other.dtype}")
+
+
 def test_a_shard_is_shared_between_processes(plain: Tensor):
     """If false, Hogwild and data loaders that share a model end in an error."""
     shard = shard_of(plain)
@@ -153,6 +172,16 @@ def test_results_of_a_shard_are_plain(name: str, plain: Tensor):
     got = PLAIN[name](shard_of(plain))
     assert type(got) is Tensor
     assert_same_bytes(got, PLAIN[name](plain), name)
+
+
+def test_inference_mode_is_left_for_shards_alone(plain: Tensor):
+    """If false, FSDP2 keeps inference tensors of a first forward that evaluates, and no step may
+    write them; or results of an evaluation are tracked as those of training."""
+    shard = shard_of(plain)
+    with torch.inference_mode():
+        padded, doubled = shard.new_zeros(4, 48), shard * 2
+    assert not padded.is_inference() and not padded.inner.is_inference()
+    assert doubled.is_inference()
 
 
 def test_a_gradient_of_a_shard_is_plain(plain: Tensor):
@@ -234,6 +263,11 @@ def test_writes_are_counted_once(plain: Tensor):
     before = shard._version
     torch._foreach_add_([shard], 1.0)
     assert shard._version > before
+    before = shard._version
+    assert (
+        torch.add(plain, 1.0, out=shard) is shard
+    )  # written by keyword, behind an option left out
+    assert shard._version > before
     doubled = plain.clone()
     shard[2:4].zero_()
     assert_same_bytes(
@@ -280,6 +314,46 @@ def test_fully_shard_makes_shards_of_the_memory_that_optimizers_hold(mesh):
     fresh.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
     assert_same_bytes(model(x).detach(), fresh(x).detach(), "a write that nobody counts")
     assert not torch.equal(y, fresh(x))
+
+
+def test_offloaded_shards_are_sent_as_they_are_copied(mesh, monkeypatch):
+    """If false, a gather on a GPU encodes shards that are on the CPU, or weights whose shards need
+    no copy are gathered with a launch per weight."""
+    model = nn.Sequential(linear(), fq.Linear(32, 48, recipe=RECIPE, name="second"))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model(values(8, 48, dtype=torch.float32))
+    model.reshard()
+    shards, sent = [layer.weight.to_local() for layer in model], []
+    monkeypatch.setattr(
+        GatherGroup,
+        "send",
+        lambda group, local, params, *rest: sent.append((group, local, params)),
+    )
+    fsdp_hooks._send(shards[0])
+    (group, local, params) = sent.pop()
+    assert len(group.members) == 2 and len(local) == len(params) == 4
+    assert local[0].data_ptr() == shards[0].data_ptr()
+    copied = shards[1].to("meta")  # stands for the device that computes
+    fsdp_hooks._send(copied)
+    (group, local, params) = sent.pop()
+    assert len(local) == 1 and local[0] is copied
+    assert [member.state for member in group.members] == [copied.state]
+    assert params == [fsdp_hooks.managed_of(copied.state).param]
+
+
+def test_training_gathers_again_what_an_evaluation_left_gathered(mesh):
+    """If false, a training step records no amaxes of delayed scaling, or forwards that need no
+    gather wait for one."""
+    model = nn.Sequential(linear(recipes.fp8_delayed()))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    x, gathers = values(8, 48, dtype=torch.float32), []
+    for is_training in (False, False, True, True, False):
+        model.train(is_training)
+        counters.reset()
+        with torch.no_grad():
+            model(x)
+        gathers.append(bool(counters.of("gather")))
+    assert gathers == [True, False, True, False, False]
 
 
 def test_state_dicts_hold_plain_tensors(mesh):

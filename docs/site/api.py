@@ -72,11 +72,12 @@ def signature(name: str, value: object) -> str:
 
 def module_entry(name: str, module: types.ModuleType) -> str:
     """The docstring of a module, and a line for each public name that it defines."""
+    listed = getattr(module, "__all__", ())
     members = [
         (member, value) for member, value in vars(module).items()
         if not member.startswith("_") and getattr(value, "__module__", "").startswith("fsdp_quant")
         and (inspect.isroutine(value) or inspect.isclass(value)) and value.__doc__
-        and (member in getattr(module, "__all__", ()) or value.__module__.startswith(module.__name__))
+        and (member in listed or value.__module__.startswith(module.__name__))
     ]  # fmt: skip
     lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
     for member, value in members:

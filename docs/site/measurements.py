@@ -20,7 +20,8 @@ DOCS = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = DOCS / "reference" / "measurements.md", DOCS / "comparison.svg"
 
 SECTIONS = {
-    "Training steps": ["llama_one_gpu", "llama_fully_shard", "other_models", "fsdp2_8192", "fsdp2_2048", "mlp"],
+    "Training steps": ["llama_one_gpu", "llama_fully_shard", "other_models",
+                       "fsdp2_8192", "fsdp2_2048", "mlp"],
     "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
     "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "activation_memory"],
     "Learning": ["pretrain", "learning", "example_training"],
@@ -29,10 +30,13 @@ SECTIONS = {
 HEAD = """\
 # Measurements
 
-<!-- Written by docs/site/measurements.py from docs/measurements/*.json: edit those, then run it. -->
+<!-- Written by docs/site/measurements.py from docs/measurements/*.json: edit those, then \
+run it. -->
 
-Every number was measured with the command, on the device and at the shape beside it. The date is the day on which the
-number was recorded. A ratio over bf16 is a speed: more is faster. GPUs differ by some percent, and so do two runs on one;
+Every number was measured with the command, on the device and at the shape beside it. \
+The date is the day on which the
+number was recorded. A ratio over bf16 is a speed: more is faster. \
+GPUs differ by some percent, and so do two runs on one;
 compare numbers within one table only. What each bench measures: [benches](benches.md).
 """
 

@@ -134,7 +134,8 @@ def advise(
 
     >>> model, batches = nn.Sequential(nn.Linear(64, 32)), [torch.randn(16, 64)]
     >>> loss = lambda model, x: model(x).square().mean()
-    >>> recipe = fq.advise(model, batches, budget=1.0, candidates=["mxfp8"], loss=loss, say=lambda line: None)
+    >>> options = {"candidates": ["mxfp8"], "say": lambda line: None}
+    >>> recipe = fq.advise(model, batches, budget=1.0, loss=loss, **options)
     >>> model = fq.convert(model, recipe)
     """
     advice = study(model, batches, budget, candidates, loss, gradient_error, skip)

@@ -305,7 +305,9 @@ import ctypes, sys, torch
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
 torch.ops.load_library(sys.argv[2])
 try:
-    torch.ops.fsdp_quant.pack_encoding("e4m3", "fp32", False, "up", "nearest", -7, 128, False, False, False, 0)
+    torch.ops.fsdp_quant.pack_encoding(
+        "e4m3", "fp32", False, "up", "nearest", -7, 128, False, False, False, 0
+    )
 except ValueError as error:
     sys.exit(0 if "-7" in str(error) else f"the error says {error}")
 sys.exit("a wrong argument was taken")

@@ -73,16 +73,14 @@ def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch
     """[outer blocks, contraction blocks] of the result of `native_scale`."""
     outer_blocks, blocks = _blocks(fmt, outer, contraction)
     if fmt.scale_leaves_contraction:
-        scale = scale.reshape(-1, 1)
-    elif has_scales_by_row(fmt, NATIVE):
-        scale = scale.reshape(blocks, round_up(outer, 4))[:, :outer].t()
-    elif fmt.has_fp32_scales:
-        scale = scale.reshape(outer_blocks, round_up(blocks, 4))[:, :blocks]
-    elif _is_swizzled(fmt, arch):
-        scale = unswizzle_128x4(scale, outer, blocks)[:: fmt.block[0]]
-    else:
-        scale = scale.reshape(outer_blocks, blocks)
-    return scale[:outer_blocks]
+        return scale.reshape(-1, 1)
+    if has_scales_by_row(fmt, NATIVE):
+        return scale.reshape(blocks, round_up(outer, 4))[:, :outer].t()
+    if fmt.has_fp32_scales:
+        return scale.reshape(outer_blocks, round_up(blocks, 4))[:, :blocks]
+    if _is_swizzled(fmt, arch):
+        return unswizzle_128x4(scale, outer, blocks)[:: fmt.block[0]]
+    return scale.reshape(outer_blocks, blocks)
 
 
 def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[int]:

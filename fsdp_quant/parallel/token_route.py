@@ -168,7 +168,8 @@ def route_tokens(
         )
     counts = _counts_of(splits, experts).to(x.device, torch.int64)
     fine = (counts >= 0).all() & (counts.sum() == x.shape[0])
-    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment} {what}".strip()
+    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment}"
+    text = f"{text} {what}".strip()
     facts = torch.stack(
         [fine.long(), torch.full_like(fine, zlib.crc32(text.encode()), dtype=torch.int64)]
     )

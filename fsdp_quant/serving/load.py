@@ -96,7 +96,8 @@ def from_pretrained_quantized(
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "codes")
-    >>> model = fq.from_pretrained_quantized(nn.Sequential(nn.Linear(128, 128, bias=False)), "codes")
+    >>> plain = nn.Sequential(nn.Linear(128, 128, bias=False))
+    >>> model = fq.from_pretrained_quantized(plain, "codes")
     """
     files = Files(Path(path))
     sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile

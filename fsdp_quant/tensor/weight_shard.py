@@ -105,6 +105,7 @@ class WeightShard(FSDPHooks, Tensor):
             alias is None
             or alias.data_ptr() != self.data_ptr()
             or alias.shape != self.shape
+            or alias.stride() != self.stride()
             or alias.dtype is not self.dtype
         ):
             alias = own[name] = make(self)

@@ -121,11 +121,12 @@ FAKES = {
         _floats(x, x.numel() // x.shape[-1]),
         _floats(x, x.numel() // x.shape[-1] if centred else 0),
     ),
-    "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias: (
+    # flags: zero_centered, rounds_first, has_bias
+    "norm_backward": lambda dy, x, weight, residual, rstd, mean, *flags: (
         x.new_empty(x.shape),
         _floats(x, 1),
         x.new_empty(x.shape[-1]),
-        x.new_empty(x.shape[-1] if has_bias else 0),
+        x.new_empty(x.shape[-1] if flags[2] else 0),
     ),
     "adam": lambda *args: None,
     "adam_group": lambda *args: None,
