@@ -1691,13 +1691,13 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
     elif codes:
         row = capability.ARCHITECTURES[_CURRENT[-1].arch]
         refuse(
-            most <= _TENSOR and not row.fp32_pairs,
+            most <= _ROW and not row.fp32_pairs,
             f"{row.name} multiplies no codes",
             NotImplementedError,
         )
         refuse(
-            _TENSOR < most and most not in (_E8M0, _E4M3) and len(row.fp32_pairs) == 1,
-            f"fp32 scales on {row.name}",
+            most in (_1X128, _128X128, _1X512) and frozenset({(1, 128)}) not in row.fp32_pairs,
+            f"fp32 scales of blocks on {row.name}",
             NotImplementedError,
         )
         taken = (
