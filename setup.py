@@ -195,6 +195,7 @@ class Native:
         names = tuple(f"sm_{arch}" for arch in self.targets)
         say(f"building for torch {self.version} with nvcc {self.nvcc_version}, {', '.join(names)}")
         folder.mkdir(parents=True, exist_ok=True)
+        options = tuple(o for o in build.OPTIONS if os.environ.get(f"FSDP_QUANT_{o}") == "1")
         # kept: a second build compiles what changed
         temp = ROOT / "build" / f"native-cu{self.cuda}"
         kernels = build.build_kernels(
@@ -205,10 +206,7 @@ class Native:
             self.targets,
             self.cublaslt,
             temp,
-            *(
-                os.environ.get(f"FSDP_QUANT_{option}") == "1"
-                for option in ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
-            ),
+            options,
         )
         pythons = os.environ.get("FSDP_QUANT_GLUE_FOR", "").split()
         glue = []
@@ -221,7 +219,7 @@ class Native:
                 )
             )
             build.check(python, kernels, glue[-1])
-        build.Record(self.nvcc_version, names).write(folder)
+        build.Record(self.nvcc_version, names, options=options).write(folder)
         return [kernels, *glue, folder / build.RECORD]
 
     def _torch_of(self, python: str) -> tuple[Path, str]:

@@ -3,6 +3,7 @@
 #include "api/gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "api/checks.h"
 #include "api/operands.h"
 #include "gemm/cublaslt.h"
+#include "gemm/epilogue.h"
 #include "gemm/sm90_gemm.h"
 #include "gemm/product_error.h"
 
@@ -43,7 +45,7 @@ void check_pair(const GemmProblem& p, const Arguments& given, int device) {
   if (values) return;
   const int capability = capability_of(device);
   const Scaling most = std::max(a.scaling, b.scaling);
-  const char* const wanted = has_byte_scales(most) ? "sm_100 or sm_120" : most <= Scaling::kTensor ? "sm_89, 90, 100 or 120" : "sm_90";
+  const char* const wanted = has_byte_scales(most) ? "sm_100 or sm_120" : most <= Scaling::kRow ? "sm_89, 90, 100 or 120" : "sm_90";
   TORCH_CHECK_NOT_IMPLEMENTED(supports_scales(left, right, capability), "scaling ", static_cast<int>(most), " needs ", wanted,
                               "; the device is sm_", capability);
 }
@@ -100,6 +102,39 @@ GemmProblem problem_of(const Arguments& given, at::ScalarType out_dtype, int dev
   return p;
 }
 
+void multiply_by_cublaslt(const GemmProblem& p, const c10::cuda::CUDAStream& stream) {
+  try {
+    MatmulPlan& plan = matmul_plan_of(p, stream.device_index());
+    // Allocate from the pool of the stream, or of the graph being captured: concurrent work never shares this memory.
+    const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace());
+    plan.launch(p, workspace.get(), stream);
+  } catch (const Unsupported& error) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, error.what());
+  }
+}
+
+bool has_row_scales(const GemmProblem& p) { return std::max(p.a.scaling, p.b.scaling) == Scaling::kRow; }
+
+// cuBLASLt has outer-vector scaling on sm_90 only. Tests set the variable to run the epilogue there.
+bool needs_epilogue(int device) {
+  return !architecture_of(capability_of(device)).fp32_scales || std::getenv("FSDP_QUANT_SCALED_EPILOGUE") != nullptr;
+}
+
+// Row scales by an epilogue of our own: fp32 sums of the codes, in `out` if that is theirs, are scaled and rounded once.
+void multiply_then_scale(const GemmProblem& p, const at::Tensor& out, const c10::cuda::CUDAStream& stream) {
+  GemmProblem codes = p;
+  for (Operand* o : {&codes.a, &codes.b}) o->scale = nullptr, o->scaling = Scaling::kNone;
+  codes.bias = nullptr, codes.alpha = nullptr, codes.accumulate = false, codes.out_type = CUDA_R_32F;
+  at::Tensor sums;
+  if (p.out_type != CUDA_R_32F || p.accumulate) {
+    sums = new_empty(out, {p.m, p.n}, at::kFloat);
+    codes.out = sums.mutable_data_ptr(), codes.out_ld = p.n;
+  }
+  multiply_by_cublaslt(codes, stream);
+  check_launch(launch_scaled_epilogue(p, static_cast<const float*>(codes.out), codes.out_ld, stream), "gemm", "[", p.m, ", ",
+               p.n, "]");
+}
+
 void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
   if (out.numel() == 0) return;
   if (p.k == 0) {  // an empty sum
@@ -116,8 +151,9 @@ void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
     const sm90::Schedule schedule = sm90::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
     return check_launch(sm90::launch(p, {}, schedule, stream), "gemm", "[", p.m, ", ", p.n, "] over K ", p.k);
   }
+  if (has_row_scales(p) && needs_epilogue(stream.device_index())) return multiply_then_scale(p, out, stream);
   at::Tensor row_scale;
-  if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other operand has one scale
+  if (has_row_scales(p) && p.a.scaling != p.b.scaling) {  // the other operand has one scale
     const bool is_a = p.a.scaling == Scaling::kTensor;
     // Copy the scale to get an aligned address.
     const at::Tensor scale = (is_a ? *given.a_scale : *given.b_scale).view({1});
@@ -125,14 +161,7 @@ void multiply(GemmProblem& p, const at::Tensor& out, const Arguments& given) {
     Operand& o = is_a ? p.a : p.b;
     o.scale = row_scale.const_data_ptr(), o.scaling = Scaling::kRow;
   }
-  try {
-    MatmulPlan& plan = matmul_plan_of(p, stream.device_index());
-    // Allocate from the pool of the stream, or of the graph being captured: concurrent work never shares this memory.
-    const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace());
-    plan.launch(p, workspace.get(), stream);
-  } catch (const Unsupported& error) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, error.what());
-  }
+  multiply_by_cublaslt(p, stream);
 }
 
 }  // namespace

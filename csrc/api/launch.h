@@ -159,34 +159,45 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
   return static_cast<T*>(const_cast<void*>(t->const_data_ptr()));
 }
 
-// Launches over tables of tensors; a full table is flushed.
+// Split a list of tensors into launches over tables; a full table is flushed.
 template <class Table>
 class MultiTensorLaunch {
  public:
-  MultiTensorLaunch(const EncodingSpec (&spec)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> launch)
-      : launch_table_(launch) {
-    launch_.spec[0] = spec[0], launch_.spec[1] = spec[1];
-    launch_.input = input, launch_.phases = phase;
-  }
-  Table& table() { return launch_; }
+  MultiTensorLaunch(const char* name, std::function<cudaError_t(const Table&)> launch) : name_(name), launch_(launch) {}
+  Table& table() { return table_; }
   // Returns the tensor's index in the table.
-  int32_t add(const at::Tensor& x, int64_t row0, const EncodingBuffers (&buffers)[2]) {
-    if (launch_.count == static_cast<int32_t>(std::size(launch_.tensors))) flush();
-    TensorArgs& t = launch_.tensors[launch_.count] = tensor_args(x, row0);
-    t.first_tile = launch_.tiles;
-    t.buffers[0] = buffers[0], t.buffers[1] = buffers[1];
-    launch_.tiles += tiles_of(t, {});
-    return launch_.count++;
+  template <class T>
+  int32_t add(const T& tensor, int64_t tiles) {
+    const bool is_full = table_.count == static_cast<int32_t>(std::size(table_.tensors));
+    if (is_full || tiles > std::numeric_limits<int32_t>::max() - table_.tiles) flush();
+    table_.tensors[table_.count] = tensor, table_.tensors[table_.count].first_tile = table_.tiles;
+    table_.tiles += static_cast<int32_t>(tiles);
+    return table_.count++;
   }
   void flush() {
-    if (launch_.count > 0)
-      check_launch(launch_table_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
-    launch_.count = 0, launch_.tiles = 0;
+    if (table_.count > 0) check_launch(launch_(table_), name_, table_.count, " tensors, ", table_.tiles, " tiles");
+    table_.count = 0, table_.tiles = 0;
   }
 
  private:
-  Table launch_ = {};
-  std::function<cudaError_t(const Table&)> launch_table_;
+  const char* name_;
+  Table table_ = {};
+  std::function<cudaError_t(const Table&)> launch_;
+};
+
+template <class Table>
+struct QuantizeGroup : MultiTensorLaunch<Table> {
+  QuantizeGroup(const EncodingSpec (&spec)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> launch)
+      : MultiTensorLaunch<Table>("quantize_group", launch) {
+    Table& table = this->table();
+    table.spec[0] = spec[0], table.spec[1] = spec[1], table.input = input, table.phases = phase;
+  }
+  int32_t add(const at::Tensor& x, int64_t row0, const EncodingBuffers (&buffers)[2]) {
+    TensorArgs t = tensor_args(x, row0);
+    t.buffers[0] = buffers[0], t.buffers[1] = buffers[1];
+    const int32_t tiles = tiles_of(t, {});
+    return MultiTensorLaunch<Table>::add(t, tiles);
+  }
 };
 
 }  // namespace fsdp_quant

@@ -15,7 +15,7 @@
 
 #include "api/checks.h"
 #include "api/grouped_gemm.h"
-#include "api/quantize.h"
+#include "api/launch.h"
 #include "layout/layout.h"
 #include "layout/scalars.h"
 
@@ -265,7 +265,7 @@ int64_t tiles_of(const RelayoutItem& m) {
 
 at::Tensor one(const at::Tensor& source, const at::Tensor& out, const RelayoutItem& item, const char* name) {
   RelayoutLaunch<1> launch = {};
-  launch.count = 1, launch.tiles = tiles_of(item), launch.items[0] = item;
+  launch.count = 1, launch.tiles = static_cast<int32_t>(tiles_of(item)), launch.tensors[0] = item;
   check_launch(launch_relayout(launch, c10::cuda::getCurrentCUDAStream()), name);
   return out;
 }
@@ -319,22 +319,17 @@ void relayout_group(
                         outer.size() == n && outer_block.size() == n, "relayout_group: lists of different lengths");
   check_cuda(source[0], "source");
   const c10::cuda::CUDAGuard guard(source[0].device());
-  RelayoutLaunch<kRelayoutCapacity> launch = {};
-  auto flush = [&] {
-    if (launch.count > 0)
-      check_launch(launch_relayout_multi_tensor(launch, c10::cuda::getCurrentCUDAStream()), "relayout_group");
-    launch.count = 0, launch.tiles = 0;
-  };
+  MultiTensorLaunch<RelayoutLaunch<kRelayoutCapacity>> launch("relayout_group", [](const auto& table) {
+    return launch_relayout_multi_tensor(table, c10::cuda::getCurrentCUDAStream());
+  });
   for (size_t i = 0; i < n; ++i) {
     TORCH_CHECK_VALUE(kind[i] >= 0 && kind[i] <= 3, "kind is ", kind[i], "; wanted 0 to 3");
     if (rows[i] * cols[i] == 0) continue;
-    if (launch.count == kRelayoutCapacity) flush();
-    RelayoutItem& item = launch.items[launch.count++] =
+    const RelayoutItem item =
         item_of(source[i], out[i], static_cast<Relayout>(kind[i]), rows[i], cols[i], outer[i], outer_block[i]);
-    item.first_tile = launch.tiles;
-    launch.tiles += tiles_of(item);
+    launch.add(item, tiles_of(item));
   }
-  flush();
+  launch.flush();
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ void encode_group(at::TensorList x, int64_t encoding, bool columnwise, double ep
                     "enc and record (delayed scaling) go with one scale a tensor, an entry for each");
   const c10::cuda::CUDAGuard guard(x[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  MultiTensorLaunch<Launch<kMultiTensorCapacity>> launch(
+  QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
       specs, input, kEncode, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
   for (size_t i = 0; i < x.size(); ++i) {
     const Geometry g = geometry_of(spec, columnwise, x[i].size(0), x[i].size(1), row0[i]);
@@ -135,7 +135,7 @@ std::vector<at::Tensor> statistics_group(
   workspace.allocate(x[0], stream);
   EncodingSpec specs[2] = {};
   specs[columnwise] = spec;
-  MultiTensorLaunch<Launch<kMultiTensorCapacity>> launch(
+  QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
       specs, input, kStatistics, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < x.size(); ++i) {
@@ -177,7 +177,7 @@ void adam_group(
                     per_master, " for each of ", master.size(), " masters");
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  MultiTensorLaunch<AdamQuantizeLaunch> launch(spec, Input::kF32AsBF16, statistics ? kStatistics : kEncode,
+  QuantizeGroup<AdamQuantizeLaunch> launch(spec, Input::kF32AsBF16, statistics ? kStatistics : kEncode,
                                                [&](const AdamQuantizeLaunch& table) {
                                                  return launch_adam_quantize(table, tensors.grad_dtype == at::kBFloat16,
                                                                              tensors.moments_dtype == at::kBFloat16, stream);
@@ -278,7 +278,7 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
     for (int d = 0; d < 2; ++d)
       if (phase == kStatistics && (amax_at[d] < 0 || (d == 1 && shares_codes_transposed))) asked[d].element = Element::kNone;
     if (!asked[0].present() && !asked[1].present()) continue;
-    MultiTensorLaunch<Launch<kMultiTensorCapacity>> launch(
+    QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
         asked, input, phase, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
     launch.table().shares_codes_transposed = shares_codes_transposed && !delayed;
     for (int64_t i = 0; i < count; ++i) {

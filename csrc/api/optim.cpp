@@ -5,6 +5,7 @@
 
 #include <torch/library.h>
 
+#include "api/launch.h"
 #include "api/optim.h"
 
 namespace fsdp_quant {
@@ -78,17 +79,11 @@ void adam(
   const bool bf16_grad = tensors.grad_dtype == at::kBFloat16;
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  AdamLaunch launch;
-  launch.step = tensors.step;
-  launch.count = launch.tiles = 0;
-  auto flush = [&] {
-    if (launch.count == 0) return;
-    check_launch(
-        codes ? launch_adam_codes(launch, bf16_grad, master_dtype, stream)
-              : launch_adam(launch, bf16_grad, tensors.moments_dtype == at::kBFloat16, master_dtype, stream),
-        "adam");
-    launch.count = launch.tiles = 0;
-  };
+  MultiTensorLaunch<AdamLaunch> launch("adam", [&](const AdamLaunch& table) {
+    return codes ? launch_adam_codes(table, bf16_grad, master_dtype, stream)
+                 : launch_adam(table, bf16_grad, tensors.moments_dtype == at::kBFloat16, master_dtype, stream);
+  });
+  launch.table().step = tensors.step;
   for (size_t i = 0; i < master.size(); ++i) {
     AdamTensor t = tensors.at(i);
     if (!rounded.empty()) {
@@ -109,13 +104,9 @@ void adam(
     }
     TORCH_CHECK_VALUE(tiles < std::numeric_limits<int32_t>::max() / 2, "tensor ", i, " has ", t.numel,
                       " elements; too many");
-    if (t.numel == 0) continue;
-    if (launch.count == kAdamCapacity || tiles > std::numeric_limits<int32_t>::max() - launch.tiles) flush();
-    t.first_tile = launch.tiles;
-    launch.tensors[launch.count++] = t;
-    launch.tiles += static_cast<int32_t>(tiles);
+    if (t.numel > 0) launch.add(t, tiles);
   }
-  flush();
+  launch.flush();
 }
 
 // Advance step counters on the device and return their scalars [steps, 8] fp32.

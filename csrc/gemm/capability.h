@@ -24,7 +24,7 @@ inline bool has_fp32_blocks(Scaling s) { return s >= Scaling::k1x128 && !has_byt
 // Compute capabilities (10 * major + minor) and the scalings of their tensor cores.
 struct Architecture {
   int least, most;
-  bool codes;        // 8-bit, with tensor scales
+  bool codes;        // 8-bit, with tensor scales; row scales too, by an epilogue (gemm/epilogue.h) unless fp32_scales
   bool fp32_scales;  // per row and block
   bool byte_scales;
 };
@@ -57,15 +57,18 @@ inline bool supports_pair(const CodeKind& a, const CodeKind& b) {
          (least == most && (most == Scaling::kE8M0 || most == Scaling::k1x512));
 }
 
-// Whether the tensor cores of a capability support the scales of a pair.
+inline Architecture architecture_of(int capability) {
+  for (const Architecture& row : kArchitectures)
+    if (row.least <= capability && capability <= row.most) return row;
+  return {};
+}
+
+// Whether a capability supports the scales of a pair.
 inline bool supports_scales(const CodeKind& a, const CodeKind& b, int capability) {
   const Scaling most = std::max(a.scaling, b.scaling);
-  for (const Architecture& row : kArchitectures) {
-    if (capability < row.least || capability > row.most) continue;
-    if (most <= Scaling::kTensor) return row.codes;
-    return has_byte_scales(most) ? row.byte_scales : row.fp32_scales;
-  }
-  return false;
+  const Architecture row = architecture_of(capability);
+  if (most <= Scaling::kRow) return row.codes;
+  return has_byte_scales(most) ? row.byte_scales : row.fp32_scales;
 }
 
 }  // namespace fsdp_quant

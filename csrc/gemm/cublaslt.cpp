@@ -17,7 +17,7 @@
 
 #include <cublasLt.h>
 
-#include "gemm/beta.h"
+#include "gemm/epilogue.h"
 
 #if CUBLAS_VERSION < 120900
 #error "row and block scales of 8-bit operands are in cuBLAS 12.9 and newer; put its headers before older ones"

@@ -143,82 +143,54 @@ __device__ __forceinline__ void finish(const Arguments& p, const TileCoord& at, 
   }
 }
 
-// Round and store one wave of a warp, 16 rows from `row0`; masks rows and columns beyond the edge.
-template <class S>
-__device__ __forceinline__ void store_bf16(
-    const Arguments& p, const TileCoord& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
-  const int r = lane / 4, q = lane % 4;
-  uint32_t packed[32];
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    packed[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  constexpr int kPieces = kBlockN / S::kCols16, kJ = S::kCols16 / 8;
-  constexpr int kLanes = S::kCols16 / 8, kRows = 32 / kLanes;  // of 16-byte accesses
-  const int my_row = lane / kLanes, my_col = lane % kLanes * 8;
-  __nv_bfloat16* const out =
-      static_cast<__nv_bfloat16*>(p.out) + at.group * p.out_plane + (row0 + my_row) * p.out_ld + at.n0 + my_col;
-#pragma unroll
-  for (int c = 0; c < kPieces; ++c) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < kJ; ++j) {
-      const uint32_t to = staging + r * S::kPitch16 + (8 * j + 2 * q) * 2;
-      *static_cast<uint32_t*>(__cvta_shared_to_generic(to)) = packed[2 * (c * kJ + j)];
-      *static_cast<uint32_t*>(__cvta_shared_to_generic(to + 8 * S::kPitch16)) = packed[2 * (c * kJ + j) + 1];
-    }
-    __syncwarp();
-    const int rows = at.n0 + c * S::kCols16 + my_col < p.n ? at.m - row0 - my_row : 0;
-#pragma unroll
-    for (int i = 0; i < 16 / kRows; ++i) {
-      const uint32_t from = staging + (my_row + i * kRows) * S::kPitch16 + my_col * 2;
-      const uint4 v = *static_cast<const uint4*>(__cvta_shared_to_generic(from));
-      if (i * kRows < rows) *reinterpret_cast<uint4*>(out + c * S::kCols16 + i * kRows * p.out_ld) = v;
-    }
-  }
-}
-
+// Round and store one wave of a warp, 16 rows from `row0`; masks rows and columns beyond the edge. T: bf16 or float.
 // Accumulation uses 16-byte red operations in L2: one addition per element, so that sums are deterministic; subnormals are
 // flushed. Read-modify-write in threads took 10 % longer on dense GEMMs (H100, 6 shapes).
-template <class S>
-__device__ __forceinline__ void store_fp32(
+template <class S, class T>
+__device__ __forceinline__ void store(
     const Arguments& p, const TileCoord& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
-  const int r = lane / 4, q = lane % 4;
-  constexpr int kPieces = kBlockN / S::kCols32, kJ = S::kCols32 / 8;
-  constexpr int kLanes = S::kCols32 / 4, kRows = 32 / kLanes;  // of 16-byte accesses, batched to hide latency
-  constexpr int kSteps = 16 / kRows, kBatch = kSteps < 8 ? kSteps : 8;
-  const int my_row = lane / kLanes, my_col = lane % kLanes * 4;
-  float* const out =
-      static_cast<float*>(p.out) + at.group * p.out_plane + (row0 + my_row) * p.out_ld + at.n0 + my_col;
+  constexpr bool kWide = sizeof(T) == 4;
+  constexpr int kCols = kWide ? S::kCols32 : S::kCols16, kPitch = kWide ? S::kPitch32 : S::kPitch16;
+  constexpr int kPieces = kBlockN / kCols, kJ = kCols / 8;
+  constexpr int kVector = 16 / sizeof(T), kLanes = kCols / kVector, kRows = 32 / kLanes;  // of 16-byte accesses
+  constexpr int kSteps = 16 / kRows, kBatch = kWide && kSteps > 8 ? 8 : kSteps;           // batched to hide latency
+  const int my_row = lane / kLanes, my_col = lane % kLanes * kVector;
+  const uint32_t to = staging + lane / 4 * kPitch + lane % 4 * 2 * sizeof(T);
+  T* const out = static_cast<T*>(p.out) + at.group * p.out_plane + (row0 + my_row) * p.out_ld + at.n0 + my_col;
+  const auto stage = [](uint32_t to, float x, float y) {
+    void* const address = __cvta_shared_to_generic(to);
+    if constexpr (kWide) {
+      *static_cast<float2*>(address) = make_float2(x, y);
+    } else {
+      *static_cast<__nv_bfloat162*>(address) = __floats2bfloat162_rn(x, y);
+    }
+  };
 #pragma unroll
   for (int c = 0; c < kPieces; ++c) {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kJ; ++j) {
-      const uint32_t to = staging + r * S::kPitch32 + (8 * j + 2 * q) * 4;
-      const float* s = sum + 4 * (c * kJ + j);
-      *static_cast<float2*>(__cvta_shared_to_generic(to)) = make_float2(s[0], s[1]);
-      *static_cast<float2*>(__cvta_shared_to_generic(to + 8 * S::kPitch32)) = make_float2(s[2], s[3]);
+      const float* const s = sum + 4 * (c * kJ + j);
+      stage(to + 8 * j * sizeof(T), s[0], s[1]), stage(to + 8 * j * sizeof(T) + 8 * kPitch, s[2], s[3]);
     }
     __syncwarp();
-    const int all_rows = at.n0 + c * S::kCols32 + my_col < p.n ? at.m - row0 - my_row : 0;
+    const int all_rows = at.n0 + c * kCols + my_col < p.n ? at.m - row0 - my_row : 0;
 #pragma unroll 1
     for (int first = 0; first < kSteps; first += kBatch) {
       const int rows = all_rows - first * kRows;
-      const uint32_t from = staging + (my_row + first * kRows) * S::kPitch32 + my_col * 4;
-      float* const to = out + c * S::kCols32 + first * kRows * p.out_ld;
+      const uint32_t from = staging + (my_row + first * kRows) * kPitch + my_col * sizeof(T);
+      T* const to = out + c * kCols + first * kRows * p.out_ld;
       const auto staged = [&](int i) {
-        return *static_cast<const float4*>(__cvta_shared_to_generic(from + i * kRows * S::kPitch32));
+        return *static_cast<const float4*>(__cvta_shared_to_generic(from + i * kRows * kPitch));
       };
-      if (!p.accumulate) {
+      if (kWide && p.accumulate) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-          if (i * kRows < rows) *reinterpret_cast<float4*>(to + i * kRows * p.out_ld) = staged(i);
+          if (i * kRows < rows) ptx::red_add(reinterpret_cast<float*>(to + i * kRows * p.out_ld), staged(i));
       } else {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-          if (i * kRows < rows) ptx::red_add(to + i * kRows * p.out_ld, staged(i));
+          if (i * kRows < rows) *reinterpret_cast<float4*>(to + i * kRows * p.out_ld) = staged(i);
       }
     }
   }

@@ -147,7 +147,8 @@ __device__ __forceinline__ void multiply(
       const int row0 = at.m0 + warp_row + w * kWaveRows;
       if (kGrouped != GroupedDim::kK || at.k_blocks > 0)  // the scale of an empty group need not be finite
         finish<kA, kB>(p, at, sum[w], row0 + lane / 4, at.n0 + lane % 4 * 2);
-      p.bf16_out ? store_bf16<S>(p, at, sum[w], staging, row0, lane) : store_fp32<S>(p, at, sum[w], staging, row0, lane);
+      p.bf16_out ? store<S, __nv_bfloat16>(p, at, sum[w], staging, row0, lane)
+                 : store<S, float>(p, at, sum[w], staging, row0, lane);
     }
     __syncwarp();
   }

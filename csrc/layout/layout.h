@@ -52,8 +52,7 @@ struct RelayoutItem {
   const uint8_t* source;  // kSpread: fp32
   uint8_t* out;
   int64_t rows, cols;  // of the source, in elements
-  int64_t first_tile;
-  int32_t tile_cols;
+  int32_t first_tile, tile_cols;
   Relayout kind;
   int32_t outer_block;  // swizzles: operand rows of one scale
   int64_t outer;        // swizzles: operand rows
@@ -65,9 +64,8 @@ constexpr int kRelayoutCapacity = 256;
 
 template <int Capacity>
 struct RelayoutLaunch {
-  int32_t count;
-  int64_t tiles;
-  RelayoutItem items[Capacity];
+  int32_t count, tiles;
+  RelayoutItem tensors[Capacity];
 };
 
 // Re-express codes of blocks [rows, cols] with power-of-two scales using one exponent per line of the contraction, per run of

@@ -83,15 +83,7 @@ __device__ __forceinline__ void spread_tile(const RelayoutItem& m, int64_t row0,
 template <int Capacity>
 __global__ void __launch_bounds__(kThreads) relayout_kernel(const __grid_constant__ RelayoutLaunch<Capacity> launch) {
   __shared__ uint4 smem[kTile * 8];
-  int which = 0;
-  if constexpr (Capacity > 1) {
-    for (int low = 0, high = launch.count; high - low > 1;) {
-      const int middle = (low + high) / 2;
-      (launch.items[middle].first_tile <= blockIdx.x ? low : high) = middle;
-      which = low;
-    }
-  }
-  const RelayoutItem& m = launch.items[which];
+  const RelayoutItem& m = launch.tensors[Capacity > 1 ? index_of_tile(launch, blockIdx.x) : 0];
   const int64_t local = blockIdx.x - m.first_tile;
   const int64_t row0 = local / m.tile_cols * kTile, col0 = local % m.tile_cols * kTile;
   switch (m.kind) {

@@ -12,21 +12,11 @@ namespace {
 
 constexpr int kAdamThreads = 256, kVector = 4, kBatch = 2;
 
-// The tensor of this tile, by binary search.
-__device__ __forceinline__ const AdamTensor& tensor_of_tile(const AdamLaunch& launch) {
-  int low = 0, high = launch.count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (launch.tensors[middle].first_tile <= static_cast<int>(blockIdx.x) ? low : high) = middle;
-  }
-  return launch.tensors[low];
-}
-
 template <typename Grad, typename Moment, AdamMaster kMaster>
 __global__ void __launch_bounds__(kAdamThreads) adam_kernel(const __grid_constant__ AdamLaunch launch) {
   using Stored = StoredMaster<kMaster>;
   if (is_skipped(launch.step)) return;
-  const AdamTensor& t = tensor_of_tile(launch);
+  const AdamTensor& t = launch.tensors[index_of_tile(launch, blockIdx.x)];
   const int64_t begin = static_cast<int64_t>(blockIdx.x - t.first_tile) * kAdamTile;
   const int64_t left = t.numel - begin;
   const int count = left < kAdamTile ? static_cast<int>(left) : kAdamTile;
@@ -114,7 +104,7 @@ __global__ void __launch_bounds__(kAdamThreads) adam_codes_kernel(const __grid_c
   using Stored = StoredMaster<kMaster>;
   static_assert(kAdamThreads == 32 * kMomentBlocksOfTile, "one warp per block");
   if (is_skipped(launch.step)) return;
-  const AdamTensor& t = tensor_of_tile(launch);
+  const AdamTensor& t = launch.tensors[index_of_tile(launch, blockIdx.x)];
   const int32_t per_row = (t.cols + kMomentBlock - 1) / kMomentBlock;
   const int64_t block = static_cast<int64_t>(blockIdx.x - t.first_tile) * kMomentBlocksOfTile + threadIdx.x / 32;
   const int64_t row = block / per_row;

@@ -138,6 +138,17 @@ struct Launch {
   TensorArgs tensors[Capacity];
 };
 
+// Index of a tile's tensor in a table (Launch, AdamLaunch, RelayoutLaunch), by binary search.
+template <class Table>
+constexpr int index_of_tile(const Table& table, int tile) {
+  int low = 0;
+  for (int high = table.count; high - low > 1;) {
+    const int middle = (low + high) / 2;
+    (table.tensors[middle].first_tile <= tile ? low : high) = middle;
+  }
+  return low;
+}
+
 constexpr int kMultiTensorCapacity = 96;  // the table is a kernel parameter, limited to 32 KiB
 static_assert(sizeof(TensorArgs) * kMultiTensorCapacity < 32000, "a group's table is too large for kernel parameters");
 

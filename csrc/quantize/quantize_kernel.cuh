@@ -99,14 +99,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   const EncodingSpec& row = launch.spec[0];
   const EncodingSpec& col = launch.spec[1];
   const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
-  int which = 0;
-  if constexpr (Capacity > 1) {
-    for (int low = 0, high = launch.count; high - low > 1;) {
-      const int middle = (low + high) / 2;
-      (launch.tensors[middle].first_tile <= n ? low : high) = middle;
-      which = low;
-    }
-  }
+  const int which = Capacity > 1 ? index_of_tile(launch, n) : 0;
   const TensorArgs& t = launch.tensors[which];
   Tile tile = tile_of(t, n - t.first_tile);
   Tile row_tile = tile;  // rowwise direction: rows of x

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -192,6 +194,10 @@ def every_product() -> None:
             native.Operand(laws.values(lines, k, seed=lines), None, IDENTITY) for lines in (m, n)
         ]
         product(f"bf16 [{m}, {n}] K {k}", *halves, emulation)
+    with mock.patch.dict(os.environ, FSDP_QUANT_SCALED_EPILOGUE="1"):
+        for (m, n, k), blocks in itertools.product(SIZES, ((ROW, ROW), (ROW, WHOLE), (WHOLE, ROW))):
+            a, b = operand(m, k, blocks[0], 1), operand(n, k, blocks[1], 2)
+            product(f"{blocks}, scaled by an epilogue, [{m}, {n}] K {k}", a, b, emulation)
     for blocks, element in itertools.product(GROUPED, (E4M3, E5M2)):
         grouped(blocks, element, emulation)
     tokens_transposed(emulation)

@@ -13,7 +13,7 @@ are the reference's were written whole.
 Two tools see instances alone (compute-sanitizer 2025.3, sm_90). initcheck does not track what TMA
 stores, and takes every element of such a GEMM's result, cuBLASLt's too, for uninitialized; "filled"
 says that they are not. racecheck ends with an internal error in kernels that use wgmma and TMA, in
-which memcheck and synccheck find nothing; `FSDP_QUANT_RANDOM_SLEEPS=1` looks for their races.
+which memcheck and synccheck find nothing; `dist_tests.kernels.sleeps` looks for their races.
 
 Needs a GPU, and compute-sanitizer on PATH or beside nvcc. Exit status 1: a tool found errors, bytes
 differ, or it did not run.

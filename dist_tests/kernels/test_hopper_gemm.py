@@ -9,7 +9,6 @@ codes) before they are added in fp32; in bf16, 2^-8 more. One wrong element of a
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Sequence
 
@@ -83,9 +82,7 @@ def stacked(count: int, outer: int, k: int, element, scaling: int, seed: int) ->
 
 
 def same_bits(call, what: str, runs: int = 20) -> Tensor:
-    """The result of each of several runs, which is one; FSDP_QUANT_RUNS=2000 with a build of
-    FSDP_QUANT_RANDOM_SLEEPS=1 looks for races."""
-    runs = int(os.environ.get("FSDP_QUANT_RUNS", runs))
+    """The result of each of several runs, which is one (`sleeps` looks for races)."""
     want = call()
     for i in range(runs - 1):
         torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)

@@ -587,14 +587,27 @@ class Operators:
 
     # Products #
 
-    def gemm(self, a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias=None, alpha=None):
+    def gemm(
+        self, a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias=None, alpha=None, sm_count=0
+    ):
         self.calls.append(Call("gemm", a.data_ptr()))
         return _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha).to(
             out_dtype
         )
 
     def gemm_out(
-        self, out, a, b, a_scale, b_scale, a_kind, b_kind, accumulate, bias=None, alpha=None
+        self,
+        out,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        a_kind,
+        b_kind,
+        accumulate,
+        bias=None,
+        alpha=None,
+        sm_count=0,
     ):
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
@@ -605,7 +618,9 @@ class Operators:
         )
         out.copy_(made + out.double() if accumulate else made)
 
-    def grouped_gemm(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None):
+    def grouped_gemm(
+        self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None, sm_count=0
+    ):
         self.calls.append(Call("grouped_gemm", a.data_ptr()))
         refuse(offsets.dtype is not torch.int32 or offsets.shape != (len(b) + 1,), "offsets")
         refuse(
@@ -626,12 +641,24 @@ class Operators:
             out[start:end] = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
 
     def grouped_gemm_wgrad(
-        self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None
+        self,
+        out,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        offsets,
+        a_kind,
+        b_kind,
+        accumulate=False,
+        flag=None,
+        sm_count=0,
     ):
         self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
         refuse(
-            offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()),
-            "offsets: multiples of 128",
+            offsets.dtype is not torch.int32
+            or any(o % 128 and o != a.shape[1] for o in offsets.tolist()),
+            "offsets: multiples of 128, or all tokens",
         )
         refuse(out.shape != (len(offsets) - 1, len(a), len(b)), "out")
         refuse(
@@ -1691,13 +1718,13 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
     elif codes:
         row = capability.ARCHITECTURES[_CURRENT[-1].arch]
         refuse(
-            most <= _TENSOR and not row.fp32_pairs,
+            most <= _ROW and not row.fp32_pairs,
             f"{row.name} multiplies no codes",
             NotImplementedError,
         )
         refuse(
-            _TENSOR < most and most not in (_E8M0, _E4M3) and len(row.fp32_pairs) == 1,
-            f"fp32 scales on {row.name}",
+            most in (_1X128, _128X128, _1X512) and frozenset({(1, 128)}) not in row.fp32_pairs,
+            f"fp32 scales of blocks on {row.name}",
             NotImplementedError,
         )
         taken = (

@@ -206,6 +206,8 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
         "sm_100f": {
             "native": [
                 ("fp8_tensor", "fp8_tensor"),
+                ("fp8_row", "fp8_row"),
+                ("fp8_row", "fp8_tensor"),
                 ("mxfp8", "mxfp8"),
                 ("mxfp8", "mxfp8_32x32"),
                 ("nvfp4", "nvfp4_16x16"),
@@ -213,12 +215,16 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
                 ("fp8_1x128", "fp8_128x128"),
                 ("mxfp8", "fp8_1x128"),
             ],
-            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_tensor")],
+            "bf16": [("fp8_row", "mxfp8"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_tensor")],
         },
         "sm_89": {
-            "native": [("fp8_tensor", "fp8_tensor")],
-            "bf16": [
+            "native": [
+                ("fp8_tensor", "fp8_tensor"),
                 ("fp8_row", "fp8_row"),
+                ("fp8_row", "fp8_tensor"),
+            ],
+            "bf16": [
+                ("fp8_row", "fp8_1x128"),
                 ("mxfp8", "mxfp8"),
                 ("fp8_1x128", "fp8_128x128"),
                 ("nvfp4", "nvfp4"),

@@ -202,8 +202,8 @@ def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
 # Of recipes whose tensors are all codes, where products are of codes: others decode to bf16.
 NATIVE_ON = {
     "sm_80": (),
-    "sm_89": ("fp8_current", "fp8_delayed"),
-    "sm_100f": ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"),
+    "sm_89": ("fp8_current", "fp8_delayed", "fp8_row"),
+    "sm_100f": ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"),
 }
 
 

@@ -32,6 +32,11 @@ RECORD = "_build.json"
 GLUE = ("api", "step", "bindings.cpp")
 # No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the
 # same flags.
+# Of builds, each FSDP_QUANT_<name>=1 when it is installed:
+#   LINE_TABLES     for profilers, which show source lines; they double the size
+#   RANDOM_SLEEPS   products on Hopper wait at random at their barriers, so that tests find a race
+#   SOFTWARE_CASTS  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties there
+OPTIONS = ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
 NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 CXX_FLAGS = ("-O3", "-fPIC", "-DNDEBUG")
 # A copy of libstdc++ that a toolchain links statically stays inside the library: one stream of two
@@ -46,11 +51,12 @@ class Failed(Exception):
 
 class Record(NamedTuple):
     """What `_build.json` says. nvcc: "13.0.88". architectures: "sm_90a". reason: why there are no
-    kernels; None: there are."""
+    kernels; None: there are. options: those of OPTIONS that the kernels were built with."""
 
     nvcc: str = ""
     architectures: tuple[str, ...] = ()
     reason: str | None = None
+    options: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, folder: Path) -> Record | None:
@@ -59,7 +65,8 @@ class Record(NamedTuple):
         if not path.exists():
             return None
         read = json.loads(path.read_text())
-        return cls(read["nvcc"], tuple(read["architectures"]), read["reason"])
+        options = tuple(read.get("options", ()))
+        return cls(read["nvcc"], tuple(read["architectures"]), read["reason"], options)
 
     def write(self, folder: Path) -> None:
         (folder / RECORD).write_text(json.dumps(self._asdict(), indent=1) + "\n")
@@ -189,25 +196,19 @@ def build_kernels(
     targets: Sequence[str],
     cublaslt: tuple[Path, Path],
     temp: Path,
-    line_tables: bool = False,
-    random_sleeps: bool = False,
-    software_casts: bool = False,
+    options: Sequence[str] = (),
 ) -> Path:
     """The kernels of csrc, in folder.
 
     targets:      "90a", "100f". Products of Hopper are compiled for 90a alone.
     cublaslt:     (folder of cublasLt.h, the library), recorded by its soname, which torch has
                   loaded.
-    line_tables:  for profilers, which show source lines; they double the size.
-    software_casts:  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties
-                     there.
-    random_sleeps:  products on Hopper wait at random at their barriers, so that tests find a race.
+    options:      of OPTIONS.
     """
-    options = {"RANDOM_SLEEPS": random_sleeps, "SOFTWARE_CASTS": software_casts}
-    defines = [f"-DFSDP_QUANT_{name}" for name, wanted in options.items() if wanted]
+    defines = [f"-DFSDP_QUANT_{name}" for name in options if name != "LINE_TABLES"]
     size = (
         ["-lineinfo"]
-        if line_tables
+        if "LINE_TABLES" in options
         else ["--compress-mode=size"]
         if "--compress-mode" in output_of(nvcc, "--help")
         else []

@@ -30,7 +30,7 @@ class Architecture(NamedTuple):
     least, most:   its capabilities.
     scale_layout:  in which products read scales of blocks (`ops.native`, csrc/quantize/quantize.h).
     fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data
-                   types".
+                   types"; scales of rows, where that has none, by an epilogue of our own.
     byte_scales:   it multiplies blocks with scales of one byte; powers of two of 128 elements as
                    such (`ops.layout.SPREAD`).
     anchors:       8-bit products with one exponent a tensor, a line or a run take the place of
@@ -47,28 +47,22 @@ class Architecture(NamedTuple):
 
 
 HOPPER, BLACKWELL = 1, 2
-_OF_TENSORS = frozenset({frozenset({_TENSOR})})
+_OF_ROWS = frozenset({frozenset({_TENSOR}), frozenset({_LINE}), frozenset({_TENSOR, _LINE})})
 ARCHITECTURES = {
     row.name: row
     for row in (
         Architecture("sm_80", (8, 0), (8, 8), HOPPER, frozenset()),
-        Architecture("sm_89", (8, 9), (8, 9), HOPPER, _OF_TENSORS),
+        Architecture("sm_89", (8, 9), (8, 9), HOPPER, _OF_ROWS),
         Architecture(
             "sm_90a",
             (9, 0),
             (9, 0),
             HOPPER,
             anchors=True,
-            fp32_pairs=_OF_TENSORS
-            | {
-                frozenset({_LINE}),
-                frozenset({_TENSOR, _LINE}),
-                frozenset({_1X128}),
-                frozenset({_1X128, _128X128}),
-            },
+            fp32_pairs=_OF_ROWS | {frozenset({_1X128}), frozenset({_1X128, _128X128})},
         ),
-        Architecture("sm_100f", (10, 0), (10, 9), BLACKWELL, _OF_TENSORS, byte_scales=True),
-        Architecture("sm_120f", (12, 0), (12, 9), BLACKWELL, _OF_TENSORS, byte_scales=True),
+        Architecture("sm_100f", (10, 0), (10, 9), BLACKWELL, _OF_ROWS, byte_scales=True),
+        Architecture("sm_120f", (12, 0), (12, 9), BLACKWELL, _OF_ROWS, byte_scales=True),
     )
 }
 
