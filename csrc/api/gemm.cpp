@@ -191,14 +191,15 @@ CountedOperand counted_operand(
   c.vectors = is_aligned(c.data, 4) && c.ld % 4 == 0 && c.plane % 4 == 0;
   c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_blocks = counted >= kLeastOfBlocks;
   if (c.of_blocks) c.exact = kExactBlocks[counted - kLeastOfBlocks];
-  TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
-                    " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
+  TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || has_fp32_blocks(o.scaling), name, " is of kind ", kind,
+                    "; wanted scales of a tensor, of lines, of runs or of tiles");
   if (o.scaling <= Scaling::kRow) return c;
-  const int64_t numel = scale_numel(o.scaling, outer, k);
+  c.tiles = o.scaling == Scaling::k128x128;
+  const int64_t numel = c.tiles ? outer / c.plane_lines * scale_numel(o.scaling, c.plane_lines, k) : scale_numel(o.scaling, outer, k);
   TORCH_CHECK_VALUE(scale.has_value() && scale->scalar_type() == at::kFloat && scale->numel() == numel, name,
                     ": wanted ", numel, " scales");
   c.scale = scale->const_data_ptr<float>(), c.scale_ld = scale_ld(o.scaling, outer, k);
-  c.run_log2 = o.scaling == Scaling::k1x128 ? 7 : 9;
+  c.run_log2 = o.scaling == Scaling::k1x512 ? 9 : 7;
   return c;
 }
 

@@ -27,10 +27,11 @@ constexpr int64_t kMostCounted = kLeastOfBlocks + std::size(kExactBlocks) - 1;
 // 8-bit codes [outer, k].
 struct CountedOperand {
   const uint8_t* data;
-  const float* scale;  // of runs along k, [runs, scale_ld]; else unused
+  const float* scale;  // of runs along k, [runs, scale_ld], or of tiles, per matrix [plane_lines / 128, scale_ld]; else unused
   int64_t outer, ld, scale_ld;
   int64_t plane, plane_lines;  // of matrices: stride in bytes, lines each
   int32_t run_log2;            // 0: line or tensor scales
+  bool tiles;                  // scales are of tiles of 128 x 128
   bool vectors;                // rows are aligned to 4
   bool e5m2, counted;          // counted: error of its anchors, else own scales
   bool of_blocks;              // only blocks that are not exact count

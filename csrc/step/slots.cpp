@@ -122,7 +122,7 @@ void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int
       encoding_sizes<int64_t>(r.spec, columnwise, rows, cols, 0);  // rotation pads rows or columns
   std::tie(codes.data, codes.scale) =
       anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, columnwise, columnwise, r.run == kOfTensor, sizes.cols,
-                   std::max<int64_t>(r.run, 0));
+                   r.run == kOfTensor ? 0 : r.run);
 }
 
 EncodingSpec k_major_spec(EncodingSpec spec) {

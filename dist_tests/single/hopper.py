@@ -442,6 +442,8 @@ class Operators:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
                 codes, scale = anchoring.anchored(x, e, run or None)
+                if side.layout != native.COMPACT:  # [runs, lines], as multiplied
+                    scale = layout.pad_to(scale.t(), 1, 4).contiguous()
             made += [
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
@@ -511,13 +513,17 @@ class Operators:
         self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0
     ):
         if data.dim() == 3:
-            refuse(run > 0, "matrices are anchored by lines or tensors")
+            refuse(run > 0, "matrices are anchored by lines, tiles or tensors")
             made = [
                 self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run)
                 for one in zip(data, scale)
             ]
             return tuple(torch.stack(of) for of in zip(*made))
-        refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
+        tiles = run == native.OF_TILE
+        refuse(
+            run and (whole or not tiles and (run < 0 or run % 128 or run & (run - 1))),
+            f"anchor run is {run}",
+        )
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
@@ -539,7 +545,7 @@ class Operators:
             scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}"
         )
         codes, lines = anchoring.anchored_codes(
-            data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None
+            data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None, tiles
         )
         return (codes.t().contiguous() if transposed else codes), lines
 
@@ -574,9 +580,15 @@ class Operators:
         self.calls.append(Call("product_error", a.data_ptr()))
         operands = []
         for data, scale, kind in ((a, a_scale, a_kind), (b, b_scale, b_kind)):
-            block = {1: (None, None), 2: (1, None), 3: (1, 128), 7: (1, 512)}[kind >> 3]
+            block = {1: (None, None), 2: (1, None), 3: (1, 128), 4: (128, 128), 7: (1, 512)}[
+                kind >> 3
+            ]
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
+            if block[0] == 128:  # of matrices one after the other
+                tiles = scale.view(len(data), -1, round_up(ceil_div(data.shape[-1], 128), 4))
+                lines = tiles.repeat_interleave(128, 1)[:, : data.shape[-2]]
+                runs = lines.flatten(0, 1).t()
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
         guard[product] += product_error.product_error(
             *operands,
@@ -1386,7 +1398,7 @@ class Operators:
                 turned,
                 reading.run == native.OF_TENSOR,
                 cols,
-                max(reading.run, 0),
+                0 if reading.run == native.OF_TENSOR else reading.run,
             )
         )
 

@@ -111,7 +111,7 @@ def test_products_of_operands_are_exact(fmt: Format):
                 for t in (x, w)
             )
             want = (a.operand().double() @ b.operand().double().t()).float()
-            for rung in layout.ANCHORS:
+            for rung in layout.ANCHORS_OF_BOTH:
                 of = [s.to_gemm_operand(rung) for s in (a, b)]
                 got = gemm(*of, out_dtype=torch.float32, domain="anchored")
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
