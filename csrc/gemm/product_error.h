@@ -10,6 +10,7 @@
 namespace fsdp_quant {
 
 constexpr int64_t kProbedSteps = 16;  // one in this many steps is probed
+constexpr int64_t kProbedStepsOfRuns = 64;  // of products of groups on the finest rung, runs of 128
 // Mean square of an element's relative error with a scale per block.
 constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 
@@ -40,11 +41,12 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of the errors of probed lines, sums[1] += those of their formats' own errors, each relative to the
-// sum of both: see ops/product_error.py. Active in one of kProbedSteps steps.
+// sum of both: see ops/product_error.py. Active in one of `every` steps.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;
   const int64_t* step;  // current step
+  int64_t every;
   float* sums;
 };
 

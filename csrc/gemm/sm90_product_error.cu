@@ -170,11 +170,11 @@ __device__ void add_lines(
 __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
     product_error_kernel(const __grid_constant__ ProductError p) {
   const int64_t step = *p.step;
-  if (step % kProbedSteps != 0) return;
+  if (step % p.every != 0) return;
   __shared__ Shared s;
   const auto cluster = cg::this_cluster();
   const int64_t first = (static_cast<int64_t>(cluster.block_rank()) * kErrorThreads + threadIdx.x) * kCodes;
-  const int64_t probe = step / kProbedSteps;
+  const int64_t probe = step / p.every;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Lines lines(p.operand[i], probe);

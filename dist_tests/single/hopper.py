@@ -572,10 +572,23 @@ class Operators:
             ):
                 target.copy_(made)
 
-    def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
+    def product_error(
+        self,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        a_kind,
+        b_kind,
+        counted,
+        step,
+        guard,
+        product,
+        every=product_error.PROBED_STEPS,
+    ):
         refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
         refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
-        if step[1] % product_error.PROBED_STEPS:
+        if step[1] % every:
             return
         self.calls.append(Call("product_error", a.data_ptr()))
         operands = []
@@ -593,7 +606,7 @@ class Operators:
         guard[product] += product_error.product_error(
             *operands,
             (counted & 15, counted >> 4),
-            int(step[1]) // product_error.PROBED_STEPS,
+            int(step[1]) // every,
             product < 2,
         )
 
@@ -830,14 +843,18 @@ class Operators:
         a = self._multiplied(operand_specs[0][0], made[:fields] or [x])
         kind = 8 if self._decodes(operand_specs[1][0]) else operand_specs[1][0].kind
         y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
-        self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind))
+        self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind), True)
         self.counts[plan][6] += len(ends)
         return [y, tables, *made[fields:]]
 
-    def _watch(self, plan, product, guard, step, a, b) -> None:
-        counted = self.plans[plan].watched[product]
+    def _watch(self, plan, product, guard, step, a, b, grouped: bool = False) -> None:
+        counted, every = self.plans[plan].watched[product], product_error.PROBED_STEPS
+        if grouped and a[2] >> 3 == _1X128:
+            every = product_error.PROBED_STEPS_OF_RUNS
         if guard is not None and counted:
-            self.product_error(a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product)
+            self.product_error(
+                a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product, every
+            )
 
     def _decodes(self, reading) -> bool:
         return bool(reading.side) and reading.kind == 0
@@ -932,7 +949,7 @@ class Operators:
                 a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
                 self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
-                self._watch(plan, 2, guard, step, a, b)
+                self._watch(plan, 2, guard, step, a, b, True)
             else:
                 self.calls.append(Call("_grouped_mm", dy.data_ptr()))
                 parts = itertools.pairwise(at.offsets.tolist())
@@ -948,7 +965,7 @@ class Operators:
             weight = weight if of_rows else weight.transpose(1, 2)
             kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
-            self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind))
+            self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind), True)
             self.counts[plan][7] += groups
         return dx, dw
 
