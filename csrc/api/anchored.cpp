@@ -41,6 +41,7 @@ std::vector<at::Tensor> encode_anchored(
   ZeroedWorkspace workspace;
   int64_t anchor_at[2] = {-1, -1};
   Geometry g[2], anchor[2];
+  bool compact[2] = {true, true};
   for (int d = 0; d < 2; ++d) {
     EncodingSpec& s = launch.spec[d];
     statistics.spec[d].element = Element::kNone;
@@ -54,7 +55,7 @@ std::vector<at::Tensor> encode_anchored(
     TORCH_CHECK_VALUE(runs[d] != kOfTile, "anchors of tiles are of stacked matrices (linear_weight), or of codes");
     TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
     const EncodingSpec line = runs_of(s, runs[d]);  // the anchor is the amax of the run or tensor
-    s.anchor_log2 = line.contraction_log2;
+    s.anchor_log2 = line.contraction_log2, compact[d] = line.scale_layout == ScaleLayout::kCompact;
     g[d] = geometry_of(s, d, rows[d], t.cols, 0);
     anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
@@ -75,9 +76,8 @@ std::vector<at::Tensor> encode_anchored(
     EncodingBuffers& b = t.buffers[d];
     result.push_back(new_empty(x, {g[d].data_rows, g[d].data_cols}, at::kByte));
     b.data = result.back().mutable_data_ptr<uint8_t>();
-    const bool compact = launch.spec[d].scale_layout == ScaleLayout::kCompact;
-    result.push_back(compact ? new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat)
-                             : new_empty(x, {anchor[d].stored_blocks, anchor[d].stored_lines}, at::kFloat));
+    result.push_back(compact[d] ? new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat)
+                                : new_empty(x, {anchor[d].stored_blocks, anchor[d].stored_lines}, at::kFloat));
     b.scale = result.back().mutable_data_ptr();
     set_geometry(b, g[d], d);
     b.stored = anchor[d].stored, b.anchors = anchor[d].compact;

@@ -216,7 +216,10 @@ class Operators:
                 if columnwise
                 else (lines, runs)
             )
-            return data, scale, scale, False, False, False
+            grid = scale
+            if run > 0 and scale_layout == capability.HOPPER:  # as multiplied
+                scale = runs, round_up(lines, 4)
+            return data, scale, grid, False, False, False
         scale = grid
         if scale_layout == native.OPERAND:
             return data, (1,), grid, False, True, False
@@ -442,8 +445,9 @@ class Operators:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
                 codes, scale = anchoring.anchored(x, e, run or None)
-                if side.layout != native.COMPACT:  # [runs, lines], as multiplied
-                    scale = layout.pad_to(scale.t(), 1, 4).contiguous()
+                if run and side.layout == capability.HOPPER:  # [runs, lines], as multiplied
+                    scale = scale if e.direction is COLUMNWISE else scale.t()
+                    scale = layout.pad_to(scale, 1, 4).contiguous()
             made += [
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
