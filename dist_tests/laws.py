@@ -21,7 +21,7 @@ from fsdp_quant.ops.capability import (
     spreads,
     unsupported_reason,
 )
-from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS, NATIVE, SPREAD, operand_format
+from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS_OF_BOTH, NATIVE, SPREAD, operand_format
 from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage, to_layout
@@ -147,7 +147,7 @@ def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None
             )
             if domain not in ("native", "anchored"):
                 continue
-            for anchored in ANCHORS:
+            for anchored in ANCHORS_OF_BOTH:
                 layouts = (
                     operand_layout(a, b, domain, arch, anchored),
                     operand_layout(b, a, domain, arch, anchored),

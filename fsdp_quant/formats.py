@@ -449,17 +449,16 @@ def format_of(name: str | Format, **changes) -> Format:
 
 
 @functools.cache
-def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
+def anchored_format(fmt: Format, run: int | None, whole: bool = False, outer: int = 1) -> Format:
     """The format of codes of `fmt` with one fp32 scale per `run` elements of the contraction (None:
-    all), or, whole=True, for the tensor.
+    all) of `outer` lines, or, whole=True, for the tensor.
 
     Scales stay powers of two; codes smaller than 8 bits become those of `Element.operand`.
     """
     if fmt.decodes_exactly_to_e4m3:
         return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
-    return Format(
-        f"{fmt.name} anchored", fmt.element.operand, (None if whole else 1, run), "fp32", pow2=True
-    )
+    block = (None if whole else outer, run)
+    return Format(f"{fmt.name} anchored", fmt.element.operand, block, "fp32", pow2=True)
 
 
 def spread_format(fmt: Format) -> Format:

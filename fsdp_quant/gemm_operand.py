@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from .encoded_matrix import EncodedMatrix, has_tensor_amax
-from .formats import ROWWISE, round_up
+from .formats import ROWWISE, ceil_div, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
 from .ops.gemm_layout import compact_scale, has_scales_by_row, scale_counts
-from .ops.layout import ANCHORED, ANCHORED_TENSOR, LAID_OUT, NATIVE, SPREAD
+from .ops.layout import (
+    ANCHORED,
+    ANCHORED_TENSOR,
+    ANCHORED_TILE,
+    LAID_OUT,
+    NATIVE,
+    SPREAD,
+    TILE_ROWS,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +51,9 @@ class GemmOperand(EncodedMatrix):
         outer, scale = self.data.shape[0], self.scales
         if self.layout in (ANCHORED_TENSOR, ANCHORED):
             scale = scale.view(-1, 1)
+        elif self.layout == ANCHORED_TILE:
+            tiles = ceil_div(self.data.shape[1], TILE_ROWS)
+            scale = scale.view(-1, round_up(tiles, 4))[:, :tiles].contiguous()
         else:
             scale = scale.view(-1, round_up(outer, 4))[:, :outer].t().contiguous()
         fmt, cols = self.operand_format, self.data.shape[1]

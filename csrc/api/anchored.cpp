@@ -33,12 +33,15 @@ std::vector<at::Tensor> encode_anchored(
   bool whole[2];
   for (int d = 0; d < 2; ++d) whole[d] = launch.spec[d].present() && runs[d] == kOfTensor;
   launch.of_codes = whole[0] || whole[1];
+  const auto holds = [&](int d) { return !launch.spec[d].present() || (runs[d] == kTile && !given[d]->has_value()); };
+  launch.in_tile = holds(0) && holds(1);
   TORCH_CHECK_VALUE(whole[0] == whole[1] || !launch.spec[0].present() || !launch.spec[1].present(),
                     "one side is anchored by the tensor, and the other by its lines; make them in two calls");
   Launch<1> statistics = launch;
   ZeroedWorkspace workspace;
   int64_t anchor_at[2] = {-1, -1};
   Geometry g[2], anchor[2];
+  bool compact[2] = {true, true};
   for (int d = 0; d < 2; ++d) {
     EncodingSpec& s = launch.spec[d];
     statistics.spec[d].element = Element::kNone;
@@ -49,14 +52,15 @@ std::vector<at::Tensor> encode_anchored(
     TORCH_CHECK_VALUE(s.bits() == 8, "anchors are of codes of 8 bits");
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
+    TORCH_CHECK_VALUE(runs[d] != kOfTile, "anchors of tiles are of stacked matrices (linear_weight), or of codes");
     TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
     const EncodingSpec line = runs_of(s, runs[d]);  // the anchor is the amax of the run or tensor
-    s.anchor_log2 = line.contraction_log2;
+    s.anchor_log2 = line.contraction_log2, compact[d] = line.scale_layout == ScaleLayout::kCompact;
     g[d] = geometry_of(s, d, rows[d], t.cols, 0);
     anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
     t.buffers[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
-    if (t.buffers[d].anchor != nullptr) continue;
+    if (t.buffers[d].anchor != nullptr || launch.in_tile) continue;
     if (d == 1 && whole[0]) {  // both directions share it
       anchor_at[1] = anchor_at[0], t.buffers[1].anchor = t.buffers[0].anchor;
       continue;
@@ -72,10 +76,11 @@ std::vector<at::Tensor> encode_anchored(
     EncodingBuffers& b = t.buffers[d];
     result.push_back(new_empty(x, {g[d].data_rows, g[d].data_cols}, at::kByte));
     b.data = result.back().mutable_data_ptr<uint8_t>();
-    result.push_back(new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat));
+    result.push_back(compact[d] ? new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat)
+                                : new_empty(x, {anchor[d].stored_blocks, anchor[d].stored_lines}, at::kFloat));
     b.scale = result.back().mutable_data_ptr();
     set_geometry(b, g[d], d);
-    b.stored = b.anchors = anchor[d].compact;
+    b.stored = anchor[d].stored, b.anchors = anchor[d].compact;
     if (whole[d]) b.anchors.line_stride = 0;
     b.vector_store = stores_vectors(launch.spec[d], b.data, g[d]);
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].buffers[d].amax = workspace.at(anchor_at[d]);

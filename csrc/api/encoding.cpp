@@ -85,10 +85,11 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
   const EncodingSizes<c10::SymInt> s = encoding_sizes(spec, columnwise, rows, cols, row0);
   const Symbols data = {s.data_rows, s.data_cols}, amax = {s.scale_rows, s.scale_cols};
   if (run.has_value()) {
-    const EncodingSizes<c10::SymInt> of_runs =
-        encoding_sizes(runs_of(spec, *run), columnwise, rows, cols, row0);
-    const Symbols scale = {of_runs.scale_rows, of_runs.scale_cols};
-    return {data, scale, scale, false, false, false};
+    const EncodingSpec line = runs_of(spec, *run);
+    const EncodingSizes<c10::SymInt> of_runs = encoding_sizes(line, columnwise, rows, cols, row0);
+    const Symbols grid = {of_runs.scale_rows, of_runs.scale_cols};
+    const Symbols by_run = {of_runs.stored_blocks, of_runs.stored_lines};
+    return {data, line.scale_layout == ScaleLayout::kCompact ? grid : by_run, grid, false, false, false};
   }
   const Symbols scale = spec.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
   return {data, scale, amax, spec.stored_in_bytes(), spec.two_level(), spec.whole()};
@@ -144,12 +145,19 @@ EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name) {
 }
 
 EncodingSpec runs_of(const EncodingSpec& spec, int64_t run) {
-  TORCH_CHECK_VALUE(run == kOfTensor || (run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0), "anchor run is ", run,
-                    "; wanted 0 (the whole contraction), a power of two of ", kTile, " or more, or ", kOfTensor,
-                    " (the tensor)");
+  TORCH_CHECK_VALUE(run == kOfTensor || run == kOfTile || (run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0), "anchor run is ", run,
+                    "; wanted 0 (the whole contraction), a power of two of ", kTile, " or more, ", kOfTensor,
+                    " (the tensor), or ", kOfTile, " (a tile)");
   EncodingSpec line = spec;
+  line.scale = ScaleKind::kFp32Pow2;
+  if (run <= 0 || line.scale_layout != ScaleLayout::kHopper) line.scale_layout = ScaleLayout::kCompact;
   if (run == kOfTensor) {
     line.outer = line.contraction = 0, line.outer_log2 = line.contraction_log2 = log2_of(0);
+    return line;
+  }
+  if (run == kOfTile) {
+    line.outer = line.contraction = kTile, line.outer_log2 = line.contraction_log2 = log2_of(kTile);
+    line.scale_layout = ScaleLayout::kHopper;
     return line;
   }
   line.outer = 1, line.outer_log2 = 0;

@@ -33,10 +33,10 @@ inline int64_t codes_of(const EncodingSpec& spec, int64_t bytes) {
   return spec.six_bit() ? bytes / 3 * 4 : spec.four_bit() && !spec.operand() ? bytes * 2 : bytes;
 }
 
-// Span of elements that shares an anchor: a run of one line (0: the whole line), or the whole tensor.
-constexpr int64_t kOfTensor = -2;
+// Span of elements that shares an anchor: a run of one line (0: the whole line), the whole tensor, or a tile of 128 x 128.
+constexpr int64_t kOfTensor = -2, kOfTile = -3;
 
-// The spec whose blocks are the runs.
+// The spec whose blocks are the runs, with fp32 scales: compact, of tiles as operands (kHopper), of runs as the spec's.
 EncodingSpec runs_of(const EncodingSpec& spec, int64_t run);
 
 // Buffer sizes of one direction of a tensor [rows, cols]. Int: int64_t, or c10::SymInt for symbolic lengths.

@@ -220,14 +220,15 @@ CountedOperand counted_operand(
   c.vectors = is_aligned(c.data, 4) && c.ld % 4 == 0 && c.plane % 4 == 0;
   c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_blocks = counted >= kLeastOfBlocks;
   if (c.of_blocks) c.exact = kExactBlocks[counted - kLeastOfBlocks];
-  TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
-                    " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
+  TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || has_fp32_blocks(o.scaling), name, " is of kind ", kind,
+                    "; wanted scales of a tensor, of lines, of runs or of tiles");
   if (o.scaling <= Scaling::kRow) return c;
-  const int64_t numel = scale_numel(o.scaling, outer, k);
+  c.tiles = o.scaling == Scaling::k128x128;
+  const int64_t numel = c.tiles ? outer / c.plane_lines * scale_numel(o.scaling, c.plane_lines, k) : scale_numel(o.scaling, outer, k);
   TORCH_CHECK_VALUE(scale.has_value() && scale->scalar_type() == at::kFloat && scale->numel() == numel, name,
                     ": wanted ", numel, " scales");
   c.scale = scale->const_data_ptr<float>(), c.scale_ld = scale_ld(o.scaling, outer, k);
-  c.run_log2 = o.scaling == Scaling::k1x128 ? 7 : 9;
+  c.run_log2 = o.scaling == Scaling::k1x512 ? 9 : 7;
   return c;
 }
 
@@ -235,7 +236,7 @@ CountedOperand counted_operand(
 
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
-    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product) {
+    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product, int64_t every) {
   check_cuda(a, "a");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   check_buffer(step, "step", a, at::kLong, 5);
@@ -248,7 +249,7 @@ void product_error(
   p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in modules/plan.py
   p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 4, "b");
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
-  p.k = a.size(-1), p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
+  p.k = a.size(-1), p.every = every, p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
   check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");
 }
 
@@ -256,7 +257,11 @@ void register_gemm(torch::Library& m) {
   m.def(
       "product_error(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, int counted, Tensor step, "
       "Tensor(a!) guard, int product) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, product_error), compliant());
+      torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+                                                 const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, int64_t counted,
+                                                 const at::Tensor& step, const at::Tensor& guard, int64_t product) {
+        product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product);
+      }), compliant());
   m.def("gemm_takes(int a_kind, int b_kind, int major, int minor) -> bool", gemm_takes);
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "

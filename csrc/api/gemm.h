@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "api/checks.h"
+#include "gemm/product_error.h"
 
 namespace fsdp_quant {
 
@@ -24,6 +25,7 @@ at::Tensor gemm(
 // see gemm/product_error.h. counted: how codes of a are counted | those of b << 4. Matrices [E, outer, k] count as one.
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
-    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product);
+    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product,
+    int64_t every = kProbedSteps);
 
 }  // namespace fsdp_quant

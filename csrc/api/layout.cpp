@@ -68,10 +68,10 @@ namespace {
 
 struct AnchorShape {
   int64_t matrices, rows, cols, lines, out_rows, out_cols;
-  int64_t scale[2];  // per matrix: [runs, lines], [1, lines] or [1, 1]
+  int64_t scale[2];  // per matrix: [runs, lines], [1, lines], [1, 1], or of tiles [line tiles, tiles of a line]
 };
 
-// run: kOfTensor, 0 for a whole line, or a number of elements.
+// run: kOfTensor, kOfTile, 0 for a whole line, or a number of elements.
 AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, bool transposed, int64_t run) {
   check_cuda(data, "data");
   const bool stacked = data.dim() == 3;
@@ -82,10 +82,12 @@ AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, 
   TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
   const int64_t lines = columnwise ? cols : rows;
   TORCH_CHECK_VALUE(matrices == 1 || lines % 4 == 0, "matrices of ", lines, " lines; wanted multiples of 4");
-  TORCH_CHECK_VALUE(!stacked || run <= 0, "matrices are anchored by lines or tensors; got runs of ", run);
+  TORCH_CHECK_VALUE(!stacked || run <= 0, "matrices are anchored by lines, tiles or tensors; got runs of ", run);
   AnchorShape shape = {matrices, rows, cols, lines, transposed ? cols : rows, transposed ? rows : cols, {1, 1}};
-  if (run != kOfTensor) shape.scale[1] = lines;
-  if (run > 0) shape.scale[0] = ceil_div(columnwise ? rows : cols, run), shape.scale[1] = ceil_div(lines, 4) * 4;
+  const int64_t length = columnwise ? rows : cols;
+  if (run == 0) shape.scale[1] = lines;
+  if (run > 0) shape.scale[0] = ceil_div(length, run), shape.scale[1] = ceil_div(lines, 4) * 4;
+  if (run == kOfTile) shape.scale[0] = ceil_div(lines, kTile), shape.scale[1] = ceil_div(ceil_div(length, kTile), 4) * 4;
   return shape;
 }
 
@@ -131,7 +133,8 @@ std::optional<AnchorCodes> anchor_of(
   a.matrices = static_cast<int32_t>(shape.matrices);
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
   a.outer_log2 = spec.outer_log2, a.contraction_log2 = spec.contraction_log2, a.element = spec.element;
-  a.run_log2 = runs_of(spec, run).contraction_log2, a.scale_ld = run > 0 ? static_cast<int32_t>(shape.scale[1]) : 0;
+  a.run_log2 = runs_of(spec, run).contraction_log2, a.tiles = run == kOfTile;
+  a.scale_ld = run > 0 || a.tiles ? static_cast<int32_t>(shape.scale[1]) : 0, a.line_plane = shape.scale[0] * shape.scale[1];
   a.two_level = exact, a.shift = exact ? 0 : operand_shift(spec);
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
   a.vector_load = is_aligned(a.data, spec.six_bit() ? 2 : spec.bits()) && shape.cols % 8 == 0;
@@ -179,9 +182,12 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const c10::cuda::CUDAGuard guard(data.device());
   const bool stacked = data.dim() == 3;
   const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols};
-  const int64_t lines[] = {run > 0 ? shape.scale[0] : shape.matrices, shape.scale[1]};
+  const int64_t lines[] = {shape.matrices, shape.scale[0], shape.scale[1]};
+  const bool is_grid = run > 0 || run == kOfTile;
   const at::Tensor out = new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), at::kByte);
-  const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !(stacked || run > 0), lines + 2), at::kFloat);
+  const at::Tensor line_scale =
+      is_grid ? new_empty(data, at::IntArrayRef(lines + !stacked, lines + 3), at::kFloat)
+              : new_empty(data, stacked ? at::IntArrayRef({lines[0], lines[2]}) : at::IntArrayRef({lines[2]}), at::kFloat);
   if (run != 0 && line_scale.numel() > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
   std::vector<at::Tensor> temporaries;

@@ -27,8 +27,8 @@ at::Tensor decode(
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t encoding);
 
 // Re-express codes of blocks [rows, cols] with power-of-two scales using one exponent E per line (run 0), per run of a line,
-// or per tensor (whole). Returns codes of one byte and 2^(E - 127): [lines], [runs, lines rounded up to 4] or [1]; E is 0 for
-// an empty line. Stacked matrices [count, rows, row bytes] are processed separately and have no runs. Two-level codes become
+// per tile (kOfTile), or per tensor (whole). Returns codes of one byte and 2^(E - 127): [lines], [runs, lines rounded up to 4],
+// [lines / 128, contraction / 128 rounded up to 4] or [1]; E is 0 for an empty line. Stacked matrices [count, rows, row bytes] are processed separately and have no runs. Two-level codes become
 // ScaleLayout::kOperand, for one matrix.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,

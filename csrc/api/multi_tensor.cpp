@@ -219,7 +219,7 @@ void adam_group(
 }  // namespace
 
 Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16,
-                         const StackedHistories (&histories)[2]) {
+                         const StackedHistories (&histories)[2], bool tiles) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 3 && x.numel() > 0 && (x.stride(2) == 1 || x.size(2) == 1), "x has shape ", x.sizes(),
                     " and strides ", x.strides(), "; wanted matrices [count, rows, cols] that are not empty, of contiguous rows");
@@ -237,8 +237,13 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
     TORCH_CHECK_NOT_IMPLEMENTED(s.bits() == 8 && !s.stochastic, "matrices are stacked in 8 bits, rounded to nearest");
     g[d] = geometry_of(s, d, x.size(1), x.size(2), 0);
     encoded[d].data = new_empty(x, {count, g[d].data_rows, g[d].data_cols}, at::kByte);
-    const int64_t scales = s.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
-    encoded[d].scale = new_empty(x, {count, scales}, s.stored_in_bytes() ? at::kByte : at::kFloat);
+    const EncodingSpec stored = tiles ? runs_of(s, kOfTile) : s;
+    if (tiles) {
+      const Geometry of_tiles = geometry_of(stored, d, x.size(1), x.size(2), 0);
+      g[d].compact = of_tiles.compact, g[d].stored = of_tiles.stored, g[d].scale_numel = of_tiles.scale_numel;
+    }
+    const int64_t scales = stored.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
+    encoded[d].scale = new_empty(x, {count, scales}, stored.stored_in_bytes() ? at::kByte : at::kFloat);
   }
   bool delayed = false;
   for (const StackedHistories& of : histories) {
@@ -281,6 +286,7 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
     QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
         asked, input, phase, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
     launch.table().shares_codes_transposed = shares_codes_transposed && !delayed;
+    launch.table().in_tile = launch.table().of_codes = tiles;
     for (int64_t i = 0; i < count; ++i) {
       EncodingBuffers both[2] = {};
       for (int d = 0; d < 2; ++d) {

@@ -65,14 +65,15 @@ struct StackedHistories {
 };
 
 // Quantize matrices [count, rows, cols] separately into stacked buffers: 8 bits, round to nearest, one-level scales.
+// tiles: with one exponent per tile of 128 x 128, see can_encode_anchored.
 Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, bool round_to_bf16,
-                         const StackedHistories (&histories)[2]);
+                         const StackedHistories (&histories)[2], bool tiles = false);
 
 // Whether `encode` can compute the activation itself: bf16 [rows, cols], 16-byte aligned rows.
 bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2],
                       const GatedInput& gated);
 
-// Whether `encode_anchored` can quantize x with one exponent per tensor, with the same bytes as `anchor_codes`.
+// Whether `encode_anchored` can quantize x with one exponent per tensor, and `encode_stacked` per tile, with the same bytes as `anchor_codes`.
 bool can_encode_anchored(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16);
 
 // Quantize to MXFP8 whose blocks share the scale of their run: 8-bit operands whose fp32 scales stay out of the main loop.

@@ -10,6 +10,7 @@
 namespace fsdp_quant {
 
 constexpr int64_t kProbedSteps = 16;  // one in this many steps is probed
+constexpr int64_t kProbedStepsOfRuns = 64;  // of products of groups on the finest rung, runs of 128
 // Mean square of an element's relative error with a scale per block.
 constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 
@@ -27,10 +28,11 @@ constexpr int64_t kMostCounted = kLeastOfBlocks + std::size(kExactBlocks) - 1;
 // 8-bit codes [outer, k].
 struct CountedOperand {
   const uint8_t* data;
-  const float* scale;  // of runs along k, [runs, scale_ld]; else unused
+  const float* scale;  // of runs along k, [runs, scale_ld], or of tiles, per matrix [plane_lines / 128, scale_ld]; else unused
   int64_t outer, ld, scale_ld;
   int64_t plane, plane_lines;  // of matrices: stride in bytes, lines each
   int32_t run_log2;            // 0: line or tensor scales
+  bool tiles;                  // scales are of tiles of 128 x 128
   bool vectors;                // rows are aligned to 4
   bool e5m2, counted;          // counted: error of its anchors, else own scales
   bool of_blocks;              // only blocks that are not exact count
@@ -39,11 +41,12 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of the errors of probed lines, sums[1] += those of their formats' own errors, each relative to the
-// sum of both: see ops/product_error.py. Active in one of kProbedSteps steps.
+// sum of both: see ops/product_error.py. Active in one of `every` steps.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;
   const int64_t* step;  // current step
+  int64_t every;
   float* sums;
 };
 

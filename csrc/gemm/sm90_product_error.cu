@@ -35,8 +35,12 @@ struct Lines {
   __device__ int64_t operator[](int i) const { return __umul64hi((first + i) * 0x9E3779B97F4A7C15ull, outer); }
 };
 
+__device__ __forceinline__ int64_t matrix_of(const CountedOperand& o, int64_t line) {
+  return line < o.plane_lines ? 0 : static_cast<uint32_t>(line) / static_cast<uint32_t>(o.plane_lines);
+}
+
 __device__ __forceinline__ uint32_t codes_of(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
-  const int64_t matrix = line < o.plane_lines ? 0 : static_cast<uint32_t>(line) / static_cast<uint32_t>(o.plane_lines);
+  const int64_t matrix = matrix_of(o, line);
   const uint8_t* p = o.data + matrix * o.plane + (line - matrix * o.plane_lines) * o.ld + at;
   if (o.vectors && at + kCodes <= k) return __ldg(reinterpret_cast<const uint32_t*>(p));
   uint32_t codes = 0;
@@ -50,9 +54,12 @@ __device__ __forceinline__ float2 values_of(uint32_t pair, bool e5m2) {
   return __half22float2(e5m2 ? ptx::cvt_f16x2_e5m2x2(pair) : ptx::cvt_f16x2_e4m3x2(pair));
 }
 
-// Scale of a run; line and tensor scales cancel.
+// Scale of a run or tile; line and tensor scales cancel.
 __device__ __forceinline__ float run_scale(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
-  return o.run_log2 == 0 || at >= k ? 1.0f : __ldg(o.scale + (at >> o.run_log2) * o.scale_ld + line);
+  if (o.run_log2 == 0 || at >= k) return 1.0f;
+  if (!o.tiles) return __ldg(o.scale + (at >> o.run_log2) * o.scale_ld + line);
+  const int64_t matrix = matrix_of(o, line), of_matrix = (o.plane_lines + 127) / 128;
+  return __ldg(o.scale + (matrix * of_matrix + (line - matrix * o.plane_lines) / 128) * o.scale_ld + (at >> 7));
 }
 
 struct Codes {
@@ -163,11 +170,11 @@ __device__ void add_lines(
 __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
     product_error_kernel(const __grid_constant__ ProductError p) {
   const int64_t step = *p.step;
-  if (step % kProbedSteps != 0) return;
+  if (step % p.every != 0) return;
   __shared__ Shared s;
   const auto cluster = cg::this_cluster();
   const int64_t first = (static_cast<int64_t>(cluster.block_rank()) * kErrorThreads + threadIdx.x) * kCodes;
-  const int64_t probe = step / kProbedSteps;
+  const int64_t probe = step / p.every;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Lines lines(p.operand[i], probe);

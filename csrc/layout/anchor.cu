@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Re-express codes with one exponent E per line, run of a line, or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
-// shift) over the line, run or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128 tiles,
-// 8 x 8 per thread. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with kE4M3Exact scales: q' = e4m3(q * s /
+// Re-express codes with one exponent E per line, run of a line, tile or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
+// shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128
+// tiles, 8 x 8 per thread, and finds the E of tiles itself. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with kE4M3Exact scales: q' = e4m3(q * s /
 // 8), and 8 D for the tensor, both in the second launch.
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
@@ -41,7 +41,7 @@ struct RunBlocks {
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y;
   a.data += i * a.rows * row_bytes(a.element, a.cols), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
-  a.line_scale += i * (a.whole ? 1 : a.columnwise ? a.cols : a.rows);
+  a.line_scale += i * a.line_plane;
   return a;
 }
 
@@ -226,6 +226,28 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
   }
 }
 
+// E of the tile from row0 and col0; one thread writes its scale.
+__device__ __forceinline__ int32_t tile_exponent(const AnchorCodes& a, int32_t row0, int32_t col0) {
+  __shared__ uint32_t of_warps[kThreads / 32];
+  const int32_t row_log2 = a.columnwise ? a.contraction_log2 : a.outer_log2, col_log2 = a.columnwise ? a.outer_log2 : a.contraction_log2;
+  const int32_t width = scale_cols(a), rows = scale_rows(a) - (row0 >> row_log2), cols = width - (col0 >> col_log2);
+  const uint8_t* const scale = a.scale + static_cast<int64_t>(row0 >> row_log2) * width + (col0 >> col_log2);
+  uint32_t top = 0;
+  for (int32_t i = threadIdx.x; i < (kTile >> row_log2) * (kTile >> col_log2); i += kThreads) {
+    const int32_t row = i >> (7 - col_log2), col = i & ((kTile >> col_log2) - 1);
+    if (row < rows && col < cols) top = max(top, static_cast<uint32_t>(__ldg(scale + static_cast<int64_t>(row) * width + col)));
+  }
+  top = __reduce_max_sync(~0u, top);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) top = max(top, of_warps[w]);
+  const uint32_t exponent = below(top, a);
+  const int32_t line = (a.columnwise ? col0 : row0) / kTile, block = (a.columnwise ? row0 : col0) / kTile;
+  if (threadIdx.x == 0) a.line_scale[static_cast<int64_t>(line) * a.scale_ld + block] = power_of_two(exponent);
+  return static_cast<int32_t>(exponent);
+}
+
 template <Element E, bool TwoLevel, bool Columnwise, typename Of>
 __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
@@ -235,6 +257,8 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
+  int32_t of_tile = 0;
+  if (!TwoLevel && a.tiles) of_tile = tile_exponent(a, row0, col0);
   if (TwoLevel && blockIdx.x + threadIdx.x == 0)
     *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
   const int32_t bytes = row_bytes(E, a.cols);
@@ -247,7 +271,14 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
-    if constexpr (!TwoLevel) read_line_exponents<Columnwise>(line, a, row, col);
+    if constexpr (!TwoLevel) {
+      if (a.tiles) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) line[k] = of_tile;
+      } else {
+        read_line_exponents<Columnwise>(line, a, row, col);
+      }
+    }
     using Factor = FactorOf<E, TwoLevel>;
     Factor factor[8];  // rowwise: per row, duplicated; columnwise: four, of two columns each
 #pragma unroll
@@ -305,21 +336,7 @@ cudaError_t launch_codes(const Of& of_all, const AnchorCodes& first, dim3 tiles,
 }
 
 template <typename Of>
-cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
-  if (most.tiles > 0x7FFFFFFF || most.runs > 0xFFFF) return cudaErrorInvalidConfiguration;
-  const dim3 tiles(static_cast<unsigned>(most.tiles), matrices);
-  const dim3 blocks(static_cast<unsigned>(most.exponents), matrices, static_cast<unsigned>(most.runs));
-  if (first.two_level) return launch_codes<Element::kE2M1, true>(of_all, first, tiles, stream);
-  if (first.powers != nullptr) {
-    block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
-  } else if (first.whole) {
-    tensor_exponent_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
-  } else if (first.columnwise) {
-    col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(of_all);
-  } else {
-    row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
-  }
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+cudaError_t launch_elements(const Of& of_all, const AnchorCodes& first, dim3 tiles, cudaStream_t stream) {
   switch (first.element) {
     case Element::kE5M2:
       return launch_codes<Element::kE5M2>(of_all, first, tiles, stream);
@@ -332,6 +349,26 @@ cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int3
     default:
       return launch_codes<Element::kE4M3>(of_all, first, tiles, stream);
   }
+}
+
+template <typename Of>
+cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
+  if (most.tiles > 0x7FFFFFFF || most.runs > 0xFFFF) return cudaErrorInvalidConfiguration;
+  const dim3 tiles(static_cast<unsigned>(most.tiles), matrices);
+  const dim3 blocks(static_cast<unsigned>(most.exponents), matrices, static_cast<unsigned>(most.runs));
+  if (first.two_level) return launch_codes<Element::kE2M1, true>(of_all, first, tiles, stream);
+  if (first.tiles) return launch_elements(of_all, first, tiles, stream);
+  if (first.powers != nullptr) {
+    block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  } else if (first.whole) {
+    tensor_exponent_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  } else if (first.columnwise) {
+    col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(of_all);
+  } else {
+    row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  }
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  return launch_elements(of_all, first, tiles, stream);
 }
 
 }  // namespace

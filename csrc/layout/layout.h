@@ -69,7 +69,7 @@ struct RelayoutLaunch {
 };
 
 // Re-express codes of blocks [rows, cols] with power-of-two scales using one exponent per line of the contraction, per run of
-// a line, or per tensor: the largest of its blocks' minus `shift`. Matrices are stacked along the rows. Elements of fewer
+// a line, per tile of 128 x 128, or per tensor: the largest of its blocks' minus `shift`. Matrices are stacked along the rows. Elements of fewer
 // than 8 bits become e4m3; two-level codes with kE4M3Exact scales become ScaleLayout::kOperand.
 struct AnchorCodes {
   const uint8_t* data;
@@ -79,17 +79,19 @@ struct AnchorCodes {
   const float* powers;       // null, or fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
   uint8_t* exponents;        // equal to `scale` if powers is set
   uint8_t* out;              // [rows, cols], or [cols, rows] when transposed
-  float* line_scale;         // [lines], aligned to 16; whole: [1], initially 0; runs: [runs, scale_ld], initially 0
+  float* line_scale;         // [lines], aligned to 16; whole: [1], initially 0; runs: [runs, scale_ld], initially 0;
+                             // tiles: [lines / 128, scale_ld], initially 0
+  int64_t line_plane;        // of a matrix's line scales to the next one's
   int32_t matrices;          // 1 to 65535
   int32_t rows, cols;        // not 0, below 2^31 - kTile
   int32_t outer_log2;        // 0, 5 or 7; two-level: 0 or 4
   int32_t contraction_log2;  // 5 or 7; two-level: 4
   int32_t run_log2;          // 7 or more; 31: the whole line
-  int32_t scale_ld;          // runs: lines, rounded up to 4
+  int32_t scale_ld;          // runs: lines, rounded up to 4; tiles: those along the contraction, rounded up to 4
   int32_t shift;             // 2^shift of the element's largest number fits the operand (Element.operand_shift)
   Element element;
   bool two_level;
-  bool columnwise, transposed, whole;
+  bool columnwise, transposed, whole, tiles;
   bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 codes and 8 bytes; transposed stores: for 16
 };
 

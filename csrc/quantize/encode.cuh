@@ -45,6 +45,14 @@ __device__ __forceinline__ void store_fp32_scales(const uint32_t (&stored)[8], c
     static_cast<uint32_t*>(b.scale)[index_of(b.stored, line_block, pad)] = 0;
 }
 
+// Store the one scale of a tile as an operand of 128x128 blocks reads it, and zeros behind the last one of a line.
+__device__ __forceinline__ void store_tile_scale(uint32_t stored, const EncodingBuffers& b, const Place& place) {
+  const int32_t block = place.along / kTile;
+  uint32_t* const scale = static_cast<uint32_t*>(b.scale) + index_of(b.stored, place.line / kTile, 0);
+  scale[block] = stored;
+  for (int32_t pad = b.compact.blocks; block == b.compact.blocks - 1 && pad < b.stored.blocks; ++pad) scale[pad] = 0;
+}
+
 // Store the scales of a direction: fp32 to memory, bytes to shared memory.
 template <bool Columnwise, class P, class Buffers>
 __device__ __forceinline__ void store_scales(const uint32_t (&stored)[8], const EncodingSpec& s, const Buffers& b,
@@ -74,14 +82,35 @@ __device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
 
   const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
+  if constexpr (P::kInTile && P::kOfCodes) {
+    const Maxima<V> own = block_maxima<Columnwise>(p, 1, 32, smem, at);
+    const float largest = tile_maximum<Columnwise>(own, smem, at);
+    const BlockScale anchor = e8m0_scale(largest, s);
+    auto factors = [&](auto scale_of) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const BlockScale of_block = scale_of(own[k], s);
+        f.enc[k] = of_block.enc;
+        f.of_codes[k] = CodeFactor<Element::kE4M3>(static_cast<int32_t>(of_block.stored) - static_cast<int32_t>(anchor.stored));
+      }
+    };
+    is_finite(largest) ? factors(e8m0_scale_of_finite) : factors(e8m0_scale);
+    if (threadIdx.x == 0) store_tile_scale(bits_of(power_of_two(anchor.stored)), b, place);
+    return;
+  }
   if constexpr (P::kAnchored) {  // the run's scale replaces the block's
-    const float* from = b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
+    const float* const from = P::kInTile ? nullptr : b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
     uint32_t stored[8];
     Maxima<V> own;
-    if constexpr (P::kOfCodes) own = block_maxima<Columnwise>(p, P::outer(s), P::contraction(s), smem, at);
+    if constexpr (P::kOfCodes || P::kInTile) own = block_maxima<Columnwise>(p, P::outer(s), P::contraction(s), smem, at);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const float amax = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
+      float amax;
+      if constexpr (P::kInTile) {
+        amax = own[k];
+      } else {
+        amax = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
+      }
       const BlockScale anchor = e8m0_scale(amax, s);
       f.enc[k] = anchor.enc, stored[k] = bits_of(power_of_two(anchor.stored));
       if constexpr (P::kOfCodes) {

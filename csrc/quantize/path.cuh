@@ -15,8 +15,9 @@ namespace fsdp_quant {
 //   kPlain             scales from this tile or given amaxes (or a history), rounding to nearest; 8, 6 or 4 bits
 //   kSharedCodes       plain, and the columnwise direction is the same encoding, transposed
 //   kDelayed           factor from a history; the columnwise direction, if any, as in kSharedCodes
-//   kAnchored          plain, but with the scale of a run
-//   kOfCodes           anchored e4m3 codes, converted from the codes of their blocks (Launch::of_codes)
+//   kAnchored          plain, but with the scale of a run: given, or with Block 128 from this tile (Launch::in_tile)
+//   kOfCodes           anchored e4m3 codes, converted from the codes of their blocks (Launch::of_codes); with Block 128 the
+//                      scale is of this tile
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
 enum class Work { kAbsent, kStatistics, kRotated, kPlain, kSharedCodes, kDelayed, kAnchored, kOfCodes, kFull };
 
@@ -29,6 +30,7 @@ struct Path {
   static constexpr bool kEncodes = W >= Work::kPlain;
   static constexpr bool kSharedCodes = W == Work::kSharedCodes || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
+  static constexpr bool kInTile = kAnchored && Block == 128;
   static constexpr bool kFull = W == Work::kFull;
   static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
 
@@ -59,6 +61,8 @@ using Plain8x32 = Path<Work::kPlain, 8, 32>;
 using Plain8x128 = Path<Work::kPlain, 8, 128>;
 using Anchored8 = Path<Work::kAnchored, 8, 32>;
 using OfCodes8 = Path<Work::kOfCodes, 8, 32>;
+using AnchoredInTile8 = Path<Work::kAnchored, 8, 128>;
+using OfCodesInTile8 = Path<Work::kOfCodes, 8, 128>;
 
 template <auto Value>
 struct Constant {

@@ -128,6 +128,7 @@ struct Launch {
   bool shares_codes_transposed;  // the columnwise codes are the rowwise ones, transposed
   bool reversed;                 // last tile first: what the previous pass read last is still in L2
   bool of_codes;                 // convert the codes of the blocks, rounded again where the anchor makes them subnormal
+  bool in_tile;                  // anchors are of runs of 128, or with of_codes of tiles of 128 x 128: no statistics
   int32_t tiles;
   uint32_t* barrier;  // [2], cooperative launches only
   const void* up;     // values are act(x) * up; null: x
@@ -229,7 +230,8 @@ inline bool supports_sources(const Launch<1>& launch) {
   }
   return launch.input == Input::kBF16 && launch.up == nullptr &&
          (whole || fp4 || (launch.spec[1].present() &&
-                    (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr))));
+                    (known_block(launch) == kTile ||
+                     (known_block(launch) == 32 && (launch.in_tile || b[1].anchor != nullptr)))));
 }
 
 // Whether gated activations can be computed while quantizing: bf16, scales that need no earlier pass.

@@ -26,6 +26,7 @@ cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
 }
 
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) {
+  if (launch.in_tile) return launch_sides<AnchoredInTile8>(launch, stream);
   return launch.of_codes ? launch_sides<OfCodes8>(launch, stream) : launch_sides<Anchored8>(launch, stream);
 }
 

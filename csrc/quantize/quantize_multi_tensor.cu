@@ -10,6 +10,11 @@ cudaError_t launch_quantize_multi_tensor(const Launch<kMultiTensorCapacity>& lau
   const EncodingSpec& col = launch.spec[1];
   constexpr int kMany = kMultiTensorCapacity;
   if (launch.phases == kStatistics) return launch_instance<LoadBF16, Statistics, Statistics, kMany, 4>(launch, stream);
+  if (launch.in_tile) {
+    if (!col.present()) return launch_instance<LoadBF16, OfCodesInTile8, Absent, kMany, 3>(launch, stream);
+    if (!row.present()) return launch_instance<LoadBF16, Absent, OfCodesInTile8, kMany, 3>(launch, stream);
+    return launch_instance<LoadBF16, OfCodesInTile8, OfCodesInTile8, kMany, 3>(launch, stream);
+  }
   if (row.six_bit() || col.six_bit()) return launch_instance<LoadBF16, Plain6, Plain6, kMany, 2>(launch, stream);
   if (row.present() && col.present())  // 8 bits
     return launch.shares_codes_transposed ? launch_instance<LoadBF16, SharedCodes8, Absent, kMany, 3>(launch, stream)

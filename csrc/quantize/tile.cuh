@@ -91,6 +91,19 @@ __device__ __forceinline__ Maxima<V> block_maxima(
   return m;
 }
 
+// Largest magnitude of the tile, from the maxima of its blocks.
+template <bool Columnwise, class V>
+__device__ __forceinline__ float tile_maximum(Maxima<V> m, TileSmem& smem, const Position& at) {
+  m.level();
+  const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, bits_of(m[0]));
+  if ((threadIdx.x & 31) == 0) smem.lines[Columnwise][at.warp] = of_warp;
+  __syncthreads();
+  uint32_t largest = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) largest = max(largest, smem.lines[Columnwise][w]);
+  return __uint_as_float(largest);
+}
+
 // Whether this thread writes for its outer lines: one thread of the block along the contraction.
 template <bool Columnwise>
 __device__ __forceinline__ bool leads_block(int contraction, const Position& at) {

@@ -26,7 +26,7 @@ constexpr int64_t kOfBlocks = -1;
 struct OperandSpec {
   int64_t packed;  // encoding; 0: not quantized
   EncodingSpec spec;
-  int64_t run;     // of its anchors, 0: whole contraction; kOfTensor; kOfBlocks: no anchors
+  int64_t run;     // of its anchors, 0: whole contraction; kOfTensor; kOfTile; kOfBlocks: no anchors
   int64_t kind;    // of the operand (`gemm`); 0: 16-bit values, for which codes are decoded
   bool same;       // columnwise: uses the rowwise codes
   int64_t factor;  // index of its history in the slot; -1: no delayed scaling

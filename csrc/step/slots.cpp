@@ -122,7 +122,7 @@ void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int
       encoding_sizes<int64_t>(r.spec, columnwise, rows, cols, 0);  // rotation pads rows or columns
   std::tie(codes.data, codes.scale) =
       anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, columnwise, columnwise, r.run == kOfTensor, sizes.cols,
-                   std::max<int64_t>(r.run, 0));
+                   r.run == kOfTensor ? 0 : r.run);
 }
 
 EncodingSpec k_major_spec(EncodingSpec spec) {
@@ -205,10 +205,10 @@ LinearOperand operand_of(const OperandSpec& r, Direction d, const Encoded& e, co
   return o;
 }
 
-void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b) {
+void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b, int64_t every) {
   const int64_t counted = call.plan->counted[gemm];
   if (!call.guard.has_value() || counted == 0) return;
-  product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm);
+  product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm, every);
 }
 
 at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias) {

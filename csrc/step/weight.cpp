@@ -68,12 +68,16 @@ std::vector<at::Tensor> linear_weight(
   }
   const int64_t matrices = stacked ? weight.size(0) : 1;
   TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
-  EncodingSpec specs[kDirections] = {};
+  EncodingSpec specs[kDirections] = {}, tiles[kDirections] = {};  // tiles: of stacked matrices
   int64_t direct[kDirections] = {};
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
     if (!stacked && r[d].run == kOfTensor && can_encode_anchored(weight, r[d].spec, round_to_bf16)) {
       direct[d] = r[d].packed;
+      continue;
+    }
+    if (stacked && r[d].run == kOfTile && can_encode_anchored(weight, r[d].spec, round_to_bf16)) {
+      tiles[d] = r[d].spec;
       continue;
     }
     specs[d] = r[d].spec;
@@ -83,11 +87,17 @@ std::vector<at::Tensor> linear_weight(
   }
   const Delayed by = delayed_of(r, specs, {scales_by, recorded}, matrices);
   Encodings encoded;
-  if (stacked) {
+  const bool any = specs[0].present() || specs[1].present();
+  if (stacked && any) {
     encoded = encode_stacked(weight, specs[0], specs[1], round_to_bf16,
                              {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}});
-  } else if (specs[0].present() || specs[1].present()) {
+  } else if (any) {
     encoded = encode_directions(specs, matrix(weight), by, std::nullopt, round_to_bf16, std::nullopt);
+  }
+  if (tiles[0].present() || tiles[1].present()) {
+    Encodings made = encode_stacked(weight, tiles[0], tiles[1], round_to_bf16, {}, true);
+    for (const Direction d : {kRowwise, kColumnwise})
+      if (tiles[d].present()) encoded[d] = std::move(made[d]);
   }
   std::vector<at::Tensor> anchors;
   if (direct[0] != 0 || direct[1] != 0)
@@ -96,11 +106,11 @@ std::vector<at::Tensor> linear_weight(
   std::vector<at::Tensor> result;
   auto next = anchors.begin();
   for (const Direction d : {kRowwise, kColumnwise}) {
-    if (!specs[d].present() && direct[d] == 0) continue;
+    if (!specs[d].present() && !tiles[d].present() && direct[d] == 0) continue;
     count(plan, kWeight * kDirections + d, matrices);
     if (direct[d] != 0) {
       encoded[d].data = *next++, encoded[d].scale = next++->view({1});
-    } else if (r[d].is_anchored()) {
+    } else if (specs[d].present() && r[d].is_anchored()) {
       anchor(encoded[d], r[d], d, weight.size(-2), weight.size(-1));
     }
     append(result, r[d], encoded[d]);

@@ -5,6 +5,7 @@ bytes of the reference."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ FORMATS = [
 
 
 def runs_of(fmt: Format) -> tuple[int, ...]:
-    return (native.OF_TENSOR,) if fmt.pow2 else (native.OF_TENSOR, 0, 128, 512)
+    every = native.OF_TENSOR, native.OF_TILE, 0, 128, 512
+    return (native.OF_TENSOR,) if fmt.pow2 else every
 
 
 def assert_anchors(
@@ -56,9 +58,8 @@ def assert_anchors(
     many as bytes in a row hold."""
     cols = cols or data.shape[1] * 8 // fmt.bits
     for transposed, run in itertools.product((False, True), runs_of(fmt)):
-        want, want_scale = anchoring.anchored_codes(
-            data, scale, fmt, direction, run == native.OF_TENSOR, cols, run if run > 0 else None
-        )
+        of = run == native.OF_TENSOR, cols, run if run > 0 else None, run == native.OF_TILE
+        want, want_scale = anchoring.anchored_codes(data, scale, fmt, direction, *of)
         codes, lines = native.anchor_codes(data, scale, None, cols, fmt, direction, transposed, run)
         text = f"{what}, {direction} {fmt}, transposed {transposed}, run {run}"
         expected.assert_same(lines, want_scale, f"{text}: scale")
@@ -152,16 +153,13 @@ def test_what_products_lose_is_the_references():
         data = torch.randint(0, 120, (lines, k), generator=g, dtype=torch.uint8)
         data[: lines // 2] %= 12  # mostly without an exponent
         data[:3] = 0
-        scales = (
-            1
-            if block[0] is None
-            else lines
-            if block[1] is None
-            else -(-k // block[1]) * -(-lines // 4) * 4
-        )
+        of_runs = -(-k // (block[1] or k)), -(-lines // 4) * 4
+        of_tiles = -(-lines // 128), -(-k // 128 // 4) * 4
+        grid = of_tiles if block[0] == 128 else of_runs
+        scales = 1 if block[0] is None else lines if block[1] is None else math.prod(grid)
         scale = torch.exp2(torch.randint(-6, 7, (scales,), generator=g).float())
         fmt = Format("operand", ELEMENT_OF[element], block, "fp32", pow2=True)
-        shape = (-1, -(-lines // 4) * 4) if block[1] is not None else (-1,)
+        shape = grid if block[1] is not None else (-1,)
         return data.to(expected.DEVICE), scale.view(shape).to(expected.DEVICE), fmt
 
     blocks = (None, None), (1, None), (1, 512), (1, 128)
@@ -175,7 +173,7 @@ def test_what_products_lose_is_the_references():
             (70, 90, 40000),
         )
     ):
-        for of_a, of_b in itertools.product(blocks, blocks):
+        for of_a, of_b in itertools.product(blocks, (*blocks, (128, 128))):
             for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
                 a, b = (
                     operand(lines, k, block, element, seed=i)
@@ -197,7 +195,12 @@ def test_what_products_lose_is_the_references():
                     native.product_error(
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product
                     )
-                    want = product_error.product_error(a, b, counted, probe, product < 2)
+                    of_lines = b[1]
+                    if of_b[0] == 128:  # a scale for each of its lines
+                        of_lines = b[1].t().repeat_interleave(128, 1)[:, :n]
+                    want = product_error.product_error(
+                        a, (b[0], of_lines, b[2]), counted, probe, product < 2
+                    )
                     what = f"{m} {n} {k} {of_a} {of_b} {elements} {counted} {probe}"
                     torch.testing.assert_close(
                         guard[product] - 1,
@@ -318,6 +321,23 @@ def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
     )
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_tiles_of_a_stack_are_those_of_each_matrix(direction: Direction):
+    """If false, an expert's weight is anchored to another's exponents."""
+    fmt, shape = MADE["mxfp8"].fmt, (272, 400)
+    grid = fmt.scale_shape(shape, direction)
+    data = torch.stack([random_bytes(shape, seed=i) for i in range(3)])
+    scale = torch.stack([random_bytes(grid, 100, seed=i) for i in range(3)])
+    for transposed in (False, True):
+        run = native.OF_TILE
+        of = shape[1], fmt, direction, transposed, run
+        codes, scales = native.anchor_codes(data, scale, None, *of)
+        for i, (one, one_scale) in enumerate(zip(data, scale)):
+            want, want_scale = native.anchor_codes(one, one_scale, None, *of)
+            expected.assert_same(codes[i], want, f"{direction} {transposed} {i}: codes")
+            expected.assert_same(scales[i], want_scale, f"{direction} {transposed} {i}: scales")
+
+
 def test_the_current_stream_anchors():
     """If false, codes are read before another stream has written them."""
     fmt, data, scale = MADE["mxfp8"].fmt, random_bytes((512, 640)), random_bytes((512, 20), 220)
@@ -354,8 +374,8 @@ def test_errors_say_what_was_got_and_wanted():
         r"anchor run is 96; wanted 0": lambda: native.anchor_codes(
             data, scale, None, 96, mx, ROWWISE, False, 96
         ),
-        r"matrices are anchored by lines or tensors; got runs of 128": lambda: native.anchor_codes(
-            data[None], scale[None], None, 96, mx, ROWWISE, False, 128
+        r"matrices are anchored by lines, tiles or tensors; got runs of 128": lambda: (
+            native.anchor_codes(data[None], scale[None], None, 96, mx, ROWWISE, False, 128)
         ),
         r"data is contiguous Byte \[64, 96\].*wanted 3072 ": anchor(fmt=MADE["mxfp4"].fmt),
     }

@@ -21,11 +21,19 @@ from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.encoded_matrix import has_tensor_amax
-from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
+from fsdp_quant.formats import (
+    COLUMNWISE,
+    IDENTITY,
+    ROWWISE,
+    Direction,
+    Encoding,
+    format_of,
+    round_up,
+)
 from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.operands import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
-from fsdp_quant.ops import native
+from fsdp_quant.ops import anchoring, dispatch, native
 from fsdp_quant.ops.layout import repack
 from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
@@ -543,16 +551,40 @@ def _lines(scale: Tensor, lines: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)
 def test_matrices_of_a_packed_weight_are_quantized_alone(name: str):
-    """If false, an expert's codes depend on its neighbours."""
+    """If false, an expert's codes depend on its neighbours, or anchors of tiles are not those of
+    codes that were gathered."""
     module = grouped(ONE_PRODUCT[name](), True, False)
     plan, device = module.common_plan, next(module.parameters()).device
     call = plan.resolved(BF16, device).call
     weight = module.state_dict()["weight"].clone()
-    for row, col in ((True, True), (True, False), (False, True)):
-        got = native.linear_weight(weight, call, row, col, False, [], [])
-        for e, one in enumerate(weight):
-            for a, b in zip(got, native.linear_weight(one, call, row, col, False, [], [])):
-                expected.assert_same(a[e].flatten(), b.flatten(), f"{name} {row} {col} {e}")
+    exponents = torch.randint(-12, 13, (4, N // 16, K // 16), device=device)
+    wide = weight * exponents.exp2().repeat_interleave(16, 1).repeat_interleave(16, 2).to(BF16)
+    wide[0, :128, :128], wide[1, 5, 7], wide[2, 200, 300] = 0, torch.nan, torch.inf
+    cut = wide[:, :272, :400].contiguous()
+    of = [(weight, "gauss"), (wide, "wide range"), (cut, "tiles that are cut")]
+    for w, what in of if name == "mxfp8" else of[:1]:
+        for row, col in ((True, True), (True, False), (False, True)):
+            got = native.linear_weight(w, call, row, col, False, [], [])
+            for e, one in enumerate(w):
+                for a, b in zip(got, native.linear_weight(one, call, row, col, False, [], [])):
+                    text = f"{name} {what} {row} {col} {e}"
+                    expected.assert_same(a[e].flatten(), b.flatten(), text)
+            if name == "mxfp8" and row and col:
+                assert_tiles(w, got)
+
+
+def assert_tiles(weight: Tensor, got: list[Tensor]) -> None:
+    """Operands of e4m3 in both directions are `anchored_codes` of codes that were made first."""
+    for i, direction in enumerate(Direction):
+        e = Encoding(format_of("mxfp8"), direction)
+        for data, scale, one in zip(got[2 * i], got[2 * i + 1], weight):
+            (compact,) = dispatch.encode(one, [e], None)
+            codes, of_tiles = anchoring.anchored_codes(
+                compact.data, compact.scale, e.fmt, direction, tiles=True
+            )
+            codes = codes if direction is ROWWISE else codes.t().contiguous()
+            expected.assert_same(data, codes, f"{direction}: codes")
+            expected.assert_same(scale.flatten(), of_tiles.flatten(), f"{direction}: scales")
 
 
 @pytest.mark.parametrize("name", [*ONE_PRODUCT, *ALSO])

@@ -216,7 +216,10 @@ class Operators:
                 if columnwise
                 else (lines, runs)
             )
-            return data, scale, scale, False, False, False
+            grid = scale
+            if run > 0 and scale_layout == capability.HOPPER:  # as multiplied
+                scale = runs, round_up(lines, 4)
+            return data, scale, grid, False, False, False
         scale = grid
         if scale_layout == native.OPERAND:
             return data, (1,), grid, False, True, False
@@ -442,6 +445,9 @@ class Operators:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
                 codes, scale = anchoring.anchored(x, e, run or None)
+                if run and side.layout == capability.HOPPER:  # [runs, lines], as multiplied
+                    scale = scale if e.direction is COLUMNWISE else scale.t()
+                    scale = layout.pad_to(scale, 1, 4).contiguous()
             made += [
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
@@ -511,13 +517,17 @@ class Operators:
         self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0
     ):
         if data.dim() == 3:
-            refuse(run > 0, "matrices are anchored by lines or tensors")
+            refuse(run > 0, "matrices are anchored by lines, tiles or tensors")
             made = [
                 self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run)
                 for one in zip(data, scale)
             ]
             return tuple(torch.stack(of) for of in zip(*made))
-        refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
+        tiles = run == native.OF_TILE
+        refuse(
+            run and (whole or not tiles and (run < 0 or run % 128 or run & (run - 1))),
+            f"anchor run is {run}",
+        )
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
@@ -539,7 +549,7 @@ class Operators:
             scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}"
         )
         codes, lines = anchoring.anchored_codes(
-            data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None
+            data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None, tiles
         )
         return (codes.t().contiguous() if transposed else codes), lines
 
@@ -566,22 +576,41 @@ class Operators:
             ):
                 target.copy_(made)
 
-    def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
+    def product_error(
+        self,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        a_kind,
+        b_kind,
+        counted,
+        step,
+        guard,
+        product,
+        every=product_error.PROBED_STEPS,
+    ):
         refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
         refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
-        if step[1] % product_error.PROBED_STEPS:
+        if step[1] % every:
             return
         self.calls.append(Call("product_error", a.data_ptr()))
         operands = []
         for data, scale, kind in ((a, a_scale, a_kind), (b, b_scale, b_kind)):
-            block = {1: (None, None), 2: (1, None), 3: (1, 128), 7: (1, 512)}[kind >> 3]
+            block = {1: (None, None), 2: (1, None), 3: (1, 128), 4: (128, 128), 7: (1, 512)}[
+                kind >> 3
+            ]
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
+            if block[0] == 128:  # of matrices one after the other
+                tiles = scale.view(len(data), -1, round_up(ceil_div(data.shape[-1], 128), 4))
+                lines = tiles.repeat_interleave(128, 1)[:, : data.shape[-2]]
+                runs = lines.flatten(0, 1).t()
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
         guard[product] += product_error.product_error(
             *operands,
             (counted & 15, counted >> 4),
-            int(step[1]) // product_error.PROBED_STEPS,
+            int(step[1]) // every,
             product < 2,
         )
 
@@ -845,14 +874,18 @@ class Operators:
         a = self._multiplied(operand_specs[0][0], made[:fields] or [x])
         kind = 8 if self._decodes(operand_specs[1][0]) else operand_specs[1][0].kind
         y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
-        self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind))
+        self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind), True)
         self.counts[plan][6] += len(ends)
         return [y, tables, *made[fields:]]
 
-    def _watch(self, plan, product, guard, step, a, b) -> None:
-        counted = self.plans[plan].watched[product]
+    def _watch(self, plan, product, guard, step, a, b, grouped: bool = False) -> None:
+        counted, every = self.plans[plan].watched[product], product_error.PROBED_STEPS
+        if grouped and a[2] >> 3 == _1X128:
+            every = product_error.PROBED_STEPS_OF_RUNS
         if guard is not None and counted:
-            self.product_error(a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product)
+            self.product_error(
+                a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product, every
+            )
 
     def _decodes(self, reading) -> bool:
         return bool(reading.side) and reading.kind == 0
@@ -947,7 +980,7 @@ class Operators:
                 a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
                 self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
-                self._watch(plan, 2, guard, step, a, b)
+                self._watch(plan, 2, guard, step, a, b, True)
             else:
                 self.calls.append(Call("_grouped_mm", dy.data_ptr()))
                 parts = itertools.pairwise(at.offsets.tolist())
@@ -963,7 +996,7 @@ class Operators:
             weight = weight if of_rows else weight.transpose(1, 2)
             kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
-            self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind))
+            self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind), True)
             self.counts[plan][7] += groups
         return dx, dw
 
@@ -1413,7 +1446,7 @@ class Operators:
                 turned,
                 reading.run == native.OF_TENSOR,
                 cols,
-                max(reading.run, 0),
+                0 if reading.run == native.OF_TENSOR else reading.run,
             )
         )
 

@@ -24,7 +24,7 @@ from fsdp_quant.formats import (
     format_of,
 )
 from fsdp_quant.ops import anchoring, dispatch, reference
-from fsdp_quant.ops.layout import ANCHOR_RUNS, ANCHORED_512, ANCHORS, pack
+from fsdp_quant.ops.layout import ANCHOR_RUNS, ANCHORED_512, ANCHORED_TILE, ANCHORS, pack
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -226,6 +226,30 @@ def test_runs_are_lines_of_their_own(fmt: Format, direction: Direction):
             made.data[:, start : start + size].contiguous(), codes, f"codes of run {i}"
         )
         laws.assert_same_bytes(made.scale[i].contiguous(), scales, f"scales of run {i}")
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_tiles_are_tensors_of_their_own(fmt: Format, direction: Direction):
+    """If false, a weight of an expert is anchored to another tile's exponent, or its scales lie
+    where no product reads them."""
+    lines, length = 328, 720
+    x = wide(length, lines) if direction is COLUMNWISE else wide(lines, length)
+    e = Encoding(fmt, direction)
+    compact = Storage.of(dispatch.encode(x, [e], None)[0], e, x.shape, x.dtype)
+    made = compact.to_gemm_operand(ANCHORED_TILE)
+    assert made.data.shape == (lines, length) and made.scale.shape == (3, 8)
+    assert not made.scale[:, 6:].any()
+    for row in range(0, x.shape[0], 128):
+        for col in range(0, x.shape[1], 128):
+            tile = x[row : row + 128, col : col + 128].contiguous()
+            (of_tile,) = dispatch.encode(tile, [e], None)
+            codes, scale = anchoring.anchored_codes(
+                of_tile.data, of_tile.scale, fmt, direction, whole=True, cols=tile.shape[1]
+            )
+            codes, at = (codes, (row, col)) if direction is ROWWISE else (codes.t(), (col, row))
+            there = made.data[at[0] : at[0] + 128, at[1] : at[1] + 128]
+            laws.assert_same_bytes(there.contiguous(), codes.contiguous(), f"codes from {at}")
+            assert made.scale[at[0] // 128, at[1] // 128] == scale, at
 
 
 def test_every_number_of_a_small_element_is_one_of_its_operand():

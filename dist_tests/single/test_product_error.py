@@ -14,7 +14,14 @@ from dist_tests import laws
 from fsdp_quant.formats import E4M3, E5M2, ROWWISE, Encoding, Format, anchored_format, format_of
 from fsdp_quant.gemm_operand import GemmOperand
 from fsdp_quant.ops import reference
-from fsdp_quant.ops.layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS
+from fsdp_quant.ops.layout import (
+    ANCHOR_RUNS,
+    ANCHORED_128,
+    ANCHORED_TENSOR,
+    ANCHORED_TILE,
+    ANCHORS,
+    ANCHORS_OF_BOTH,
+)
 from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.recipe import Recipe
 from fsdp_quant.storage import Storage
@@ -34,6 +41,7 @@ def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> GemmOperand:
     """As a product on this rung reads an activation, or a weight, whose codes are made first."""
     if is_weight:
         return exact(x, fmt).to_gemm_operand(rung)
+    rung = ANCHORED_128 if rung == ANCHORED_TILE else rung
     of = anchored_format(fmt, ANCHOR_RUNS.get(rung), whole=rung == ANCHORED_TENSOR)
     e = Encoding(of, ROWWISE)
     codes, scale = reference.encode(x, *reference.statistics(x, e), e)
@@ -54,6 +62,8 @@ def measured(
         ((lost - formats).norm(dim=d) / (formats - want).norm(dim=d)).max().item() for d in (1, 0)
     )
     runs = [None if s.operand_format.block[1] is None else s.scale for s in of]
+    if of[1].layout == ANCHORED_TILE:  # a scale for each of its lines
+        runs[1] = runs[1].t().repeat_interleave(128, 1)[:, : len(of[1].data)]
     extra, own_error = product_error(
         *((s.data, r, s.operand_format) for s, r in zip(of, runs)),
         (True, True),
@@ -68,7 +78,7 @@ def judged(
     """Rung -> does the guard fire? It must where rows lose over a tenth of the formats' error, and
     must not where neither they nor columns lose a hundredth."""
     fired = {}
-    for rung in ANCHORS:
+    for rung in ANCHORS if is_weight else ANCHORS_OF_BOTH:
         rows, cols, estimate = measured(a, b, rung, fmt, is_weight)
         fired[rung] = estimate > TOLERANCE
         assert fired[rung] or rows <= 0.1, (

@@ -100,6 +100,22 @@ def test_experts_are_multiplied_one_by_one():
         )
 
 
+def test_operands_of_experts_are_anchored_in_tiles():
+    """If false, quantizing tokens or weights of experts takes a pass for the exponents, or a layer of
+    one matrix multiplies with slower scales."""
+    with hopper.emulated():
+        alone = build_plan(recipes.mxfp8(), "m")
+        plan = replace(alone, alone=False).of_groups
+        resolved = plan.resolved(BF16, CPU)
+        tokens = set(resolved.layouts["input"].values()) | set(
+            resolved.layouts["grad_output"].values()
+        )
+        assert resolved.call is not None and tokens == {layout.ANCHORED_128}
+        assert set(resolved.layouts["weight"].values()) == {layout.ANCHORED_TILE}
+        assert {plan.next_rung(product, True) for product in PRODUCTS} == {"exact"}
+        assert not {layout.ANCHORED_128, layout.ANCHORED_TILE} & layouts(alone)
+
+
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 def test_products_of_operands_are_exact(fmt: Format):
     """If false, the rate of fp8 costs bits of the product, on some rung."""
@@ -111,7 +127,7 @@ def test_products_of_operands_are_exact(fmt: Format):
                 for t in (x, w)
             )
             want = (a.operand().double() @ b.operand().double().t()).float()
-            for rung in layout.ANCHORS:
+            for rung in layout.ANCHORS_OF_BOTH:
                 of = [s.to_gemm_operand(rung) for s in (a, b)]
                 got = gemm(*of, out_dtype=torch.float32, domain="anchored")
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

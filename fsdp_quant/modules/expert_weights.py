@@ -15,7 +15,7 @@ from ..counters import counters
 from ..encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
-from ..ops.layout import ANCHORED, COMPACT, operand_format
+from ..ops.layout import ANCHORS, COMPACT, operand_format
 from ..ops.native import Operand
 from ..storage import to_gemm_operands, to_storage
 from ..tensor import code_check
@@ -287,9 +287,10 @@ def operand_of_codes(
     layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
     data, *scales = (t.unflatten(0, (shape[0], -1)) for t in codes)
     turned = direction is COLUMNWISE
-    if layout == ANCHORED:
+    if layout in ANCHORS:
+        run = native.anchor_run(layout)
         data, scale = native.anchor_codes(
-            data, scales[0], None, data.shape[-1], fmt, direction, turned
+            data, scales[0], None, data.shape[-1], fmt, direction, turned, run
         )
         return Operand(data, scale.flatten(), operand_format(fmt, layout))
     if not fmt.is_quantized:

@@ -2,8 +2,8 @@
 """The guard of anchored products: those whose operands one exponent does not serve go to finer
 ones, then to none.
 
-Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` what the
-product lost to its anchors, over the error of its formats: from where along the contraction either
+Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` (of groups
+of tokens in runs of 128, `PROBED_STEPS_OF_RUNS`) what the product lost to its anchors, over the error of its formats: from where along the contraction either
 has the codes that underflowed, and the other its energy (`ops.product_error`). As a step
 begins the sums start for the host without being waited for, and are judged at a later one, when
 they have arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and

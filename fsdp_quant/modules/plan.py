@@ -42,6 +42,7 @@ from ..ops.layout import (
     ANCHORED_128,
     ANCHORED_512,
     ANCHORED_TENSOR,
+    ANCHORED_TILE,
     ANCHORS,
     COMPACT,
     OVER_TOKENS,
@@ -80,6 +81,7 @@ PRODUCTS = (
 EXACT = "exact"
 LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
 LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
+_OF_GROUPS = (ANCHORED_128, ANCHORED_128, ANCHORED_128)
 
 
 def ladder_of(product: Product) -> tuple[str, ...]:
@@ -122,8 +124,8 @@ class GemmPlan:
             or "rowwise": that storage only.
     rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
     alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
-    wgrad_layout:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole
-                  tensor.
+    shared_rungs:  of fprop, dgrad and wgrad, where no scale is of the whole tensor: what takes the
+                  place of the first rung.
     watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already;
                   None: by the formats.
     by_tensor:    of fprop, dgrad and wgrad, of a plan `on` a device: codes of its operands have one
@@ -138,7 +140,7 @@ class GemmPlan:
     compute_dtype: torch.dtype | None
     accuracy: str = "fast"
     rungs: tuple[str, str, str] = (ANCHORED_TENSOR, ANCHORED_TENSOR, ANCHORED_TENSOR)
-    wgrad_layout: str = OVER_TOKENS
+    shared_rungs: tuple[str, str, str] = (ANCHORED, ANCHORED, OVER_TOKENS)
     boundary: OutputQuantization | None = None
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
@@ -186,9 +188,13 @@ class GemmPlan:
 
     @cached_property
     def of_groups(self) -> GemmPlan:
-        """This plan where groups of tokens begin at multiples of 128, as runs of anchors then
-        do."""
-        return replace(self, wgrad_layout=ANCHORED_128)
+        """This plan where one product serves groups of tokens, each at a multiple of 128 of what
+        wgrad contracts, as runs of anchors then do.
+
+        Tiles of 128 x 128 hold the anchors of all operands: one kernel finds and applies them.
+        Those of weights serve a tile, which is multiplied as fast as lines.
+        """
+        return replace(self, shared_rungs=_OF_GROUPS)
 
     # Anchors of weights come from codes (a second rounding of subnormals), so that a gathered
     # weight multiplies as an unsharded one; activations are rounded once against the anchor. From
@@ -322,14 +328,14 @@ class GemmPlan:
         is_shared:  ranks or groups share tensors of the layer: no scale is of a whole one.
         """
         pair, rung = self.pair(product), self.rung(product)
-        if all(map(anchors, pair)) and (self.alone or product.name == "wgrad"):
+        if all(map(anchors, pair)):
             ladder = ladder_of(product)
         elif any(map(anchors, pair)) and all(anchors(f) or f.block[1] is None for f in pair):
             ladder = (ANCHORED_TENSOR, ANCHORED, EXACT)
         else:
             ladder = (ANCHORED_TENSOR, EXACT)
         if is_shared and rung == ANCHORED_TENSOR:
-            rung = self.wgrad_layout if product.name == "wgrad" else ANCHORED
+            rung = self.shared_rungs[PRODUCTS.index(product)]
         return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
@@ -427,7 +433,8 @@ class GemmPlan:
             if hybrid.is_derived or (hybrid.shares_storage and COMPACT in lie and len(lie) > 1):
                 return None
             in_runs = layouts[slot].values() if slot == "weight" else [layouts[slot][ROWWISE]]
-            if {ANCHORED_512, ANCHORED_128} & set(in_runs):  # the step makes runs of tokens
+            # the step of one matrix makes runs of tokens alone
+            if {ANCHORED_512, ANCHORED_128} & set(in_runs) and self.shared_rungs != _OF_GROUPS:
                 return None
             for d in Direction:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
@@ -471,13 +478,14 @@ class GemmPlan:
             slot == "weight" and scales_tensor(pair[1])
         )
         if rung == ANCHORED_TENSOR and not by_tensor:
-            # of activations that others share
-            rung = self.wgrad_layout if product.name == "wgrad" else ANCHORED
+            rung = self.shared_rungs[PRODUCTS.index(product)]
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             # those of runs are made of bf16 values, rounded to nearest; those of lines of codes
             # that are there
             rung = ANCHORED
+        if slot == "weight" and rung == ANCHORED_128 and self.shared_rungs == _OF_GROUPS:
+            rung = ANCHORED_TILE
         return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 

@@ -23,6 +23,8 @@ from .reference import (
     tensor_decode_scale,
 )
 
+_TILE = 128
+
 
 def e4m3_operand(
     data: Tensor,
@@ -77,9 +79,10 @@ def anchored_codes(
     whole: bool = False,
     cols: int | None = None,
     run: int | None = None,
+    tiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of
-    one, or for the tensor.
+    one, for each tile of 128 x 128, or for the tensor.
 
     data:     uint8 [rows, row bytes], compact.
     scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
@@ -87,16 +90,19 @@ def anchored_codes(
     cols:     of codes in a row; None: a byte has one.
     run:      elements of the contraction that share an exponent, a multiple of the block; None: all
               of a line.
+    tiles:    one exponent for each tile; not with a run.
     returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines];
-              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines).
+              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines; of tiles
+              [lines / 128, contraction / 128 rounded up to 4], zeros behind the contraction).
 
     An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest
-    block scale of its run, line or tensor and 2^n what the operand's range leaves above the
+    block scale of its run, line, tile or tensor and 2^n what the operand's range leaves above the
     element's (`operand_shift`): rounded a second time where that is subnormal, else the same
     number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
     of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
     """
     dim, (outer_block, block) = direction.contraction_dim, fmt.block
+    run, across = (_TILE, _TILE // (outer_block or _TILE)) if tiles else (run, 1)
     values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
     if fmt.has_fp32_scales:
         exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
@@ -107,24 +113,30 @@ def anchored_codes(
     else:
         blocks = max(scale.shape[dim], 1) if run is None else run // (block or run)
         runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
-        missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
+        missing = [runs * blocks - scale.shape[dim], -scale.shape[1 - dim] % across]
+        last, first = missing if dim else missing[::-1]
         highest = (
-            F.pad(scale, (0, missing) if dim else (0, 0, 0, missing))
+            F.pad(scale, (0, last, 0, first))  # E of no blocks is 0
             .unflatten(dim, (runs, blocks))
             .amax(dim + 1)
+            .unflatten(1 - dim, (-1, across))
+            .amax(2 - dim)
         )
     shift = fmt.element.operand_shift
     exponent = torch.where(highest == 255, 255, (highest.to(torch.int32) - shift).clamp(min=0))
     of_block = (
         exponent
         if whole or run is None
-        else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
-    )
+        else exponent.repeat_interleave(blocks, dim).repeat_interleave(across, 1 - dim)
+    )[: scale.shape[0], : scale.shape[1]]
     # every element times 2^-127 is zero
     factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
     codes = cast_codes(scaled_by_block(values, factor, fmt, direction, 0), fmt.element.operand)
     if whole:
         return codes.contiguous(), power_of_two(exponent).flatten()
+    if tiles:
+        of_tiles = power_of_two(exponent).movedim(dim, 1)
+        return codes.contiguous(), F.pad(of_tiles, (0, -of_tiles.shape[1] % 4))
     lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
     lines = lines.repeat_interleave(outer_block or 1, 1)[:, : values.shape[1 - dim]]
     return codes.contiguous(), lines.flatten() if run is None else F.pad(

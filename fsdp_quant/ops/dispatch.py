@@ -22,6 +22,7 @@ from .layout import (
     ANCHOR_RUNS,
     ANCHORED,
     ANCHORED_TENSOR,
+    ANCHORED_TILE,
     COMPACT,
     LAID_OUT,
     is_anchored_as_encoded,
@@ -478,7 +479,8 @@ def anchor_codes(
         codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
         whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
-        codes, made = anchoring.anchored_codes(data, scale, fmt, direction, whole, cols, run)
+        tiles = wanted == ANCHORED_TILE
+        codes, made = anchoring.anchored_codes(data, scale, fmt, direction, whole, cols, run, tiles)
     return (codes.t().contiguous() if transposed else codes), made
 
 

@@ -11,7 +11,8 @@ contraction: columnwise codes are transposed. Scales depend on layout, format an
     native, one byte   sm_90a: [outer, blocks]; sm_100f, sm_120f: one per row of the operand (square
                        blocks expanded), in swizzled 128x4 tiles
     spread             e8m0 scales of 32 elements, in swizzled 128x4 tiles
-    anchored           fp32 [1], [outer], or [contraction / run, outer rounded up to 4]
+    anchored           fp32 [1], [outer], [contraction / run, outer rounded up to 4], or of tiles
+                       [outer / 128, contraction / 128 rounded up to 4]
 
 Padding is zero.
 """
@@ -26,6 +27,7 @@ from .capability import ARCHITECTURES, BLACKWELL
 from .layout import (
     ANCHOR_RUNS,
     ANCHORED_TENSOR,
+    ANCHORED_TILE,
     ANCHORS,
     NATIVE,
     SPREAD,
@@ -86,6 +88,9 @@ def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch
 def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[int]:
     """Numbers of scales that an operand may have, on any architecture."""
     if layout in ANCHORS:
+        if layout == ANCHORED_TILE:
+            blocks = ceil_div(contraction, TILE_ROWS)
+            return {ceil_div(outer, TILE_ROWS) * round_up(blocks, 4)}
         run = ANCHOR_RUNS.get(layout)
         if run is None:
             return {1 if layout == ANCHORED_TENSOR else outer}

@@ -27,15 +27,18 @@ SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 # contraction] as tensor cores read them: native with the format's own scales; spread: fp32 scales
 # of 128 that are powers of two as e8m0 scales of (1, 32), each for four blocks (of 128 x 128 also
 # for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one
-# fp32 scale for the tensor, [1], for a line, [outer], or for each run of its elements, [contraction
-# / run, outer].
+# fp32 scale for the tensor, [1], for a line, [outer], for each run of its elements, [contraction /
+# run, outer], or for each tile, [outer / 128, contraction / 128].
 COMPACT: Final = "compact"
 NATIVE, SPREAD = "native", "spread"
 ANCHORED_TENSOR, ANCHORED = "anchored tensor", "anchored"
 ANCHORED_512, ANCHORED_128 = "anchored 512", "anchored 128"
+# Of weights of a product of groups, whose tokens are anchored by runs of 128.
+ANCHORED_TILE = "anchored 128x128"
 # elements that share a scale; None: a line's
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
-ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
+ANCHORS_OF_BOTH = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
+ANCHORS = (*ANCHORS_OF_BOTH, ANCHORED_TILE)
 LAID_OUT = (NATIVE, SPREAD)  # the numbers of the compact storage, which can be had back
 LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 
@@ -90,6 +93,8 @@ def operand_format(fmt: Format, layout: str) -> Format:
         return spread_format(fmt)
     if layout == ANCHORED_TENSOR:
         return anchored_format(fmt, None, whole=True)
+    if layout == ANCHORED_TILE:
+        return anchored_format(fmt, TILE_ROWS, outer=TILE_ROWS)
     return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
 
 

@@ -15,6 +15,8 @@ from .reference import cast_codes, decode_codes
 
 # One of so many steps is looked at by the guard.
 PROBED_STEPS = 16
+# Of products of groups of tokens on the finest rung, runs of 128: they take longest to look at.
+PROBED_STEPS_OF_RUNS = 64
 # Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps
 # are a quarter of e5m2's.
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}

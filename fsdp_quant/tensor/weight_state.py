@@ -177,6 +177,7 @@ class WeightState:
         if self.plan is None:
             return None
         plan = self.plan if self.part[1] > 1 else self.plan.on(dtype, device)
+        plan = plan if plan.alone else plan.of_groups
         return plan.resolved(dtype, device).layouts["weight"]
 
     # Shards #

@@ -46,6 +46,7 @@ from .gemms import (
 )
 from .layouts import (
     OF_TENSOR,
+    OF_TILE,
     RecordedLaunch,
     anchor_codes,
     anchor_run,

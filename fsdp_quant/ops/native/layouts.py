@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from ..layout import ANCHOR_RUNS, ANCHORED_TENSOR
-from .encoding import TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, pack_encoding
+from .encoding import TILE, TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, pack_encoding
 from .gemms import TokenGroups
 
 _ops = torch.ops.fsdp_quant
@@ -115,18 +115,22 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
 
 
-OF_TENSOR = -2  # the run of anchors of tensors
+OF_TENSOR, OF_TILE = -2, -3  # the runs of anchors of tensors, and of tiles of 128 x 128
 
 
 def anchor_run(layout: str) -> int:
     """What shares an anchor in this layout, as operators take it: elements of the contraction, 0
-    for all, or OF_TENSOR."""
-    return OF_TENSOR if layout == ANCHORED_TENSOR else ANCHOR_RUNS[layout] or 0
+    for all, or OF_TENSOR or OF_TILE."""
+    if layout in ANCHOR_RUNS:
+        return ANCHOR_RUNS[layout] or 0
+    return OF_TENSOR if layout == ANCHORED_TENSOR else OF_TILE
 
 
 def anchor_shape(rows: int, cols: int, columnwise: bool, run: int) -> tuple[int, ...]:
     """Of the scales of codes against anchors of a run."""
     lines, length = (cols, rows) if columnwise else (rows, cols)
+    if run == OF_TILE:
+        return ceil_div(lines, TILE), round_up(ceil_div(length, TILE), 4)
     return (
         (1,)
         if run == OF_TENSOR
@@ -147,7 +151,7 @@ def anchor_codes(
     run: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows].
-    Against anchors of lines and tensors also of e8m0 matrices [E, rows, row bytes]."""
+    Against anchors of lines, tiles and tensors also of e8m0 matrices [E, rows, row bytes]."""
     packed = pack_encoding(Encoding(fmt, direction))
     return _ops.anchor_codes(
         data,
@@ -158,7 +162,7 @@ def anchor_codes(
         transposed,
         run == OF_TENSOR,
         cols,
-        max(run, 0),
+        0 if run == OF_TENSOR else run,
     )
 
 
@@ -194,7 +198,7 @@ def multi_tensor_anchor(
         list(cols),
         codes,
         lines,
-        max(run, 0),
+        0 if run == OF_TENSOR else run,
     )
     _called(RecordedLaunch(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ...formats import ROWWISE, Encoding
 from ..capability import unsupported_reason
-from ..layout import ANCHORS, LAID_OUT, is_anchored_of_codes, is_exact_operand, operand_format
+from ..layout import (
+    ANCHORED_128,
+    ANCHORED_512,
+    ANCHORS,
+    LAID_OUT,
+    is_anchored_of_codes,
+    is_exact_operand,
+    operand_format,
+)
 from ..layout import COMPACT as COMPACT_LAYOUT
 from .encoding import COMPACT, OPERAND, pack_encoding, scale_layout_of
 from .gemms import Operand, TokenGroups, operand_code, packed_counts
@@ -157,7 +165,8 @@ def operand_spec_of(
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
-    scales = OPERAND if operand else scale_layout_of(arch) if laid_out else COMPACT
+    by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned  # [runs, lines], as multiplied
+    scales = OPERAND if operand else scale_layout_of(arch) if laid_out or by_run else COMPACT
     return OperandSpec(
         pack_encoding(
             encoding,
