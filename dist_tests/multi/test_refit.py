@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_quant as fq
@@ -144,3 +146,30 @@ def test_what_cannot_be_streamed_is_refused_on_every_rank():
         first, ("bucket_size", "does not hold", "share_scales=True", "would write other tensors")
     ):
         assert want in message
+
+
+def _tensor_parallel(rank: int, world: int) -> dict[str, str]:
+    mesh, messages = init_device_mesh("cpu", (world,)), {}
+    for recipe in ("mxfp8", "nvfp4"):
+        for style in (fq.parallel.ColwiseParallel(), fq.parallel.RowwiseParallel()):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            model = fq.convert(model, RECIPES[recipe])
+            parallelize_module(model, mesh, {"1": style})
+            for format in ("compressed-tensors", "dequantized"):
+                name = f"{recipe} {type(style).__name__} {format}"
+                try:
+                    fq.refit(model, format, sharded=True, share_scales=True)
+                except NotImplementedError as error:
+                    messages[name] = str(error)
+    return messages
+
+
+@on_cpu
+def test_pieces_of_tensor_parallel_weights_are_refused_on_every_rank():
+    """If false, an engine is given a part of a weight as if it were the whole."""
+    first, second = run_ranks(2, _tensor_parallel)
+    assert first == second and len(first) == 8
+    assert set(first.values()) == {
+        "1.weight is transposed or cut by tensor parallelism; sharded=True streams weights that "
+        "fully_shard alone cuts: use sharded=False"
+    }

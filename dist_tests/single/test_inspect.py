@@ -22,7 +22,7 @@ from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.inspection import numbers
+from fsdp_quant.inspection import numbers, recorder
 from fsdp_quant.modules.steps import converted_modules, histories_by_side
 from fsdp_quant.ops import dispatch
 from fsdp_quant.quantizer import HybridQuantizer
@@ -168,8 +168,9 @@ def test_a_measurement_launches_few_operators_on_few_values(
     numbers.measure(x, storages, hybrid)  # caches which rows
     with Outputs() as outputs:
         numbers.measure(x, storages, hybrid)
-    assert outputs.largest <= 4 * 256 * 64  # four masks, counted at once
-    assert outputs.count <= 12 + 24 * (1 if hybrid.shares_storage else 2)
+    directions = 1 if hybrid.shares_storage else 2
+    assert outputs.largest <= 4 * directions * 256 * 64  # four masks, counted at once
+    assert outputs.count <= 32  # both directions by the same operators
 
 
 def test_what_means_nothing_is_left_out():
@@ -361,22 +362,52 @@ def test_unsampled_steps_launch_nothing():
     assert first > alone and second - alone <= 40 and third == alone
 
 
-def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer():
-    """If false, a sampled step waits for the host: kernels are smaller than their launches."""
+@pytest.mark.parametrize("recipe, most", [("mxfp8", 100), ("nvfp4", 280)])
+def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer(
+    recipe: str, most: int, monkeypatch: pytest.MonkeyPatch
+):
+    """If false, a sampled step waits for the host: kernels are smaller than their launches.
+
+    Does not count how codes are made and decoded, which is one kernel on a GPU.
+    """
+
+    class Measuring(Outputs):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            count, out = self.count, super().__torch_dispatch__(func, types, args, kwargs)
+            self.count = count if inside else self.count
+            return out
+
+    inside: list[str] = []
+
+    def uncounted(method: Callable) -> Callable:
+        def call(*args, **kwargs):
+            inside.append(method.__name__)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    for owner, name in (
+        (HybridQuantizer, "storages"),
+        (recorder, "encode_shards"),
+        (Storage, "decode"),
+    ):
+        monkeypatch.setattr(owner, name, uncounted(getattr(owner, name)))
 
     def launched(every: int, layers: int) -> int:
-        m = fq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), "mxfp8")
+        m = fq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), recipe)
         with fq.inspect(m, every=every) as log:
             m(values(32, 64, seed=0, dtype=torch.float32))  # step 0 is sampled
             log._finish()
-            with Outputs() as outputs:
+            with Measuring() as outputs:
                 m(values(32, 64, seed=0, dtype=torch.float32)).square().sum().backward()
                 log._finish()
         return outputs.count
 
     per_layer = [launched(every, 3) - launched(every, 2) for every in (1, 1000)]
-    # Three slots of two directions, with the operators that define codes on the CPU.
-    assert per_layer[0] - per_layer[1] <= 500
+    assert 0 < per_layer[0] - per_layer[1] <= most
 
 
 # Modules, steps and files #

@@ -5,10 +5,12 @@ multiplies."""
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
@@ -165,3 +167,20 @@ def test_what_cannot_be_streamed_is_refused_at_the_call(arguments: dict, message
     model = fq.convert(llama(), fq.recipes.hybrid("mxfp4", "mxfp8"), skip=["lm_head"])
     with pytest.raises(ValueError, match=message):
         fq.refit(model, **arguments)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_pieces_of_a_transposed_weight_are_refused(recipe: str):
+    """If false, an engine is given [in, out] values for a weight [out, in]."""
+    model = torch.nn.Sequential(Conv1D(64, 128), torch.nn.Linear(64, 64))
+    fq.convert(model, RECIPES[recipe]())
+    with pytest.raises(
+        NotImplementedError,
+        match=re.escape(
+            "0.weight is transposed or cut by tensor parallelism; sharded=True streams weights "
+            "that fully_shard alone cuts: use sharded=False"
+        ),
+    ):
+        fq.refit(model, "dequantized", sharded=True)
+    given = dict(t for bucket in fq.refit(model, "dequantized") for t in bucket)
+    assert given["0.weight"].shape == model[0].weight.shape

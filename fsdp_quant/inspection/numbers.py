@@ -53,87 +53,153 @@ _COMBINE = {
     "min": torch.amin,
     "norm": lambda x, dim: torch.linalg.vector_norm(x, dim=dim),
 }
+_COUNTS = ("nonzero", "zeroed", "finite", "saturated")
+
+Row = dict[str, float]  # field -> value on the host
 
 
 class Measured(NamedTuple):
-    """Statistics of one tensor, fp64: [_WHOLE], and [_DIRECTION] per quantized direction."""
+    """Statistics of one tensor, on its device and in the dtypes that they were computed in.
 
-    whole: Tensor
-    directions: dict[Direction, Tensor]
+    whole:       one tensor per field of `_WHOLE`, each of one element.
+    directions:  the index of each quantized direction in the tensors of `fields`.
+    fields:      per field of `_DIRECTION`, or several fields in one, [fields, directions]; fields
+                 that a tensor of codes lacks are left out.
+    """
+
+    whole: tuple[Tensor, ...]
+    directions: dict[Direction, int]
+    fields: dict[tuple[str, ...], Tensor]
+
+
+class OnHost(NamedTuple):
+    """`Measured` on the host."""
+
+    whole: Row
+    directions: dict[Direction, Row]
 
 
 def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantizer) -> Measured:
-    """Statistics of x [rows, cols] and of its compact storages."""
-    quantized = {d: s for d, s in storages.items() if s.fmt.is_quantized}
+    """Statistics of x [rows, cols] and of its compact storages.
+
+    Directions whose values have one shape are measured by the same operators.
+    """
+    quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
     whole = _whole(x)
     if not quantized:
-        return Measured(whole, {})
+        return Measured(whole, {}, {})
     dtype = x.dtype
     x, storages = _sampled(x, storages)
-    x = x.float()
-    directions: dict[Direction, Tensor] = {}
-    for direction in quantized:
-        if direction is COLUMNWISE and hybrid.shares_storage and ROWWISE in directions:
-            directions[direction] = directions[ROWWISE]
-            continue
-        derived = direction is COLUMNWISE and hybrid.is_derived and ROWWISE in storages
-        source = storages[ROWWISE].dequantize(dtype) if derived else x
-        directions[direction] = _of_direction(source, x, storages[direction], hybrid)
-    return Measured(whole, directions)
+    values = x.float()
+    shared = hybrid.shares_storage and len(quantized) == 2
+    by_shape: dict[torch.Size, list[tuple[Direction, Tensor]]] = {}
+    for direction in [ROWWISE] if shared else quantized:
+        source = values
+        if direction is COLUMNWISE and hybrid.is_derived and ROWWISE in storages:
+            source = storages[ROWWISE].dequantize(dtype)
+        encoding = hybrid.side(direction).encoding(direction)
+        source = reference.prepared(source, encoding).float()
+        by_shape.setdefault(source.shape, []).append((direction, source))
+    made = [
+        _of_directions(values, [(source, storages[d]) for d, source in of])
+        for of in by_shape.values()
+    ]
+    order = [direction for of in by_shape.values() for direction, _ in of]
+    fields = (
+        made[0] if len(made) == 1 else {k: torch.cat([m[k] for m in made], -1) for k in made[0]}
+    )
+    return Measured(whole, {d: 0 if shared else order.index(d) for d in quantized}, fields)
 
 
 def measure_codes(storages: dict[Direction, Storage]) -> Measured:
     """`measure` of a tensor that exists only as codes: amax, norm and the range of scales."""
-    directions, decoded = {}, {d: s.decode(torch.float32) for d, s in storages.items()}
-    for direction, storage in storages.items():
-        if storage.fmt.is_quantized:
-            scale_range = _scale_range(_scale_per_element(storage), decoded[direction] != 0)
-            nothing = scale_range.new_zeros(len(_DIRECTION) - len(scale_range))
-            directions[direction] = torch.cat([nothing, scale_range])
-    return Measured(_whole(next(iter(decoded.values()))), directions)
+    quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
+    decoded = {d: s.decode(torch.float32) for d, s in storages.items()}
+    ranges = [
+        _scale_range(_scale_per_element(storages[d])[None], decoded[d] == 0) for d in quantized
+    ]
+    fields = {k: torch.cat([of[k] for of in ranges], -1) for k in ranges[0]} if ranges else {}
+    whole = _whole(next(iter(decoded.values())))
+    return Measured(whole, {d: i for i, d in enumerate(quantized)}, fields)
 
 
-def _whole(x: Tensor) -> Tensor:
+def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)
-    amax = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) if x.numel() else norm
-    return torch.stack([amax.double(), norm])
+    if not x.numel():
+        return norm, norm
+    return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32), norm
 
 
-def _of_direction(source: Tensor, x: Tensor, storage: Storage, hybrid: HybridQuantizer) -> Tensor:
-    """source: the values that were encoded; x: fp32, those that the codes stand for."""
-    encoding = hybrid.side(storage.direction).encoding(storage.direction)
-    values, decoded = reference.prepared(source, encoding).float(), storage.decode(torch.float32)
-    dequantized = storage.dequantize(torch.float32) if storage.fmt.rotated else decoded
-    scale = _scale_per_element(storage)
-    magnitude, nonzero = values.abs(), values != 0
-    finite = magnitude < math.inf
-    saturated = nonzero & finite & (magnitude >= scale * storage.fmt.overflow)
-    counted = torch.stack([nonzero, nonzero & (decoded == 0), finite, saturated])
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (x, dequantized - x)]
-    return torch.cat(
-        [
-            torch.stack(norms),
-            counted.sum((1, 2), dtype=torch.float64),
-            _scale_range(scale, nonzero),
-        ]
-    )
+def _of_directions(x: Tensor, of: list[tuple[Tensor, Storage]]) -> dict[tuple[str, ...], Tensor]:
+    """Fields of directions whose encoded values have one shape.
+
+    x:   fp32, what the codes stand for.
+    of:  per direction the values that were encoded, fp32, and their storage.
+    """
+    storages = [storage for _, storage in of]
+    decodes = [s.decode(torch.float32) for s in storages]
+    decoded = _stacked(decodes)
+    dequantized = decoded
+    if any(s.fmt.rotated for s in storages):
+        dequantized = _stacked(
+            [s.dequantize(torch.float32) if s.fmt.rotated else d for s, d in zip(storages, decodes)]
+        )
+    values = of[0][0][None]
+    if any(source is not of[0][0] for source, _ in of):
+        values = _stacked([source for source, _ in of])
+    scale = _stacked([_scale_per_element(s) for s in storages])
+    zero, magnitude = values == 0, values.abs()
+    nonzero, finite = ~zero, magnitude < math.inf
+    overflow = {s.fmt.overflow for s in storages}
+    if len(overflow) == 1:
+        limit = scale * overflow.pop()
+    else:
+        limit = _stacked([part * s.fmt.overflow for part, s in zip(scale, storages)])
+    saturated = (magnitude >= limit) & (finite & nonzero)
+    zeroed = nonzero & (decoded == 0)
+    counted = torch.stack(torch.broadcast_tensors(nonzero, zeroed, finite, saturated))
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+    return {
+        ("signal",): norm(x)[None, None].expand(1, len(of)),
+        ("noise",): norm(dequantized - x, dim=(1, 2))[None],
+        _COUNTS: counted.sum((2, 3), dtype=torch.float64),
+        **_scale_range(scale, zero),
+    }
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """[directions, rows, cols], without a copy of a single one."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _scale_per_element(storage: Storage) -> Tensor:
     s = storage
     if s.scale is None:
         raise ValueError(f"{s.describe()} has no scales to measure")
-    return reference.scale_of_each(
-        s.scale, s.tensor_amax, s.fmt, s.direction, s.padded_shape, s.row0
-    )
+    if s.fmt.scale != "e8m0":
+        return reference.scale_of_each(
+            s.scale, s.tensor_amax, s.fmt, s.direction, s.padded_shape, s.row0
+        )
+    ones = torch.ones((), device=s.scale.device).expand(s.padded_shape)
+    powers = _powers_of_two(s.scale.device)[s.scale.int()]
+    return reference.scaled_by_block(ones, powers, s.fmt, s.direction, s.row0)
 
 
-def _scale_range(scale: Tensor, counts: Tensor) -> Tensor:
-    """fp64 [smallest, largest] scale where `counts`; [inf, 0] where nothing does."""
+@functools.lru_cache(maxsize=16)
+def _powers_of_two(device: torch.device) -> Tensor:
+    """Numbers of the 256 codes of e8m0: one operator per tensor, where decoding takes ten."""
+    return reference.power_of_two(torch.arange(256, dtype=torch.uint8)).to(device)
+
+
+def _scale_range(scale: Tensor, zero: Tensor) -> dict[tuple[str, ...], Tensor]:
+    """Smallest and largest scale [directions, rows, cols] where not `zero`, [1, directions]; inf
+    and 0 where nothing is left."""
     if not scale.numel():
-        return scale.new_tensor([math.inf, 0.0], dtype=torch.float64)
-    smallest = torch.where(counts, scale, math.inf).amin()
-    return torch.stack([smallest, torch.where(counts, scale, 0.0).amax()]).double()
+        empty = scale.new_zeros(1, len(scale))
+        return {("scale_min",): empty + math.inf, ("scale_max",): empty}
+    smallest = scale.masked_fill(zero, math.inf).amin((1, 2))
+    largest = scale.masked_fill(zero, 0.0).amax((1, 2))
+    return {("scale_min",): smallest[None], ("scale_max",): largest[None]}
 
 
 def _sampled(
@@ -168,44 +234,64 @@ def _row_index(groups: int, wanted: int, size: int, first: int, device: torch.de
     return (first + chosen[:, None] * size + torch.arange(size)).flatten().to(device)
 
 
-def combined(parts: Sequence[Measured]) -> Measured:
+def on_host(measured: Sequence[Measured]) -> list[OnHost]:
+    """The values of each, in one copy per dtype, which waits for the device."""
+    values = iter(to_host([t for of in measured for t in (*of.whole, *of.fields.values())]))
+    found = []
+    for of in measured:
+        whole = {name: value for name, (value,) in zip(_WHOLE, values)}
+        fields: dict[str, list[float]] = {}
+        for names, flat in zip(of.fields, values):
+            size = len(flat) // len(names)
+            fields |= {name: flat[i * size : (i + 1) * size] for i, name in enumerate(names)}
+        rows = {
+            d: {name: fields[name][i] if name in fields else 0.0 for name in _DIRECTION}
+            for d, i in of.directions.items()
+        }
+        found.append(OnHost(whole, rows))
+    return found
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The elements of each tensor: one concatenation and one copy per device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault((t.device, t.dtype), []).append(i)
+    found: list[list[float]] = [[] for _ in tensors]
+    for indices in groups.values():
+        values = iter(torch.cat([tensors[i].reshape(-1) for i in indices]).tolist())
+        for i in indices:
+            found[i] = list(itertools.islice(values, tensors[i].numel()))
+    return found
+
+
+def combined(parts: Sequence[OnHost]) -> OnHost:
     """Statistics of one tensor from those of its parts."""
     if len(parts) == 1:
         return parts[0]
 
-    def of(tensors: list[Tensor], fields: dict[str, str]) -> Tensor:
-        stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
-        return torch.stack(
-            [_COMBINE[how](stacked[:, i], 0) for i, how in enumerate(fields.values())]
-        )
+    def of(rows: list[Row], fields: dict[str, str]) -> Row:
+        return {
+            name: _COMBINE[how](
+                torch.tensor([r[name] for r in rows], dtype=torch.float64), 0
+            ).item()
+            for name, how in fields.items()
+        }
 
     present = [d for d in Direction if any(d in p.directions for p in parts)]
     directions = {
         d: of([p.directions[d] for p in parts if d in p.directions], _DIRECTION) for d in present
     }
-    return Measured(of([p.whole for p in parts], _WHOLE), directions)
-
-
-def on_host(measured: Sequence[Measured]) -> list[tuple[list[float], dict[Direction, list[float]]]]:
-    """The values of each, in one copy, which waits for the device."""
-    tensors = [t for of in measured for t in (of.whole, *of.directions.values())]
-    if not tensors:
-        return []
-    values = iter(torch.cat([t.to(tensors[0].device) for t in tensors]).tolist())
-
-    def taken(tensor: Tensor) -> list[float]:
-        return list(itertools.islice(values, len(tensor)))
-
-    return [(taken(of.whole), {d: taken(t) for d, t in of.directions.items()}) for of in measured]
+    return OnHost(of([p.whole for p in parts], _WHOLE), directions)
 
 
 def quantities(
-    slot: str, whole: Sequence[float], directions: Mapping[Direction, Sequence[float]]
+    slot: str, whole: Mapping[str, float], directions: Mapping[Direction, Row]
 ) -> dict[str, float]:
     """ "slot/quantity" and "slot.direction/quantity" -> number; undefined ones are left out."""
-    found = {f"{slot}/{field}": value for field, value in zip(_WHOLE, whole)}
-    for direction, values in directions.items():
-        of, name = dict(zip(_DIRECTION, values)), f"{slot}.{direction.value}"
+    found = {f"{slot}/{field}": value for field, value in whole.items()}
+    for direction, of in directions.items():
+        name = f"{slot}.{direction.value}"
         if of["nonzero"]:
             found[f"{name}/underflow"] = of["zeroed"] / of["nonzero"]
         if of["finite"]:

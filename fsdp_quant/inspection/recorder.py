@@ -49,7 +49,7 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Piece, Shard, encode_shards, storage_of, values_of
-from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
+from .numbers import Measured, combined, measure, measure_codes, on_host, quantities, to_host
 from .plan import plan
 from .receipt import receipt
 
@@ -164,18 +164,15 @@ class Inspection:
         self._hooks = []
         if not self._measured:
             return
-        gradients = {
-            name: Measured(torch.linalg.vector_norm(torch.stack(norms)).view(1), {})
-            for name, norms in self._gradient_norms.items()
-            if norms
-        }
-        parts = [*map(combined, self._measured.values()), *gradients.values()]
-        values = on_host(parts)
+        values = iter(on_host([part for parts in self._measured.values() for part in parts]))
         numbers: Numbers = {}
-        for (name, slot), one in zip(self._measured, values):
-            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *one).items()}
-        for name, ((norm,), _) in zip(gradients, values[len(self._measured) :]):
-            numbers[f"{name}/weight/grad_norm"] = norm
+        for (name, slot), parts in self._measured.items():
+            of = combined([next(values) for _ in parts])
+            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *of).items()}
+        norms = iter(to_host([n for of in self._gradient_norms.values() for n in of]))
+        for name, of in self._gradient_norms.items():
+            if of:
+                numbers[f"{name}/weight/grad_norm"] = math.hypot(*(next(norms)[0] for _ in of))
         self._measured, self._gradient_norms = {}, {}
         self.latest = self._sampled, numbers
         if self._path is None:

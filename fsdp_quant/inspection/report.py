@@ -12,6 +12,7 @@ bytes     that FSDP2 gathers per step, as planned
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -83,15 +84,27 @@ POINTS = {"sqnr_db": (min, -3.0), "underflow": (max, 0.1), "saturation": (max, 0
 class Suffering:
     """One operand of one layer.
 
-    worst:   quantity -> (its worst sample, step, the median of that over all layers).
-    points:  of the quantity that has most: 3 dB, 10 % of underflow or 1 % of saturation from the
-             median are one each.
+    worst:     quantity -> (its worst sample, step, the median of the worst over all layers).
+    quantity:  the one with most points: 3 dB, 10 % of underflow or 1 % of saturation from the
+               median are one point each.
+    points:    of that quantity.
     """
 
     layer: str
     operand: str
     worst: dict[str, tuple[float, int, float]]
-    points: float
+
+    def _points_of(self, quantity: str) -> float:
+        value, _, median = self.worst[quantity]
+        return (value - median) / POINTS[quantity][1]
+
+    @property
+    def quantity(self) -> str:
+        return max(self.worst, key=self._points_of)
+
+    @property
+    def points(self) -> float:
+        return self._points_of(self.quantity)
 
 
 def worst(run: Run) -> list[Suffering]:
@@ -109,18 +122,7 @@ def worst(run: Run) -> list[Suffering]:
             middle = statistics.median(value for value, _ in picked.values()) if picked else 0.0
             for layer, (value, step) in picked.items():
                 found[layer, operand][quantity] = value, step, middle
-    made = [
-        Suffering(
-            *place,
-            of,
-            max(
-                (value - middle) / POINTS[quantity][1]
-                for quantity, (value, _, middle) in of.items()
-            ),
-        )
-        for place, of in found.items()
-    ]
-    return sorted(made, key=lambda s: -s.points)
+    return sorted((Suffering(*key, of) for key, of in found.items()), key=lambda s: -s.points)
 
 
 def write(paths: Sequence[str | Path], out: str | Path) -> None:
@@ -131,7 +133,10 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
             f"{', '.join(map(str, paths))}: no samples and no scalars; train inside "
             f"fq.inspect(model, path=)"
         )
-    data = [{"name": r.name, "steps": r.steps, "numbers": r.numbers} for r in runs]
+    data = [
+        {"name": r.name, "steps": r.steps, "first": _shown_first(r), "numbers": _in_order(r)}
+        for r in runs
+    ]
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
         _section("loss", "Loss", _curves(runs)),
@@ -142,12 +147,22 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
     ]
     title = escape(", ".join(r.name for r in runs))
     Path(out).write_text(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta '
-        f'charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>\n'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_CSS}</style></head>\n'
         f"<body><h1>{title}</h1>\n{''.join(parts)}"
         f'<script type="application/json" '
-        f'id="data">{text}</script>\n<script>{_JS}</script></body></html>\n'
+        f'id="data">{text}</script>\n<script>const ramp = {[list(c) for c in _RAMP]};{_JS}</script></body></html>\n'
     )
+
+
+def _shown_first(run: Run) -> str:
+    """The quantity with the worst points of all, "" without samples."""
+    return next((f"{of.operand}/{of.quantity}" for of in worst(run)), "")
+
+
+def _in_order(run: Run) -> dict[str, list[tuple[str, list]]]:
+    """Layers as pairs: objects of JavaScript put keys such as "3" before the others."""
+    return {quantity: list(layers.items()) for quantity, layers in run.numbers.items()}
 
 
 def _section(name: str, title: str, content: str) -> str:
@@ -159,7 +174,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>\n" for row in rows
     )
     heads = "".join(f"<th>{escape(c)}</th>" for c in head)
-    return f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
+    return (
+        f'<div class="wide"><table><thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>'
+        "</div>\n"
+    )
 
 
 def _curves(runs: Sequence[Run]) -> str:
@@ -174,47 +192,40 @@ def _curves(runs: Sequence[Run]) -> str:
     )
 
 
-def _curve(
-    name: str, series: Sequence[tuple[str, list]], width: int = 860, height: int = 240
-) -> str:
-    """An SVG of (run, points) over one pair of axes."""
+def _curve(name: str, series: Sequence[tuple[str, list]]) -> str:
+    """One plot of (run, points) over shared axes; a value of None breaks the line.
+
+    Only the lines scale with the page: labels are text beside the SVG.
+    """
     finite = [(s, v) for _, points in series for s, v in points if v is not None]
     broken = [(run, s) for run, points in series for s, v in points if v is None]
     x0, x1 = min((s for s, _ in finite), default=0), max((s for s, _ in finite), default=1)
     y0, y1 = min((v for _, v in finite), default=0), max((v for _, v in finite), default=1)
-    left, bottom = 70, 30
 
     def at(step: float, value: float) -> str:
-        x = left + (step - x0) / ((x1 - x0) or 1) * (width - left - 10)
-        return f"{x:.1f},{10 + (y1 - value) / ((y1 - y0) or 1) * (height - bottom - 10):.1f}"
+        x, y = (step - x0) / ((x1 - x0) or 1), (y1 - value) / ((y1 - y0) or 1)
+        return f"{10 + 980 * x:.1f},{10 + 230 * y:.1f}"
 
-    lines = []
-    for i, (run, points) in enumerate(series):
-        pieces: list[list[str]] = [[]]
-        for step, value in points:
-            pieces[-1].append(at(step, value)) if value is not None else pieces.append([])
-        color = COLORS[i % len(COLORS)]
-        lines += [
-            f'<polyline fill="none" stroke="{color}" points="{" ".join(piece)}"/>'
-            for piece in pieces
-            if piece
-        ]
-        lines.append(
-            f'<text x="{left + 10 + 200 * i}" y="{height - 2}" fill="{color}">{escape(run)}</text>'
-        )
-    axis = f'<text x="4" y="16">{y1:.4g}</text><text x="4" y="{height - bottom}">{y0:.4g}</text>'
-    axis += f'<text x="{left}" y="{height - 14}">step {x0}</text>'
-    axis += f'<text x="{width - 70}" y="{height - 14}">{x1}</text>'
-    said = (
-        f"<p class='bad'>{escape(name)} is no finite number from step {broken[0][1]} on "
+    lines, legend = [], []
+    for (run, points), color in zip(series, itertools.cycle(COLORS)):
+        for exists, piece in itertools.groupby(points, lambda point: point[1] is not None):
+            drawn = [at(*point) for point in piece] if exists else []
+            drawn *= 2 if len(drawn) == 1 else 1  # a line of no length is a dot
+            if drawn:
+                lines.append(f'<polyline stroke="{color}" points="{" ".join(drawn)}"/>')
+        legend.append(f'<span style="color:{color}">{escape(run)}</span>')
+    warning = (
+        f'<p class="bad">{escape(name)} is no finite number from step {broken[0][1]} on '
         f"({escape(broken[0][0])})</p>"
         if broken
         else ""
     )
     return (
-        f'<h3>{escape(name)}</h3>{said}<svg viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" '
-        f'aria-label="{escape(name)} by step">{axis}{"".join(lines)}</svg>\n'
+        f'<h3>{escape(name)}</h3>{warning}<div class="plot"><div class="y"><span>{y1:.4g}</span>'
+        f'<span>{y0:.4g}</span></div><svg viewBox="0 0 1000 250" preserveAspectRatio="none" '
+        f'role="img" aria-label="{escape(name)} by step">{"".join(lines)}</svg><div class="x">'
+        f'<span>step {x0}</span><span>{x1}</span></div></div><p class="legend">'
+        f"{' '.join(legend)}</p>\n"
     )
 
 
@@ -276,73 +287,106 @@ def _bytes(run: Run) -> str:
     return f"<h3>{escape(run.name)}</h3>{_table(head, rows)}"
 
 
-_HEAT = """<p><select id="run"></select> <select id="quantity"></select>
+_HEAT = """<p><select id="run" aria-label="run"></select>
+<select id="quantity" aria-label="quantity"></select>
+<span id="key"><span id="least"></span> <span id="ramp"></span> <span id="most"></span></span>
 <span id="range"></span></p>
-<canvas id="map" width="860" height="10"></canvas><p id="value">Point at a cell.</p>
+<canvas id="map"></canvas><p id="value">Point at a cell.</p>
 """
 
-_CSS = """body{font:14px sans-serif;margin:24px;max-width:1100px;color:#222}
-svg,canvas{border:1px solid #ddd;font-size:11px}
-table{border-collapse:collapse;margin:8px 0;font-size:13px}
-td,th{border:1px solid #ddd;padding:2px 8px;text-align:left}
-th{background:#f4f4f4}.bad{color:#d62728}"""
+_RAMP = ((255, 247, 225), (253, 174, 97), (165, 15, 21))  # of least to most
+
+_CSS = """body{font:14px/1.4 system-ui,sans-serif;margin:24px auto;padding:0 16px;max-width:1080px;
+color:#222;overflow-wrap:anywhere}h2{margin:32px 0 8px}h3{margin:16px 0 6px}
+.plot{display:grid;grid-template-columns:72px 1fr;font-size:12px}.plot svg{width:100%;height:240px}
+svg,canvas{border:1px solid #ddd;box-sizing:border-box}canvas{display:block;width:100%}
+polyline{fill:none;stroke-width:1.5;stroke-linecap:round;vector-effect:non-scaling-stroke}
+.y,.x{display:flex;justify-content:space-between}.y{flex-direction:column;padding-right:6px;
+text-align:right}.x{grid-column:2}.legend{margin:2px 0 0 72px}
+.legend span{margin-right:16px}.legend span:before{content:"\\2014  "}
+#key{white-space:nowrap;margin:0 12px}#ramp{display:inline-block;width:120px;height:10px;background:linear-gradient(90deg,RAMP)}
+select{max-width:100%}#value{min-height:1.4em}
+.wide{overflow-x:auto}table{border-collapse:collapse;margin:8px 0;font-size:13px}
+td,th{border:1px solid #ddd;padding:2px 8px;text-align:left;white-space:nowrap}
+th{background:#f4f4f4}.bad{color:#d62728}""".replace(
+    "RAMP", ",".join(f"rgb{color}" for color in _RAMP)
+)
 
 _JS = r"""
 const byId = id => document.getElementById(id), runs = JSON.parse(byId("data").textContent);
-const canvas = byId("map"), left = 300, row = 16, top0 = 4;
+const canvas = byId("map"), context = canvas.getContext("2d"), row = 18, top0 = 4;
 const low = q => q.endsWith("sqnr_db"), logs = q => /(amax|norm|scale_min|scale_max)$/.test(q);
+let left = 0;  // where cells begin
 function options(select, names) {
   select.replaceChildren(...names.map((name, i) => new Option(name, i)));
 }
 function quantities() { return Object.keys(runs[byId("run").value].numbers); }
 function current() {
   const run = runs[byId("run").value], quantity = quantities()[byId("quantity").value];
-  return {run, quantity, layers: Object.entries(run.numbers[quantity] || {})};
+  return {run, quantity, layers: run.numbers[quantity] || []};
 }
-function color(t) { return `hsl(${240 - 240 * t}, 80%, ${60 - 12 * t}%)`; }
+function color(t) {
+  const at = Math.min(Math.max(t, 0), 1) * (ramp.length - 1), i = Math.min(~~at, ramp.length - 2);
+  return `rgb(${ramp[i].map((c, k) => Math.round(c + (at - i) * (ramp[i + 1][k] - c)))})`;
+}
+function fitted(text, room) {
+  if (context.measureText(text).width <= room) return text;
+  while (text && context.measureText("..." + text).width > room) text = text.slice(1);
+  return "..." + text;
+}
 function draw() {
-  const {run, quantity, layers} = current(), context = canvas.getContext("2d");
-  canvas.height = Math.max(layers.length * row + 26, 30);
-  context.clearRect(0, 0, canvas.width, canvas.height);
-  context.font = "11px sans-serif";
+  const {run, quantity, layers} = current(), wide = canvas.clientWidth;
+  const high = Math.max(layers.length * row + 28, 30), pixels = window.devicePixelRatio || 1;
+  canvas.style.height = high + "px";
+  [canvas.width, canvas.height] = [wide * pixels, high * pixels];
+  context.setTransform(pixels, 0, 0, pixels, 0, 0);
+  context.font = "12px system-ui, sans-serif";
+  for (const id of ["least", "most", "range"]) byId(id).textContent = "";
+  byId("key").hidden = true;
   if (!quantity) { byId("range").textContent = "no samples"; return; }
   const seen = layers.flatMap(([, of]) => of).filter(v => v !== null && (!logs(quantity) || v > 0));
   const scale = v => logs(quantity) ? Math.log10(v) : v, found = seen.map(scale);
   // Colors span at least a decade, 10 dB or 1 %, so that noise looks like noise.
   const span = logs(quantity) ? 1 : low(quantity) ? 10 : 0.01;
   const smallest = Math.min(...found), largest = Math.max(...found);
-  const least = low(quantity) ? Math.min(smallest, largest - span) : smallest;
-  const most = Math.max(largest, least + span);
-  const width = (canvas.width - left) / Math.max(run.steps.length, 1);
+  // More than the median of dB is as good: a tensor with outliers has much, and loses the rest.
+  const most = low(quantity) ? [...found].sort((a, b) => a - b)[found.length >> 1]
+    : Math.max(largest, smallest + span);
+  const least = low(quantity) ? Math.min(smallest, most - span) : smallest;
+  const widths = layers.map(([layer]) => context.measureText(layer).width);
+  left = Math.min(Math.max(...widths) + 12, wide * 0.4);
+  const width = (wide - left) / Math.max(run.steps.length, 1);
   layers.forEach(([layer, of], y) => {
     context.fillStyle = "#222";
-    context.fillText(layer.length > 48 ? "..." + layer.slice(-45) : layer, 4, top0 + y * row + 11);
+    context.fillText(fitted(layer, left - 10), 4, top0 + y * row + 13);
     of.forEach((v, x) => {
       const t = v === null ? null : (scale(v) - least) / ((most - least) || 1);
-      const shade = low(quantity) ? 1 - t : t;
-      context.fillStyle = v === null || !Number.isFinite(t) ? "#eee" : color(shade);
-      context.fillRect(left + x * width, top0 + y * row, Math.ceil(width), row - 1);
+      context.fillStyle = v === null || !Number.isFinite(t) ? "#ddd" : color(low(quantity) ? 1 - t : t);
+      context.fillRect(left + x * width, top0 + y * row, Math.max(width - (width > 4), 1), row - 1);
     });
   });
   context.fillStyle = "#222";
-  const bottom = top0 + layers.length * row + 14;
+  const bottom = top0 + layers.length * row + 15, last = String(run.steps.at(-1));
   context.fillText("step " + run.steps[0], left, bottom);
-  context.fillText(String(run.steps.at(-1)), canvas.width - 50, bottom);
-  const shown = v => Number(logs(quantity) ? 10 ** v : v).toPrecision(4);
-  const said = `${shown(smallest)} to ${shown(largest)}; red is worse or larger`;
-  byId("range").textContent = seen.length ? said : "no values";
+  context.fillText(last, wide - context.measureText(last).width - 4, bottom);
+  if (!seen.length) { byId("range").textContent = "no values"; return; }
+  const shown = v => String(Number(Number(logs(quantity) ? 10 ** v : v).toPrecision(4)));
+  const ends = low(quantity) ? [shown(most) + " or more", shown(least)] : [least, most].map(shown);
+  [byId("least").textContent, byId("most").textContent] = ends;
+  byId("key").hidden = false;
+  byId("range").textContent = `values: ${shown(smallest)} to ${shown(largest)}; gray: none`;
 }
 function point(event) {
   const {run, quantity, layers} = current(), box = canvas.getBoundingClientRect();
-  const width = (canvas.width - left) / run.steps.length;
-  const x = Math.floor((event.clientX - box.left - left) / width);
-  const y = Math.floor((event.clientY - box.top - top0) / row);
+  const width = (canvas.clientWidth - left) / run.steps.length;
+  const x = Math.floor((event.clientX - box.left - canvas.clientLeft - left) / width);
+  const y = Math.floor((event.clientY - box.top - canvas.clientTop - top0) / row);
   if (x < 0 || !layers[y] || x >= run.steps.length) return;
   const [layer, of] = layers[y];
   byId("value").textContent = `${layer}, step ${run.steps[x]}: ${quantity} = ${of[x] ?? "none"}`;
 }
 function change() {
-  const names = quantities(), first = names.findIndex(name => name.endsWith("sqnr_db"));
+  const names = quantities(), first = names.indexOf(runs[byId("run").value].first);
   options(byId("quantity"), names);
   if (first > 0) byId("quantity").value = first;
   draw();
@@ -351,5 +395,6 @@ options(byId("run"), runs.map(run => run.name));
 byId("run").addEventListener("change", change);
 byId("quantity").addEventListener("change", draw);
 canvas.addEventListener("mousemove", point);
+window.addEventListener("resize", draw);
 change();
 """
