@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Re-express codes with one exponent E per line, run of a line, tile or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
 // shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128
-// tiles, 8 x 8 per thread, and finds the E of tiles itself. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with kE4M3Exact scales: q' = e4m3(q * s /
-// 8), and 8 D for the tensor, both in the second launch.
+// tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with
+// kE4M3Exact scales: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
 #include "layout/decode_codes.cuh"
@@ -229,7 +229,8 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
 // E of the tile from row0 and col0; one thread writes its scale.
 __device__ __forceinline__ int32_t tile_exponent(const AnchorCodes& a, int32_t row0, int32_t col0) {
   __shared__ uint32_t of_warps[kThreads / 32];
-  const int32_t row_log2 = a.columnwise ? a.contraction_log2 : a.outer_log2, col_log2 = a.columnwise ? a.outer_log2 : a.contraction_log2;
+  const int32_t row_log2 = a.columnwise ? a.contraction_log2 : a.outer_log2;
+  const int32_t col_log2 = a.columnwise ? a.outer_log2 : a.contraction_log2;
   const int32_t width = scale_cols(a), rows = scale_rows(a) - (row0 >> row_log2), cols = width - (col0 >> col_log2);
   const uint8_t* const scale = a.scale + static_cast<int64_t>(row0 >> row_log2) * width + (col0 >> col_log2);
   uint32_t top = 0;
