@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`advise`: the cheapest recipe within a budget, by what each layer bears on a few batches.
+"""`advise`: find the cheapest recipe within a loss budget, from the error that each layer adds.
 
-One layer at a time is given one candidate in one direction, all else stays in high precision:
+Quantize one layer in one candidate format and one direction; keep the rest in high precision:
 
     forward    gap(layer, F)   = |mean over the batches of loss(hybrid(F, identity)) -
                                loss(identity)|
     backward   error(layer, B) = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all
                parameters
 
-Each direction is chosen by itself. It begins with the cheapest candidate everywhere; the layer
-whose next choice takes most away per byte goes there, until the sum of gaps is within `budget`, and
-the root of the sum of squared errors within `gradient_error`. Then the whole recipe is measured;
-where its gap or error is over the budget, what was left of the prediction is cut by as much, and it
-is chosen again.
+Choose each direction independently. Start with the cheapest candidate in every layer. Then move
+the layer with the largest reduction per byte to a wider format, until the sum of gaps is within
+`budget` and the root of the sum of squared errors is within `gradient_error`. Measure the whole
+recipe. If it exceeds a budget, scale the predicted budget down by the excess and choose again.
 
-cost: bytes per operand element of the three products, over those of bf16: (F + 2 B) / 6.
+cost: bytes per operand element of the three GEMMs, relative to bf16: (F + 2 B) / 6.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
 CANDIDATES = ("nvfp4", "mxfp8")
-ROUNDS = 8  # times that a recipe is chosen again
+ROUNDS = 8  # recipes to measure before falling back to high precision
 
 Loss = Callable[[nn.Module, object], Tensor]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layer. gaps, errors: of each candidate."""
+    """The formats of one layer. gaps, errors: candidate -> error that it adds."""
 
     layer: str
     elements: int
@@ -60,13 +59,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recipe, and what it was chosen by.
+    """A recipe and the measurements behind it.
 
-    recipe:  for `fq.convert` and `fq.set_recipe`; code: how it is written.
+    recipe:  for `fq.convert` and `fq.set_recipe`; code: the same as a Python expression.
     predicted, measured:  (loss gap, relative error of the gradient) of the whole recipe on the
                           batches.
-    loss:    of high precision.
-    cost:    bytes over those of bf16, by elements of the weights.
+    loss:    in high precision.
+    cost:    operand bytes relative to bf16, averaged over weight elements.
     """
 
     recipe: PerLayer
@@ -152,7 +151,7 @@ def study(
     gradient_error: float = 0.3,
     skip: Iterable[str] = (),
 ) -> Advice:
-    """What `advise` returns, with all that it was chosen by."""
+    """Choose the recipe of `advise`, and return it with its measurements."""
     batches, candidates = list(batches), [c for c in dict.fromkeys(candidates) if c != HIGH]
     for family in candidates:
         family_of(family)
@@ -243,8 +242,8 @@ class _Study:
     def _chosen(
         self, harms: dict[str, dict[str, float]], budget: float, total: Callable
     ) -> dict[str, str]:
-        """The family of each layer: of the cheapest ones, those that harm most per byte are moved
-        first."""
+        """Choose a family per layer: start with the cheapest, then widen the layer with the largest
+        reduction of `harms` per byte."""
         chosen = dict.fromkeys(harms, self.candidates[0])
         while total([harms[n][f] for n, f in chosen.items()]) > budget:
             moves = []
@@ -273,7 +272,7 @@ class _Study:
         return gap if math.isfinite(gap) else math.inf
 
     def _errors(self, tried: Sequence[Mapping[str, tuple[str, str]]]) -> list[float]:
-        """Relative errors of the gradient of all parameters, over all batches."""
+        """Relative error of the gradient of all parameters over all batches, per entry of `tried`."""
         noise, signal = [0.0] * len(tried), 0.0
         for batch in self.batches:
             want = self._gradient({}, batch)
@@ -324,12 +323,12 @@ def _bytes(family: str) -> float:
 
 
 def _name(forward: str, backward: str) -> str:
-    """How `fq.convert` is told of two families."""
+    """The name that `fq.convert` accepts for a pair of families."""
     return forward if forward == backward and forward in names() else f"{forward}/{backward}"
 
 
 def _recipe(chosen: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
-    """The recipe of these layers, and how it is written: what most have is the default."""
+    """The recipe and its expression; the most frequent pair is the default."""
     texts = {layer: _name(*of) for layer, of in chosen.items()}
     ((default, _),) = Counter(texts.values()).most_common(1)
     named = {_pattern(layer, chosen): text for layer, text in texts.items() if text != default}
@@ -338,7 +337,7 @@ def _recipe(chosen: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
 
 
 def _pattern(layer: str, layers: Iterable[str]) -> str:
-    """A pattern that matches this layer alone: a name without dots is the last component of others
-    too."""
+    """A pattern that matches only this layer. A name without dots also matches the last component
+    of other names."""
     alone = [other for other in layers if matches(layer, other)] == [layer]
     return layer if alone else f"[{layer[0]}]{layer[1:]}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan(model)`: per GEMM the formats, the domain and why; per weight the bytes that FSDP2
-gathers."""
+"""`plan(model)`: list formats, domain and reason per GEMM, and bytes of FSDP2's all-gathers per
+weight."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
 
-# Parameters of two or three dims that multiply no tokens: by class of their module, and by name.
+# Parameters of two or three dims that no GEMM reads, by class of their module and by name.
 LOOKED_UP, ADDED = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d), ("bias", "embed", "token")
 
 
 @dataclass(frozen=True)
 class GemmRow:
-    """One planned product of one module."""
+    """One planned GEMM of one module."""
 
     module: str
     product: str
@@ -51,16 +51,14 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that the collectives of one step take over a link, of each rank, while nothing else
-    uses it.
+    """Predicted seconds of one step's collectives per rank, on a link without other traffic.
 
-    A ring: a rank receives (W - 1) / W of what W ranks gather or scatter, and twice that of an
-    all-reduce.
+    Ring model: a rank receives (W - 1) / W of the bytes of an all-gather or reduce-scatter of W
+    ranks, and twice that of an all-reduce.
 
-    gather:     (forward, backward).
-    in_16_bit:  (forward, backward) of the same gathers without quantization, in the dtypes that
-                FSDP2 would send.
-    reduce:     gradients, scattered over the shards and summed over the copies.
+    gather:     all-gathers of parameters (forward, backward).
+    in_16_bit:  the same without quantization, in FSDP2's dtypes.
+    reduce:     reduce-scatter of gradients over shards, and all-reduce over replicas.
     """
 
     bandwidth: tuple[float, float]
@@ -83,17 +81,16 @@ class Traffic:
 
 @dataclass
 class ModelPlan:
-    """What `model` will run, and gather a step and rank: the sizes of the gathered outputs, in
-    bytes.
+    """GEMMs that `model` will run, and bytes of all-gather outputs per step and rank.
 
-    gemms:            one row a product of every converted module.
+    gemms:            one row per GEMM of every converted module.
     weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under
                       FSDP2.
     other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
     weight_elements:  elements of the converted weights under FSDP2.
-    notes:            of backward modes, experts, fused modules, and what is multiplied in high
-                      precision, a sentence each.
-    traffic:          what the collectives of FSDP2 take, where `bandwidth` was given.
+    notes:            sentences about backward modes, experts, fused modules and GEMMs in high
+                      precision.
+    traffic:          predicted time of FSDP2's collectives, if `bandwidth` was given.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
@@ -104,8 +101,8 @@ class ModelPlan:
     traffic: Traffic | None = None
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
-        """Bytes of all gathers of one forward and backward, parameters that are not quantized
-        included."""
+        """Sum the bytes of all gathers of one forward and backward, with parameters that are not
+        quantized."""
         rows = [*self.weight_bytes.values(), self.other_bytes]
         return sum(f * forward + b * backward for f, b in rows)
 
@@ -127,9 +124,7 @@ class ModelPlan:
             count = f"{len(modules)} x {modules[0]}" if len(modules) > 1 else modules[0]
             lines.append(f"{product:6} {a:>18} x {b:<18} {domain:9} ({reason})  [{count}]")
         if self.weight_bytes:
-            forward, backward = (
-                sum(pair[i] for pair in self.weight_bytes.values()) for i in (0, 1)
-            )
+            forward, backward = map(sum, zip(*self.weight_bytes.values()))
             lines.append(
                 f"gathers a step: weights {forward:,} B forward + {backward:,} B backward "
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
@@ -179,8 +174,8 @@ def load(path: str | Path) -> ModelPlan:
 
 
 def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
-    """A sentence per difference from `old` to `new`; modules that change alike are one. Empty: the
-    plans are equal."""
+    """Return one sentence per difference from `old` to `new`; equal changes of several modules
+    share one."""
     before, after = ({(row.module, row.product): row for row in of.gemms} for of in (old, new))
     changes: dict[str, list[str]] = {}
     for module, product in dict.fromkeys([*before, *after]):
@@ -214,12 +209,12 @@ def plan(
     bandwidth: float | tuple[float, float] | None = None,
     latency: float = 0.0,
 ) -> ModelPlan:
-    """The plan of every converted module of `model`; nothing is run.
+    """Plan every GEMM of the converted modules of `model`, without running anything.
 
-    dtype:      of activations (default: what FSDP2 gathers in, else the weight's own).
-    bandwidth:  bytes per second that each rank receives; of HSDP (inside a copy, between copies).
-                The plan then says what FSDP2's collectives take (`ModelPlan.traffic`).
-    latency:    seconds per collective, beside them.
+    dtype:      of activations (default: FSDP2's param_dtype, else the weight's).
+    bandwidth:  bytes per second that each rank receives; for HSDP (within a replica, between
+                replicas). Adds the time of FSDP2's collectives (`ModelPlan.traffic`).
+    latency:    seconds per collective, added to its transfer time.
     Raises ValueError for a model without converted modules, and for a bandwidth that is not
     positive.
 
@@ -286,8 +281,8 @@ def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
 
 
 def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of the gathered output of one parameter; `once`: it stays unsharded
-    in between."""
+    """(forward, backward) bytes of the all-gather output of one parameter. once: it stays unsharded
+    between forward and backward."""
     local = m.local
     if not isinstance(local, FSDPHooks):
         return _plain_bytes(m, once)
@@ -393,8 +388,8 @@ def _module_notes(
 
 
 def _other_notes(model: nn.Module) -> list[str]:
-    """Modules that multiply in high precision, by kind, and their share of a token's
-    multiply-adds."""
+    """One sentence per kind of module with GEMMs in high precision: its share of multiply-adds per
+    token."""
     routers = (getattr(m, "top_k", None) for m in model.modules())
     routed = next((top_k for top_k in routers if isinstance(top_k, int)), None)
     embeddings = ids_of_embeddings(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`receipt()`: what really ran since the last `reset_receipt()`, from the host's counters."""
+"""`receipt()`: count what ran since the last `reset_receipt()`, from counters on the host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..counters import counters
 class Receipt:
     """Counts of one rank.
 
-    gemms:       (domain, a, b) -> how many.
-    gathers:     (pass, direction, format) -> bytes of the gathered outputs of quantized weights.
-    quantize:    (format, direction, implementation) -> how many.
-    collectives: amax all-reduces, by what they served.
+    gemms:       (domain, a, b) -> number of GEMMs.
+    gathers:     (pass, direction, format) -> bytes of all-gather outputs of quantized weights.
+    quantize:    (format, direction, implementation) -> number of tensors.
+    collectives: purpose -> number of amax all-reduces.
     sequence:    (pass, direction, format) -> bytes of activations and gradients gathered along the
                  sequence.
-    dispatch:    (pass, direction, format) -> bytes that this rank's tokens took to their experts
-                 and back ("sum").
-    departures:  what ran although the plan did not print it (strict=False), by kind.
-    moved:       products that the anchoring guard moved: (module, product, from where to where and
-                 why).
+    dispatch:    (pass, direction, format) -> bytes of tokens that this rank sent to experts and
+                 received back ("sum").
+    departures:  kind -> number of deviations from the plan (strict=False).
+    moved:       (module, product, from, to and reason) of GEMMs that the underflow guard of
+                 anchored layouts moved to another domain.
     """
 
     gemms: dict
@@ -36,7 +36,7 @@ class Receipt:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of all gathered outputs of quantized weights."""
+        """Sum the bytes of all-gather outputs of quantized weights."""
         return sum(self.gathers.values())
 
     def _gathers_of(self, phase: str) -> dict[str, int]:
@@ -61,10 +61,7 @@ class Receipt:
             f"gemm     {n:>12,}  {domain}: {a} x {b}"
             for (domain, a, b), n in sorted(self.gemms.items())
         ]
-        lines += [
-            f"gather   {n:>12,} B  {phase} {d} {fmt}"
-            for (phase, d, fmt), n in sorted(self.gathers.items())
-        ]
+        lines += _byte_lines("gather", self.gathers)
         lines += [
             f"quantize {n:>12,}  {fmt} {d} ({how})"
             for (fmt, d, how), n in sorted(self.quantize.items())
@@ -72,14 +69,7 @@ class Receipt:
         lines += [
             f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())
         ]
-        lines += [
-            f"sequence {n:>12,} B  {phase} {d} {fmt}"
-            for (phase, d, fmt), n in sorted(self.sequence.items())
-        ]
-        lines += [
-            f"dispatch {n:>12,} B  {phase} {d} {fmt}"
-            for (phase, d, fmt), n in sorted(self.dispatch.items())
-        ]
+        lines += _byte_lines("sequence", self.sequence) + _byte_lines("dispatch", self.dispatch)
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
         lines += [
             f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)
@@ -87,8 +77,14 @@ class Receipt:
         return "\n".join(lines) or "nothing ran"
 
 
+def _byte_lines(kind: str, counts: dict) -> list[str]:
+    return [
+        f"{kind:8} {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(counts.items())
+    ]
+
+
 def receipt() -> Receipt:
-    """What ran on this rank since the last `reset_receipt()`.
+    """Return the counts of this rank since the last `reset_receipt()`.
 
     >>> fq.reset_receipt()
     >>> y = fq.Linear(64, 32, recipe=fq.recipes.mxfp8())(torch.ones(2, 64))

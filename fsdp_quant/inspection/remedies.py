@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is off on a machine, and what to do: the last lines of `python -m fsdp_quant doctor`."""
+"""Name problems of a machine and their remedies: the last lines of `python -m fsdp_quant doctor`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..roles import OVERRIDE_VARIABLE
 from ..tensor.code_check import CHECK_VARIABLE
 
 FP8 = (8, 9)  # compute capability from which tensor cores multiply fp8
-MEASURED = (9, 0)  # where our kernels have run
+MEASURED = (9, 0)  # compute capability on which our kernels were tested
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What `remedies` reads.
+    """Facts that `remedies` reads.
 
-    cuda:       of torch's build; None for a CPU build.
+    cuda:       CUDA version of torch's build; None for a CPU build.
     has_driver: an NVIDIA driver is installed.
-    gpus:       (name, compute capability, why no operators run there or None), each that torch
-                sees.
-    operators:  why the compiled operators are off; None where they are loaded.
-    environ:    the environment.
+    gpus:       (name, compute capability, reason why operators do not run there or None) per
+                visible GPU.
+    operators:  reason why the compiled operators are off; None if they are loaded.
+    environ:    environment variables.
     """
 
     cuda: str | None
@@ -60,7 +60,7 @@ class Machine:
 
 
 def remedies(machine: Machine) -> list[str]:
-    """A line per thing that is off, with what to do; empty where nothing is."""
+    """Return one line per problem, with its remedy."""
     found = []
     if not machine.gpus:
         found.append(_no_gpu(machine))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fsdp_quant report`: what `fq.inspect(path=)` wrote, as one file without network.
+"""`python -m fsdp_quant report`: show files of `fq.inspect(path=)` as one page of HTML.
 
-loss      curves of all scalars that the run logged (`log.scalars`); where one is no number, a line
-          says so
-heat map  layer x step of one quantity, drawn from the numbers that the page holds
-worst     layers and operands by how far their noise, underflow or saturation is from the median of
-          that operand
-ran       products as planned, and what the counters of the run say
-bytes     that FSDP2 gathers per step, as planned
+The page loads nothing: numbers, styles and scripts are in the file.
+
+loss      a curve per logged scalar (`log.scalars`), and the first step where it is not finite
+heat map  layer x step of one quantity
+worst     layers and operands, sorted by the distance of noise, underflow or saturation from the
+          median over layers
+ran       planned GEMMs, and the counters of the run
+bytes     planned bytes of FSDP2's all-gathers per step
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17
 class Run:
     """One file of JSON lines.
 
-    steps:    of its samples.
-    numbers:  "slot/quantity" -> layer -> value per step, or None where there is none.
-    scalars:  name -> (step, value or None).
-    plan, receipt:  as they were logged; None where they were not.
+    steps:    steps that were sampled.
+    numbers:  "slot/quantity" -> layer -> value per sampled step; None for a missing value.
+    scalars:  name -> (step, value); None for a value that is not finite.
+    plan, receipt:  None if the file has none.
     """
 
     name: str
@@ -46,8 +47,7 @@ class Run:
 
 
 def read(path: str | Path) -> Run:
-    """The run that a file holds. Raises ValueError, naming the line, for one that `fq.inspect` did
-    not write."""
+    """Read a file of `fq.inspect(path=)`. Raises ValueError that names the line for other files."""
     run, samples = Run(Path(path).name), []
     for number, text in enumerate(Path(path).read_text().splitlines(), 1):
         try:
@@ -75,8 +75,8 @@ def read(path: str | Path) -> Run:
     return run
 
 
-# Quantity -> (which of the samples is the worst, how far from the median is a point). Outliers that
-# dominate the energy of a tensor leave its SQNR as it is; what they cost the rest is its underflow.
+# Quantity -> (function that selects the worst sample, distance from the median per point). Outliers
+# dominate the energy of a tensor and so its SQNR; the loss of other values shows as underflow.
 POINTS = {"sqnr_db": (min, -3.0), "underflow": (max, 0.1), "saturation": (max, 0.01)}
 
 
@@ -108,7 +108,7 @@ class Suffering:
 
 
 def worst(run: Run) -> list[Suffering]:
-    """Operands of layers, those with most points first."""
+    """Sort operands of layers by points, the largest first."""
     found: dict[tuple[str, str], dict[str, tuple[float, int, float]]] = defaultdict(dict)
     for key, layers in run.numbers.items():
         operand, quantity = key.split("/")
@@ -126,7 +126,7 @@ def worst(run: Run) -> list[Suffering]:
 
 
 def write(paths: Sequence[str | Path], out: str | Path) -> None:
-    """Write the report of one or several runs, or ranks, to `out`."""
+    """Write one page about one or several runs or ranks. Raises ValueError for files without data."""
     runs = [read(path) for path in paths]
     if not any(run.steps or run.scalars for run in runs):
         raise ValueError(
@@ -277,7 +277,7 @@ def _ran(run: Run) -> str:
 def _bytes(run: Run) -> str:
     if run.plan is None or not run.plan.weight_bytes:
         return f"<p>{escape(run.name)}: FSDP2 gathers nothing.</p>\n"
-    forward, backward = (sum(pair[i] for pair in run.plan.weight_bytes.values()) for i in (0, 1))
+    forward, backward = map(sum, zip(*run.plan.weight_bytes.values()))
     rows = [
         ("quantized weights", f"{forward:,}", f"{backward:,}"),
         ("other parameters", *(f"{n:,}" for n in run.plan.other_bytes)),

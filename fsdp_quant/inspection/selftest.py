@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a
-report to send.
+"""`python -m fsdp_quant selftest`: compare the kernels of this GPU with the reference, time them,
+and write a report.
 
-    ties       e2m1 codes of every bf16 number, e8m0 scales of every amax and of fp32 ones around
-               powers of two: equal bytes; where a GPU has instructions for these casts, this is
-               what says that they round as the definition
-    codes      of every format, direction and option that kernels encode, with tails and extreme
+    ties       e2m1 codes of every bf16 number, e8m0 scales of every bf16 amax and of fp32 amaxes
+               around powers of two: equal bytes. Tests cast instructions of the GPU.
+    codes      every format, direction and option that kernels encode, with tails and extreme
                values: equal bytes
-    decode     those codes: equal values
-    products   every pair of formats in its domain, into fp32: relative error (Frobenius) to fp64 of
-               the decoded operands
-    rates      of quantizers, GB/s read and written; of products, TFLOP/s, of one large shape; on a
-               GPU alone
+    decode     the same codes: equal values
+    products   every pair of formats in its domain, fp32 output: relative error (Frobenius) to the
+               fp64 product of the decoded operands
+    rates      on a GPU, at one large shape: GB/s read and written by quantizers, TFLOP/s of GEMMs
 
-A CPU compares the definition with itself.
+On a CPU the reference is compared with itself.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from ..storage import Storage
 SHAPES = ((1, 1), (33, 47), (128, 256), (200, 328), (129, 1100))
 PRODUCT = (200, 272, 1024)  # m, n, k
 LARGE = (8192, 8192)
-# Tensor cores sum 8-bit products in about 13 bits: 2e-4 on gaussian data; anchors lose less than
-# that of it.
+# Tensor cores accumulate 8-bit products in about 13 bits: error 2e-4 on gaussian data. Shared
+# exponents of anchored layouts add less than that.
 BOUND = 1e-3
 RUNS = 10
 
 
 @dataclass
 class Report:
-    """failures: what differed, in words. compared: by kind, how many. rates: by what was timed."""
+    """failures: one line per difference. compared: kind -> comparisons. rates: name -> rate."""
 
     device: str
     arch: str
@@ -64,7 +62,7 @@ class Report:
 
 
 def quantizers() -> dict[str, Quantizer]:
-    """Every row of the table of formats that kernels encode, and what changes its bytes."""
+    """Every format that kernels encode, and every option that changes its bytes, by name."""
     made = []
     for fmt in FORMATS.values():
         if not fmt.is_quantized or unsupported_reason(fmt) is not None:
@@ -96,7 +94,7 @@ def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Storage:
-    """`Quantizer.storage` by the definition, whatever kernels run here."""
+    """`Quantizer.storage` computed by the reference, also where kernels are loaded."""
     e = q.encoding(direction)
     prepared = reference.prepared(x, e)
     amax, tensor_amax = reference.statistics(prepared, e)
@@ -142,8 +140,8 @@ def compare_codes(report: Report, device: torch.device) -> None:
 
 
 def ties() -> Iterable[tuple[str, str, Tensor]]:
-    """(what, format, values [rows, blocks of 32]). A block has the scale 1 where its e2m1 codes are
-    what is asked about."""
+    """Yield (name, format, values [rows, blocks of 32]). Blocks that test e2m1 codes have scale
+    1."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     small = numbers[numbers.abs() <= 6]
     rows = torch.nn.functional.pad(small, (0, -len(small) % 31)).view(-1, 31)
@@ -192,7 +190,7 @@ def compare_products(report: Report, device: torch.device) -> None:
                 (gemm(left, right, out_dtype=torch.float32).double() - want).norm() / want.norm()
             )
             difference = None if off <= BOUND else f"error {off:.1e}, wanted {BOUND} at most"
-        except Exception as error:  # of any kind: it is what the report is for
+        except Exception as error:  # of any kind: the report lists it
             difference = f"{type(error).__name__}: {error}".splitlines()[0]
         report.add("products", f"{of_a} x {of_b} ({domain})", difference)
 
@@ -233,7 +231,7 @@ def measure(report: Report, device: torch.device) -> None:
 
 
 def run(device: torch.device, path: Path, say: Callable[[str], None] = print) -> Report:
-    """Compare and measure; the report is written to path as JSON."""
+    """Compare, measure, and write the report to `path` as JSON."""
     on_gpu = device.type == "cuda"
     report = Report(
         torch.cuda.get_device_name(device) if on_gpu else "CPU",
