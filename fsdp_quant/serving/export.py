@@ -23,7 +23,7 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 from . import configs, layouts
 from .configs import Scheme
-from .layouts import Kind
+from .kinds import TARGETS, Kind
 from .weights import (
     Slice,
     Source,
@@ -189,8 +189,8 @@ def exported(
 
     tensor_amax:  of a matrix of a source; default: of the gathered weight.
     """
-    if format not in layouts.TARGETS:
-        raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
+    if format not in TARGETS:
+        raise ValueError(f"format must be one of {', '.join(TARGETS)}, got {format!r}")
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model has adapters, which these formats do not hold; merge them first "
@@ -294,11 +294,10 @@ def _parts(
                 f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
                 "export format='dequantized'"
             )
-        kind = layouts.kind_of(fmt, format, s.name, (shape[0], shape[1]))
+        kind = layouts.kind_in(format, fmt, s.name, (shape[0], shape[1]))
         part = Part(s, shape, own, kind)
         amax = input_amax.get(part.layer)
-        takes = layouts.takes_input_amax(kind)
-        if amax is not None and not (takes and 0 < amax < float("inf")):
+        if amax is not None and not (kind.takes_input_amax and 0 < amax < float("inf")):
             raise ValueError(
                 f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
                 "a whole tensor of inputs"
@@ -357,7 +356,7 @@ def _shared_amaxes(
     by_layer = {
         part.layer: (source, part.slice.matrix)
         for source, part in every
-        if part.kind and layouts.has_merged_scale(part.kind)
+        if part.kind and part.kind.is_two_level
     }
     shared: dict[tuple[Source, int | None], Tensor] = {}
     for layer in by_layer if share is not False else ():
