@@ -229,19 +229,13 @@ column_sums = define(
 )
 
 
-def random_key(
-    step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None
-) -> Tensor:
+def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
     """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the
     forward."""
-    return _random_key_op(step, ids, slot, rows, after)
-
-
-def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
     return rng.key_of(step, ids[slot], rows)
 
 
-_random_key_op = define(
+random_key = define(
     "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
     key_of,
     lambda step, *rest: step.new_empty(5),

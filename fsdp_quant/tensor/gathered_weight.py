@@ -21,7 +21,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
-from .weight_state import Piece, Shard, WeightState, values_of
+from .weight_state import Shard, WeightState, values_of
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,15 @@ class DirectionBuffers:
             torch_compat.free_storage(tensor)
 
 
-class Pass(NamedTuple):
+class GatherPass(NamedTuple):
     """The gather of one weight for the directions that a pass multiplies.
 
-    needs:       these directions.
     directions:  directions that are encoded and sent.
     outputs:     all-gather outputs, in the order of the inputs.
     filled:      other buffers of the storages, freed with the outputs.
     sizes:       (direction, format, bytes) of each direction that is sent, for counters.
     """
 
-    needs: frozenset[Direction]
     directions: tuple[Direction, ...]
     outputs: list[Tensor]
     filled: list[Tensor]
@@ -279,7 +277,7 @@ class GatheredWeight:
         buffers.free()
         return buffers
 
-    def _passes(self) -> dict[frozenset[Direction], Pass]:
+    def _passes(self) -> dict[frozenset[Direction], GatherPass]:
         """By the directions that a pass multiplies."""
         passes = {}
         for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
@@ -297,7 +295,7 @@ class GatheredWeight:
             ]
             outputs = [t for b in chosen for t in b.outputs]
             filled = [t for b in chosen for t in b.filled.values()]
-            passes[needs] = Pass(needs, directions, outputs, filled, sizes)
+            passes[needs] = GatherPass(directions, outputs, filled, sizes)
         return passes
 
     # The two halves of a gather #
@@ -316,13 +314,10 @@ class GatheredWeight:
         """Evaluation with delayed scales: a training forward has to record amaxes again."""
         return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)
 
-    def pieces(self, values: Tensor) -> list[Piece]:
-        """This rank's rows of each matrix of the weight."""
-        return self.state.pieces(values, self.cuts, self.managed.rank)
-
     def shards(self, local: Tensor, direction: Direction) -> list[Shard]:
         """The shards that the gather of a direction encodes; local: the sharded local tensor."""
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
+        values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
         return [
             Shard(
@@ -333,25 +328,28 @@ class GatheredWeight:
                 None,
                 self.records,
             )
-            for piece in self.pieces(local if is_codes else values_of(local))
+            for piece in self.state.pieces(values, self.cuts, self.managed.rank)
         ]
 
     def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
         """uint8 [rows, bytes] of every wire buffer; made: codes of each matrix with rows on this
         rank."""
-        device = self.managed.device
-        return [
-            _as_bytes([getattr(e, b.name) for e in made], b, device) for b in self.wire[direction]
-        ]
+        sent = []
+        for buffer in self.wire[direction]:
+            fields = [getattr(e, buffer.name) for e in made]
+            rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
+            missing = buffer.rows - rows.shape[0]
+            sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
+        return sent
 
     def copies_of_rows(
         self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from
         `rows_sent`."""
-        of = WireBuffer(buffer.name, 0, buffer.row_bytes)
-        each = [_as_bytes([field], of, self.managed.device) for field in fields]
-        return list(zip(rows[: sum(map(len, each))].split(list(map(len, each))), each))
+        each = [_as_bytes([field], buffer.row_bytes, self.managed.device) for field in fields]
+        sizes = list(map(len, each))
+        return list(zip(rows[: sum(sizes)].split(sizes), each))
 
     def replicated(
         self, direction: Direction, made: Sequence[Encoded]
@@ -361,7 +359,7 @@ class GatheredWeight:
         return [(target, _seen_as(target, getattr(made[0], name))) for name, target in buffers]
 
     def unpack(
-        self, chosen: Pass, filled: dict[tuple[Direction, str], Tensor]
+        self, chosen: GatherPass, filled: dict[tuple[Direction, str], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
         blocks in order, and `filled`, from metadata."""
@@ -398,22 +396,14 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
-def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
-    """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], padded with zero
-    rows."""
+def _as_bytes(tensors: list[Tensor], row_bytes: int, device: torch.device) -> Tensor:
+    """A rank's rows of each matrix as uint8 [rows, row_bytes]; views if their memory allows it."""
     if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
-        rows = whole.view(torch.uint8).view(-1, buffer.row_bytes)
-    elif len(tensors) != 1:
-        each = [
-            _as_bytes([t], WireBuffer(buffer.name, 0, buffer.row_bytes), device) for t in tensors
-        ]
-        rows = torch.cat(
-            [torch.empty(0, buffer.row_bytes, dtype=torch.uint8, device=device), *each]
-        )
-    elif (
-        (rows := tensors[0]).dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous()
-    ):
-        rows = rows.contiguous().view(torch.uint8).reshape(rows.shape[0], buffer.row_bytes)
-    return (
-        F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
-    )
+        return whole.view(torch.uint8).view(-1, row_bytes)
+    if len(tensors) != 1:
+        empty = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
+        return torch.cat([empty, *(_as_bytes([t], row_bytes, device) for t in tensors)])
+    (rows,) = tensors
+    if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
+        return rows
+    return rows.contiguous().view(torch.uint8).reshape(rows.shape[0], row_bytes)

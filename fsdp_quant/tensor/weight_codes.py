@@ -250,7 +250,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
                 storage = Storage.zeros(side.fmt, direction, (rows, cols), self.dtype, self.device)
                 slots.put(direction, storage)
         if quantizer.shares_storage:
-            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
+            slots.share_rowwise()
         content.values, content.slots, content.quantizer = None, slots, self._quantizer
         self.state.weight_sync = sync
         return values
@@ -270,7 +270,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         slots.put(direction, replace(storage, data=data))
         self._content.borrowed.add(direction)
         if self.state.quantizer.shares_storage:
-            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
+            slots.share_rowwise()
             self._content.borrowed.add(COLUMNWISE)
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
@@ -343,7 +343,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
             stored = _written_over(before, new.map(lambda buffer: buffer.to(self.device)))
             slots.put(direction, stored)
             if quantizer.shares_storage:
-                slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
+                slots.share_rowwise()
         content.versions[direction] = version
         if quantizer.shares_storage:
             content.versions[COLUMNWISE] = version
