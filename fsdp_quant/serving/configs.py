@@ -70,9 +70,9 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
 def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
     static, other = scheme.kind.algorithms or (None, None)
     size = scheme.kind.weights.get("group_size")
-    told = ("dynamic", "num_bits", "type", "group_size")
+    named = ("dynamic", "num_bits", "type", "group_size")
     weights, inputs = (
-        None if of is None else {k: of[k] for k in told if k in of} for of in _arguments(scheme)
+        None if of is None else {k: of[k] for k in named if k in of} for of in _arguments(scheme)
     )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
