@@ -58,8 +58,8 @@ class FSDPHooks(WeightTensor):
             with torch_compat.preserved_versions([t for inner in metadata.inner for t in inner]):
                 metadata.receive()
         if out is None:
-            shape = managed.global_shape if gathered.slots.parts else None
-            return QuantizedTensor(slots=gathered.slots, shape=shape), managed.inner_buffers
+            shape = managed.global_shape if gathered.pair.parts else None
+            return QuantizedTensor(slots=gathered.pair, shape=shape), managed.inner_buffers
 
 
 class PreHook:

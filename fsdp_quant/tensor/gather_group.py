@@ -126,7 +126,7 @@ class GatherPlan:
         self._chosen = [member.passes[n] for member, n in zip(members, needs)]
         self.outputs = [chosen.outputs for chosen in self._chosen]
         self.inner = [
-            chosen.filled + [t for d in n for t in operands.own[i][d]]
+            chosen.inner_tensors + [t for d in n for t in operands.own[i][d]]
             for i, (chosen, n) in enumerate(zip(self._chosen, needs))
         ]
         self.sizes: Counter[tuple[str, str]] = Counter()
@@ -144,7 +144,7 @@ class GatherPlan:
         self._unpacked = [
             i
             for i, (m, c) in enumerate(zip(members, self._chosen))
-            if m.managed.world_size == 1 or any(m.buffers[d].filled for d in c.directions)
+            if m.managed.world_size == 1 or any(m.buffers[d].inner_tensors for d in c.directions)
         ]
         self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
         self._recorded: _Sent | None = None
@@ -365,14 +365,14 @@ class _Operands:
                 if member.state.parts:
                     continue
                 layouts = member.state.layouts(member.dtype, member.managed.device) or {}
-                layout, storage = layouts.get(d, COMPACT), member.slots.get(d)
+                layout, storage = layouts.get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))
             made = to_gemm_operands(
                 [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
             for (i, storage, layout), operand in zip(of, made):
-                members[i].slots.keep(d, layout, operand)
+                members[i].pair.keep(d, layout, operand)
                 self._made.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
         self.unread = []

@@ -77,8 +77,8 @@ class QuantizedTensor(Tensor):
         shape: Sequence[int] | None = None,
         slots: StoragePair | None = None,
     ) -> QuantizedTensor:
-        slots = slots or StoragePair(rowwise, columnwise)
-        pairs = slots.parts or [slots]
+        pair = slots or StoragePair(rowwise, columnwise)
+        pairs = pair.parts or [pair]
         storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
         if not storages:
             raise ValueError(
@@ -90,7 +90,7 @@ class QuantizedTensor(Tensor):
                 f"the storages of one tensor must agree in shape and dtype, got {storages}"
             )
         shape = torch.Size(first.shape if shape is None else shape)
-        rows = sum(pair.first.shape[0] for pair in pairs)
+        rows = sum(one.first.shape[0] for one in pairs)
         if prod(shape) != rows * first.shape[1] or (shape[-1:] != (first.shape[1],)):
             raise ValueError(
                 f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}"
@@ -98,7 +98,7 @@ class QuantizedTensor(Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
         )
-        self._slots = slots
+        self._slots = pair
         return self
 
     @property
@@ -225,25 +225,25 @@ class QuantizedTensor(Tensor):
 
     def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
-        slots = self._slots
-        cached, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
+        pair = self._slots
+        cached, storage = pair.laid_out.get((direction, layout)), pair.get(direction)
         if cached is not None:
             return cached
         if storage is None:
-            storage = hybrid.columnwise_of(slots.storage(ROWWISE))
+            storage = hybrid.columnwise_of(pair.storage(ROWWISE))
         return to_layout(storage, layout)
 
     def _operands(self) -> dict[str, EncodedMatrix]:
         """The storages that a graph sees by name: per direction the laid-out operands, else the
         codes; shared buffers once."""
-        slots, shown = self._slots, {}
+        pair, shown = self._slots, {}
         for direction in Direction:
             laid_out = {
                 _shown_as(d, layout): s
-                for (d, layout), s in slots.laid_out.items()
+                for (d, layout), s in pair.laid_out.items()
                 if d is direction
             }
-            storage = slots.get(direction)
+            storage = pair.get(direction)
             if laid_out:
                 shown |= laid_out
             elif storage is not None and not any(s.data is storage.data for s in shown.values()):
@@ -276,25 +276,25 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """The tensor over other buffers. Codes whose operands are shown in their place keep theirs,
         which GEMMs do not read."""
-        slots = context.value
-        if slots.parts:
-            return QuantizedTensor(slots=replace(slots, shown=dict(inner)), shape=outer_size)
+        pair = context.value
+        if pair.parts:
+            return QuantizedTensor(slots=replace(pair, shown=dict(inner)), shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
                 {b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner}
             )
-            for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
+            for name, s in QuantizedTensor(slots=pair, shape=outer_size)._operands().items()
         }
-        pair = StoragePair(
-            rebuilt.get("rowwise", slots.rowwise),
-            rebuilt.get("columnwise", slots.columnwise),
-            slots.owner,
+        result = StoragePair(
+            rebuilt.get("rowwise", pair.rowwise),
+            rebuilt.get("columnwise", pair.columnwise),
+            pair.owner,
         )
-        if slots.shares_data:
-            pair.share_rowwise()
-        for d, layout in slots.laid_out:
-            pair.keep(d, layout, rebuilt[_shown_as(d, layout)])
-        return QuantizedTensor(slots=pair, shape=outer_size)
+        if pair.shares_data:
+            result.share_rowwise()
+        for d, layout in pair.laid_out:
+            result.keep(d, layout, rebuilt[_shown_as(d, layout)])
+        return QuantizedTensor(slots=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -313,10 +313,8 @@ class QuantizedTensor(Tensor):
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        slots = self._slots.parts[0] if self._slots.parts else self._slots
-        sides = ", ".join(
-            f"{d.value}={s.fmt}" for d in Direction if (s := slots.get(d)) is not None
-        )
+        pair = self._slots.parts[0] if self._slots.parts else self._slots
+        sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := pair.get(d)) is not None)
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -516,9 +514,9 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
     """((part, direction), storage) of every storage."""
-    for part, slots in enumerate((tensor._slots, *tensor._slots.parts)):
+    for part, pair in enumerate((tensor._slots, *tensor._slots.parts)):
         for direction in Direction:
-            if (storage := slots.get(direction)) is not None:
+            if (storage := pair.get(direction)) is not None:
                 yield (part, direction), storage
 
 

@@ -106,9 +106,9 @@ class QuantizedWeight(WeightCodes):
 
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
-        slots, operand = self._current(), super().operand_for(direction, layout)
+        pair, operand = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and operand.fmt.is_quantized:
-            slots.keep(direction, layout, operand)
+            pair.keep(direction, layout, operand)
         return operand
 
     # As a tensor #
@@ -149,10 +149,10 @@ class QuantizedWeight(WeightCodes):
         return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
 
     def __tensor_flatten__(self):
-        layouts, slots = self.state.layouts(self.dtype, self.device), self._current()
-        if slots.rowwise is not None and layouts is not None and self.state.weight_sync is None:
+        layouts, pair = self.state.layouts(self.dtype, self.device), self._current()
+        if pair.rowwise is not None and layouts is not None and self.state.weight_sync is None:
             for direction, layout in layouts.items():  # graphs see the same buffers in every step
-                if layout != COMPACT and (direction, layout) not in slots.laid_out:
+                if layout != COMPACT and (direction, layout) not in pair.laid_out:
                     self.operand_for(direction, layout)
         return super().__tensor_flatten__()[0], NoDynamoGuard(self._content)
 
@@ -163,10 +163,10 @@ class QuantizedWeight(WeightCodes):
         """The same weight over the buffers that a graph is traced with."""
         content = WeightContent(context.value.state)
         content.adopt(context.value)
-        content.slots = QuantizedTensor.__tensor_unflatten__(
-            inner, NoDynamoGuard(content.slots), outer_size, outer_stride
+        content.pair = QuantizedTensor.__tensor_unflatten__(
+            inner, NoDynamoGuard(content.pair), outer_size, outer_stride
         )._slots
-        like = content.slots.first
+        like = content.pair.first
         return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -302,10 +302,10 @@ def _copy(func, weight, *args, dtype=None, **kwargs):
     device = torch_compat.numbered(kwargs.get("device") or weight.device)
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
-        content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args, **kwargs)))
+        content.pair = source.pair.map(lambda s: s.map(lambda t: func(t, *args, **kwargs)))
         content.quantizer, content.versions = source.quantizer, dict(source.versions)
         if not shares:
             content.copied = (weight.version, copied.version)
     elif shares:
-        content.slots, content.quantizer = StoragePair(owner=weight.state), None
+        content.pair, content.quantizer = StoragePair(owner=weight.state), None
     return copied
