@@ -254,7 +254,7 @@ def left_by(sync: WeightSync) -> dict[str, Tensor]:
     """Everything that a cast writes."""
     found = {f"segment {c.served}": c.own for c in sync._channels}
     for w in sync._weights:
-        for d, side in w.sides.items():
+        for d, side in w.staged.items():
             found |= {
                 f"{w.name}.{d.value} scale": side.scale,
                 f"{w.name}.{d.value} tensor_amax": side.tensor_amax,

@@ -7,15 +7,16 @@ gathered and saved; only a `GemmOperand` goes to the tensor cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, Direction, Format
+from .formats import ROWWISE, Direction, Encoding, Format
 from .ops import reference
+from .ops.dispatch import Encoded
 from .ops.layout import ANCHORED_TENSOR, COMPACT, operand_format
 
 BUFFERS = ("data", "scale", "tensor_amax")
@@ -42,6 +43,37 @@ class EncodedMatrix:
     dtype: torch.dtype
     row0: int = 0
     layout: str = COMPACT
+
+    @classmethod
+    def of(
+        cls: type[_Matrix],
+        encoded: Encoded,
+        encoding: Encoding,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        row0: int = 0,
+    ) -> _Matrix:
+        """The matrix over freshly encoded buffers."""
+        fmt, (rows, cols), layout = encoding.fmt, shape, encoded.layout
+        tensor_amax = encoded.tensor_amax if has_tensor_amax(fmt, layout) else None
+        buffers = encoded.data, encoded.scale, tensor_amax
+        return cls(fmt, encoding.direction, (rows, cols), *buffers, dtype, row0, layout)
+
+    @classmethod
+    def over(
+        cls: type[_Matrix],
+        buffers: Sequence[Tensor],
+        fmt: Format,
+        direction: Direction,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        layout: str = COMPACT,
+    ) -> _Matrix:
+        """The matrix whose `buffers()` have these values."""
+        data, *rest = buffers
+        tensor_amax = rest.pop() if has_tensor_amax(fmt, layout) else None
+        scale = rest[0] if rest else None
+        return cls(fmt, direction, shape, data, scale, tensor_amax, dtype, 0, layout)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that exist, by field name."""

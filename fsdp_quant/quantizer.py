@@ -18,7 +18,7 @@ from torch import Tensor
 from .encoded_matrix import EncodedMatrix
 from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of, value_class
 from .ops import dispatch
-from .ops.dispatch import Encoded, Statistics
+from .ops.dispatch import Statistics
 from .ops.layout import COMPACT
 from .scaling import DelayedScaling
 from .storage import Storage, encoded_matrix, to_layout, to_storage
@@ -215,14 +215,17 @@ class HybridQuantizer:
         values = rowwise.dequantize(torch.float32).to(source)
         return replace(columnwise.storage(values, COLUMNWISE, key), dtype=dtype)
 
-    def columnwise_of(self, rowwise: Storage, key: Tensor | None = None) -> Storage:
+    def columnwise_of(
+        self,
+        rowwise: EncodedMatrix,
+        key: Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> Storage:
         """The columnwise storage if it is not encoded from the values: the rowwise one itself, or
-        derived from it."""
-        return (
-            rowwise.as_direction(COLUMNWISE)
-            if self.shares_storage
-            else self.derive_columnwise(rowwise, key=key)
-        )
+        `derive_columnwise` of it."""
+        if self.shares_storage:
+            return to_storage(rowwise).as_direction(COLUMNWISE)
+        return self.derive_columnwise(rowwise, compute_dtype, key)
 
     def storages(
         self,
@@ -233,21 +236,11 @@ class HybridQuantizer:
         factors: dict[Direction, Tensor] | None = None,
         statistics: dict[Direction, Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-        """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes
-        seen.
-
-        key:         int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
-        factors:     fp32 [1] per direction from the history of a delayed side (0: no history yet).
-        statistics:  of the tensor that x is a part of, by encoded direction, where they differ from
-                     x's.
-        returns:     (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
-        """
-        encodings = self._encodings_for(directions, {})
-        encoded, amaxes = self._encode(x, encodings, key, factors, {}, statistics)
-        made = {d: Storage.of(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()}
-        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in made:
-            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE], key)
-        return {d: s for d, s in made.items() if d in directions}, amaxes
+        """`operands` of x [rows, cols] as compact storages."""
+        made, amaxes = self.operands(
+            x, directions, layouts={}, key=key, factors=factors, statistics=statistics
+        )
+        return {d: to_storage(matrix) for d, matrix in made.items()}, amaxes
 
     def operands(
         self,
@@ -259,41 +252,24 @@ class HybridQuantizer:
         factors: dict[Direction, Tensor] | None = None,
         statistics: dict[Direction, Statistics] | None = None,
     ) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
-        """`storages` in the layouts (`ops.layout`) in which GEMMs read each direction."""
-        encodings = self._encodings_for(directions, layouts)
-        encoded, amaxes = self._encode(
-            x, encodings, key, factors, {} if self.is_derived else layouts, statistics
-        )
-        made = {
-            d: encoded_matrix(one, encodings[d], x.shape, x.dtype) for d, one in encoded.items()
-        }
-        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in made:
-            made[COLUMNWISE] = self.columnwise_of(to_storage(made[ROWWISE]), key)
-        return {
-            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in made.items() if d in directions
-        }, amaxes
+        """Quantize x [rows, cols] for these directions, in one operation over x.
 
-    def _encodings_for(
-        self, directions: Collection[Direction], layouts: dict[Direction, str]
-    ) -> dict[Direction, Encoding]:
+        layouts:     in which GEMMs read each direction (`ops.layout`); others are compact.
+        key:         int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
+        factors:     fp32 [1] per direction from the history of a delayed side (0: no history yet).
+        statistics:  of the tensor that x is a part of, by encoded direction, where they differ from
+                     x's.
+        returns:     (direction -> matrix, direction of a delayed side -> fp32 [1, 1] amax).
+        """
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
-        if COLUMNWISE in directions and COLUMNWISE in self.sides and COLUMNWISE not in encodings:
+        wants_columnwise = COLUMNWISE in directions and COLUMNWISE in self.sides
+        if wants_columnwise and COLUMNWISE not in encodings:
             if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
                 # the same codes in another layout
                 encodings[COLUMNWISE] = self.side(COLUMNWISE).encoding(COLUMNWISE)
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
-        return encodings
-
-    def _encode(
-        self,
-        x: Tensor,
-        encodings: dict[Direction, Encoding],
-        key: Tensor | None,
-        factors: dict[Direction, Tensor] | None,
-        layouts: dict[Direction, str],
-        statistics: dict[Direction, Statistics] | None,
-    ) -> tuple[dict[Direction, Encoded], dict[Direction, Tensor]]:
+        written = {} if self.is_derived else layouts
         # the direction whose statistics and history scale each one
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}
         encoded = dispatch.encode(
@@ -302,14 +278,22 @@ class HybridQuantizer:
             [statistics.get(source[d]) for d in encodings] if statistics else None,
             keys=[key] * len(encodings),
             encode_scales=[factors.get(source[d]) for d in encodings] if factors else None,
-            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts else None,
+            layouts=[written.get(d, COMPACT) for d in encodings] if written else None,
         )
         amaxes = {
             source[d]: one.amax
             for d, one in zip(encodings, encoded)
             if one.amax is not None and source[d] in self.delayed_directions
         }
-        return dict(zip(encodings, encoded)), amaxes
+        made = {
+            d: encoded_matrix(one, encodings[d], x.shape, x.dtype)
+            for d, one in zip(encodings, encoded)
+        }
+        if wants_columnwise and COLUMNWISE not in made:
+            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE], key)
+        return {
+            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in made.items() if d in directions
+        }, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.

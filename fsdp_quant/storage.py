@@ -65,35 +65,6 @@ class Storage(EncodedMatrix):
     layout: Literal["compact"] = COMPACT
 
     @classmethod
-    def of(
-        cls,
-        encoded: dispatch.Encoded,
-        encoding: Encoding,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        row0: int = 0,
-    ) -> Storage:
-        """The storage over freshly encoded compact buffers."""
-        fmt, (rows, cols) = encoding.fmt, shape
-        tensor_amax = encoded.tensor_amax if has_tensor_amax(fmt, COMPACT) else None
-        buffers = encoded.data, encoded.scale, tensor_amax
-        return cls(fmt, encoding.direction, (rows, cols), *buffers, dtype, row0)
-
-    @classmethod
-    def over(
-        cls,
-        buffers: Sequence[Tensor],
-        fmt: Format,
-        direction: Direction,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> Storage:
-        """The storage whose `buffers()` have these values."""
-        data, *rest = buffers
-        tensor_amax = rest.pop() if has_tensor_amax(fmt, COMPACT) else None
-        return cls(fmt, direction, shape, data, rest[0] if rest else None, tensor_amax, dtype)
-
-    @classmethod
     def zeros(
         cls,
         fmt: Format,
@@ -278,16 +249,15 @@ def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Pla
 # Between layouts #
 
 
+def _class_of(layout: str) -> type[EncodedMatrix]:
+    return Storage if layout == COMPACT else GemmOperand
+
+
 def encoded_matrix(
     encoded: dispatch.Encoded, encoding: Encoding, shape: Sequence[int], dtype: torch.dtype
 ) -> EncodedMatrix:
     """The matrix over freshly encoded buffers, in the layout that the encoder wrote."""
-    if encoded.layout == COMPACT:
-        return Storage.of(encoded, encoding, shape, dtype)
-    fmt, (rows, cols) = encoding.fmt, shape
-    tensor_amax = encoded.tensor_amax if has_tensor_amax(fmt, encoded.layout) else None
-    buffers = encoded.data, encoded.scale, tensor_amax
-    return GemmOperand(fmt, encoding.direction, (rows, cols), *buffers, dtype, 0, encoded.layout)
+    return _class_of(encoded.layout).of(encoded, encoding, shape, dtype)
 
 
 def matrix_over(
@@ -299,12 +269,7 @@ def matrix_over(
     layout: str,
 ) -> EncodedMatrix:
     """The matrix whose `buffers()` have these values."""
-    if layout == COMPACT:
-        return Storage.over(buffers, fmt, direction, shape, dtype)
-    data, *rest = buffers
-    tensor_amax = rest.pop() if has_tensor_amax(fmt, layout) else None
-    scale = rest[0] if rest else None
-    return GemmOperand(fmt, direction, shape, data, scale, tensor_amax, dtype, 0, layout)
+    return _class_of(layout).over(buffers, fmt, direction, shape, dtype, layout)
 
 
 def to_layout(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
@@ -449,7 +414,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     if set(buffers) - set(BUFFERS) or not all(isinstance(b, Tensor) for b in buffers.values()):
         raise TypeError(f"buffers are tensors, of {', '.join(BUFFERS)}")
     of = fmt, direction, shape, buffers["data"], buffers.get("scale"), buffers.get("tensor_amax")
-    return Storage(*of, dtype, row0) if layout == COMPACT else GemmOperand(*of, dtype, 0, layout)
+    return _class_of(layout)(*of, dtype, row0, layout)
 
 
 def _is_size(value: object, least: int = 0) -> bool:

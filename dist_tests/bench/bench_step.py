@@ -45,7 +45,9 @@ def _timed(label: str, fn):
 def _instrument() -> None:
     dispatch.statistics = _timed("amax", dispatch.statistics)
     dispatch.encode = _timed("encode", dispatch.encode)
-    root_statistics.take = _timed("statistics of weights, shared", root_statistics.take)
+    root_statistics.reduce_statistics = _timed(
+        "statistics of weights, shared", root_statistics.reduce_statistics
+    )
     linear_op.gemm = _timed("decode + product", linear_op.gemm)
     gather_group.GatherPlan.receive = _timed("re-assemble", gather_group.GatherPlan.receive)
     for name in (

@@ -552,7 +552,7 @@ def _memory(rank: int, world: int) -> None:
                 total += sum(
                     t.untyped_storage().size()
                     for b in buffers
-                    for t in (*b.outputs, *b.filled.values())
+                    for t in (*b.outputs, *b.inner_tensors.values())
                 )
         return total
 
@@ -611,7 +611,7 @@ def _laid_out(rank: int, world: int) -> None:
                         fq.begin_step(micro_batch=micro_batch)
                         y = net(nets.batch(micro_batch, rows=16).to(torch.bfloat16))
                         slots = [
-                            m.local.state.gathered.slots
+                            m.local.state.gathered.pair
                             for m in _managed(net)
                             if isinstance(m.local, WeightShard)
                         ]
@@ -663,7 +663,7 @@ def _one_launch_a_group(rank: int, world: int) -> None:
             of_second = [s for s in states if s.name.startswith("1.")]
             net[1][1].register_full_backward_pre_hook(
                 lambda *_: freed.append(  # the group is gathered
-                    [s.gathered.slots.columnwise.is_freed for s in of_second]
+                    [s.gathered.pair.columnwise.is_freed for s in of_second]
                 )
             )
             for _ in range(2):

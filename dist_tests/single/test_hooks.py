@@ -432,27 +432,27 @@ def test_every_element_is_published_once_by_its_owner():
             sizes = [draw.choice([64, 96 * 3, 4097, 16 * 1024]) for _ in range(6)]
             starts = list(itertools.accumulate([-(-s // 64) * 64 for s in sizes], initial=0))
             shard = -(-starts[-1] // pad) * pad // world
-            planes = []
+            wire_tensors = []
             for i, (start, size) in enumerate(zip(starts, sizes)):
                 bounds = [min(max(r * shard - start, 0), size) for r in range(world + 1)]
-                planes.append(WireTensor(f"w{i}", (4, 8, 16)[i % 3], ShardMap(tuple(bounds))))
-            segments = Segments(tuple(planes), world)
+                wire_tensors.append(WireTensor(f"w{i}", (4, 8, 16)[i % 3], ShardMap(tuple(bounds))))
+            segments = Segments(tuple(wire_tensors), world)
             segments.validate()
-            for plane in planes:
-                owners = [[] for _ in range(plane.map.numel)] if plane.map.numel < 5000 else None
+            for wire in wire_tensors:
+                owners = [[] for _ in range(wire.map.numel)] if wire.map.numel < 5000 else None
                 covered = 0
                 for rank in range(world):
-                    start, end = plane.map.run(rank)
-                    first, last = plane.span(rank)
+                    start, end = wire.map.run(rank)
+                    first, last = wire.span(rank)
                     covered += end - start
                     assert (
                         not end > start
-                        or first * 8 <= start * plane.bits
-                        and end * plane.bits <= last * 8
+                        or first * 8 <= start * wire.bits
+                        and end * wire.bits <= last * 8
                     )
                     for element in range(start, end) if owners else ():
                         owners[element].append(rank)
-                assert covered == plane.map.numel and (
+                assert covered == wire.map.numel and (
                     owners is None or all(len(o) == 1 for o in owners)
                 )
 
@@ -524,7 +524,7 @@ def bytes_of(sync: WeightSync, weights: list[QuantizedWeight]) -> list[Tensor]:
     kept += [
         t
         for w in sync._weights
-        for s in w.sides.values()
+        for s in w.staged.values()
         for t in (s.scale, s.tensor_amax)
         if t is not None
     ]

@@ -477,14 +477,14 @@ def test_hand_made_tensors_are_checked():
 
 def test_one_handler_an_operator():
     """Otherwise a second registration silently replaces the first."""
-    table = AtenTable("Test")
+    table = AtenTable()
 
-    @table.implements([aten.detach.default])
-    def first(func, args, kwargs):
-        return args[0]
+    @table.implements(aten.detach.default)
+    def first(func, tensor):
+        return tensor
 
     with pytest.raises(ValueError, match="detach.*already: first"):
-        table.implements([aten.alias.default, aten.detach.default])(first)
+        table.implements(aten.alias.default, aten.detach.default)(first)
     assert table.get(aten.detach.default) is first
     assert table.get(aten.t.default) is None
 

@@ -18,7 +18,7 @@ from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.root_statistics import Sharded, take
+from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
 from ..tensor.weight_state import (
@@ -115,7 +115,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
             state, (f"{prefix}.weight" if prefix else "weight", Sharded(local, state, m))
         )
     shared = [s for _, s in found.values() if s.managed is not None or s.state.spans_parts]
-    take([s for s in shared if _only_codes(s.local) is None], {})
+    reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
     for state, (name, (local, _, m, _)) in found.items():
         rows, world, rank = (

@@ -7,16 +7,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..modules.convert import convert
-from ..modules.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule
 from ..tensor.quantized_tensor import addresses_are_names
+from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
 
 
 class _State:
-    """What `accelerator.save_state` and `load_state`, after parameters and optimizers, do with
-    `fq.state_dict` on every rank."""
+    """Saves and loads `fq.state_dict` of every rank in `accelerator.save_state` and `load_state`,
+    after parameters and optimizers."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -35,22 +34,17 @@ def prepare(
     recipe: Recipe | PerLayer | Schedule | None = None,
     **convert_options,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare(model, optimizer)` of a model that is converted with `recipe`.
+    """Convert a model and call `accelerator.prepare(model, optimizer)`.
 
-    recipe:  None: the model was converted before.
+    recipe:  None: the model is already converted.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
-    `accelerator.save_state` and `load_state` then have `fq.state_dict` of all ranks.
+    From then on, `accelerator.save_state` and `load_state` save and load `fq.state_dict` of all
+    ranks.
 
-    Raises ValueError where the recipe is given twice or never.
+    Raises ValueError for a recipe that is given twice or never.
     """
-    if recipe is not None:
-        convert(model, recipe, **convert_options)
-    elif convert_options or not converted_modules(model):
-        raise ValueError(
-            "give prepare the recipe, or a model that fq.convert(model, recipe) has converted, and "
-            "no options of it"
-        )
+    model = convert_once(model, recipe, convert_options, "prepare")
     accelerator.register_for_checkpointing(_State(model))
-    with addresses_are_names():  # accelerate finds parameters again by their addresses
+    with addresses_are_names():  # accelerate identifies parameters by their addresses
         return accelerator.prepare(model, optimizer)

@@ -12,11 +12,10 @@ from lightning.fabric import plugins as fabric
 from lightning.pytorch import plugins as trainer
 from torch import autocast, bfloat16, nn
 
-from ..modules.convert import convert
 from ..modules.hold import hold
-from ..modules.steps import converted_modules
 from ..modules.training_steps import begin_step
 from ..recipe import PerLayer, Recipe, Schedule
+from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
 
 
@@ -64,14 +63,7 @@ class FabricPrecision(fabric.Precision):
         self._reference = weakref.ref(module)
         if module is before:  # the Trainer asks at each of fit, validate and test
             return module
-        if (self.recipe is None) == (not converted_modules(module)):
-            raise ValueError(
-                "give the precision plugin the recipe of a plain model, or none where "
-                "fq.convert(model, recipe) has converted it"
-            )
-        return (
-            module if self.recipe is None else convert(module, self.recipe, **self.convert_options)
-        )
+        return convert_once(module, self.recipe, self.convert_options, "the precision plugin")
 
     def forward_context(self) -> contextlib.AbstractContextManager:
         if self.precision == "bf16-mixed":

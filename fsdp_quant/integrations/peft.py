@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT: `freeze`, which makes a base of codes under LoRA and DoRA.
+"""PEFT: `freeze`, which keeps the base under LoRA and DoRA as codes.
 
-Whether a model is converted before or after `get_peft_model`, the base is multiplied as codes and
-adapters in high precision.
+GEMMs of the base read codes and those of adapters high precision, whether a model is converted
+before or after `get_peft_model`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class _DoraOverCodes(DoraLinearVariant):
 
 
 def freeze(model: nn.Module) -> int:
-    """`fq.freeze` of a model that has its adapters; with DoRA too, whose norms decode a layer's
-    base in each forward.
+    """Call `fq.freeze` on a model with adapters; returns the number of weights that are codes.
 
-    Before `model.merge_and_unload()` call `fq.unfreeze(model)`. returns: how many weights are codes
-    now.
+    Norms of DoRA decode the base of a layer in each forward. Call `fq.unfreeze(model)` before
+    `model.merge_and_unload()`.
     """
     count = hold.freeze(model)
     for layer in model.modules():

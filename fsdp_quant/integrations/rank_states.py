@@ -9,7 +9,7 @@ from torch import nn
 
 from ..modules.training_state import load_state_dict, state_dict
 
-_OF_RANKS = ("histories", "moved")  # what ranks may hold different values of
+_OF_RANKS = ("histories", "moved")  # their values may differ between ranks
 
 
 def gather_state(model: nn.Module) -> dict:
@@ -18,19 +18,18 @@ def gather_state(model: nn.Module) -> dict:
     state = state_dict(model)
     own = {key: state.pop(key) for key in _OF_RANKS}
     ranks = [own]
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
     return state | {"ranks": ranks}
 
 
 def load_gathered_state(model: nn.Module, state: dict) -> None:
-    """`fq.load_state_dict` of what `gather_state` returned, after the parameters. Every rank must
-    call it.
+    """Load what `gather_state` returned, after the parameters. Every rank must call it.
 
-    Of a run with W ranks, rank r takes the histories of rank r % W.
+    Rank r loads the histories of rank r % W of a run with W ranks.
     """
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = state["ranks"]
     load_state_dict(
         model, {k: v for k, v in state.items() if k != "ranks"} | ranks[rank % len(ranks)]

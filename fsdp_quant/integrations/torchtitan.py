@@ -5,12 +5,12 @@
     torchrun -m torchtitan.train --module fsdp_quant.integrations.torchtitan \\
         --config llama3.llama3_debugmodel --fsdp_quant.recipe mxfp8
 
-`--config MODULE.FUNCTION` names what torchtitan has as `--module MODULE --config FUNCTION`. Written
-for torchtitan 0.3.0.
+`--config MODULE.FUNCTION` is torchtitan's `--module MODULE --config FUNCTION`. Written for
+torchtitan 0.3.0.
 
 [Note: where a model is converted]
-torchtitan's own converters replace the configurations of single layers. A recipe is of a model (its
-last layers, MLPs, packed experts), so the built model is converted, before torchtitan shards it.
+torchtitan's converters replace configurations of single layers. A recipe spans a model (its last
+layers, MLPs, packed experts), so the built model is converted, before torchtitan shards it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def quantized(
     filter_fqns: Iterable[str] = (),
     fuse: bool = True,
 ) -> ModelSpec:
-    """`spec`, whose models `fq.convert` converts before torchtitan parallelizes them.
+    """A `spec` whose models are converted before torchtitan parallelizes them.
 
     filter_fqns:  modules that stay in high precision: `skip` of `fq.convert`.
 
-    Each stage of a pipeline is converted for itself, and counts its own last layers. Ranks of
-    tensor parallelism gather inputs of layers as torchtitan does, in high precision.
+    Each stage of a pipeline is converted alone, and counts its own last layers. Ranks of tensor
+    parallelism gather inputs of layers in high precision, as torchtitan does.
 
     Raises NotImplementedError, as a model is parallelized over several ranks, for another
     `parallelism.spmd_backend` than "partial_dtensor".
@@ -83,7 +83,7 @@ def quantized(
 
 
 def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
-    """Set the output layouts that torchtitan wants of layers that tensor parallelism will cut.
+    """Set the output layouts of layers that tensor parallelism will cut to torchtitan's.
 
     A row-parallel `fq.Linear` sums over the ranks itself, where torchtitan expects partial sums.
     """
@@ -100,9 +100,9 @@ def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Section:
-    """How `Trainer` quantizes: `recipe`, `filter_fqns`, `fuse` of `quantized`.
+    """The settings of `Trainer`: `recipe`, `filter_fqns` and `fuse` of `quantized`.
 
-    graphed:  forward and backward are one graph of `fq.graphed`, in place of torchtitan's.
+    graphed:  capture forward and backward as one graph of `fq.graphed`, in place of torchtitan's.
     """
 
     recipe: str = "mxfp8"
@@ -114,9 +114,9 @@ class Section:
 class Trainer(titan.Trainer):
     """torchtitan's Trainer of a quantized model.
 
-    Steps are its optimizer steps: random bits and schedules follow them. Where several
-    micro-batches make up a step, and no CUDA graph is captured, codes of weights are made once per
-    step (`fq.hold`). Checkpoints hold `fq.state_dict` of all ranks.
+    Random bits and schedules follow its optimizer steps. If a step has several micro-batches, and
+    no CUDA graph is captured, weights are quantized once per step (`fq.hold`). Checkpoints hold
+    `fq.state_dict` of all ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class Trainer(titan.Trainer):
 
 
 def _graphed(body: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
-    """`Trainer._forward_backward_body` in a graph of `fq.graphed`, whose arguments are tensors."""
+    """Capture `Trainer._forward_backward_body` by `fq.graphed`, whose arguments are tensors."""
     specs: list[CUDAGraphInputSpec] = []  # of the first batch
     step = graphed(
         lambda inputs, labels, tokens, *flat: body(
@@ -194,7 +194,8 @@ def _graphed(body: Callable[..., Tensor], model: nn.Module) -> Callable[..., Ten
 
 
 def trainer_config(config: titan.Trainer.Config, **section) -> Trainer.Config:
-    """A configuration of torchtitan's Trainer as one of `Trainer`. section: fields of `Section`.
+    """Convert a configuration of torchtitan's Trainer to one of `Trainer`. section: fields of
+    `Section`.
 
     Raises ValueError for the configuration of another trainer.
     """
@@ -208,7 +209,7 @@ def trainer_config(config: titan.Trainer.Config, **section) -> Trainer.Config:
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """The function that makes the configuration MODULE.FUNCTION of torchtitan's models."""
+    """A function that returns the configuration MODULE.FUNCTION of torchtitan's models."""
     module, _, function = name.rpartition(".")
     try:
         made = pkgutil.resolve_name(f"torchtitan.models.{module}.config_registry:{function}")

@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..modules.convert import convert
 from ..modules.hold import hold
-from ..modules.steps import converted_modules
 from ..modules.training_steps import begin_step, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
+from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
@@ -27,20 +26,18 @@ class Callback(TrainerCallback):
     """Train the model of a `Trainer` with `recipe`:
     `Trainer(..., callbacks=[Callback(recipe, skip=["lm_head"])])`.
 
-    recipe:       of `fq.convert`, which the Trainer's model is given as the Trainer is made. None:
-                  the model was converted before.
-    hold:         codes of weights are made once per optimizer step (`fq.hold`). None: where several
-                  micro-batches make up a step.
-    resume_from:  folder of the checkpoint that `train(resume_from_checkpoint=...)` is given, where
-                  that is neither `args.resume_from_checkpoint` nor a checkpoint in
-                  `args.output_dir`.
+    recipe:       for `fq.convert`, called when the Trainer is created. None: the model is already
+                  converted.
+    hold:         quantize weights once per optimizer step (`fq.hold`). None: if a step has several
+                  micro-batches.
+    resume_from:  folder of the checkpoint of `train(resume_from_checkpoint=...)`, if that is
+                  neither `args.resume_from_checkpoint` nor in `args.output_dir`.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
-    Steps are the Trainer's: random bits and schedules follow `state.global_step`, and a step that a
-    GradScaler skips is dropped. Each checkpoint holds `fq.state_dict` of all ranks in `FILE`, which
-    a resumed training loads.
+    Random bits and schedules follow `state.global_step`; a step that a GradScaler skips is dropped.
+    Each checkpoint holds `fq.state_dict` of all ranks in `FILE`, which a resumed training loads.
 
-    Raises ValueError where the recipe is given twice or never, and at a resume from a checkpoint
+    Raises ValueError for a recipe that is given twice or never, and at a resume from a checkpoint
     without `FILE`.
     """
 
@@ -52,57 +49,24 @@ class Callback(TrainerCallback):
         resume_from: str | None = None,
         **convert_options,
     ):
-        if recipe is None and convert_options:
-            raise ValueError(
-                f"{sorted(convert_options)} are options of fq.convert, and Callback was given no "
-                "recipe"
-            )
-        self.recipe, self.hold, self.resume_from, self.convert_options = (
-            recipe,
-            hold,
-            resume_from,
-            convert_options,
-        )
+        self.recipe = recipe
+        self.hold = hold
+        self.resume_from = resume_from
+        self.convert_options = convert_options
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
     def _convert(self, model: nn.Module) -> None:
         if model is self._converted():
             return
-        if converted_modules(model):
-            if self.recipe is not None:
-                raise ValueError(
-                    "the Trainer's model was converted before; give Callback no recipe, or the "
-                    "Trainer the plain model"
-                )
-        elif self.recipe is None:
-            raise ValueError(
-                "the Trainer's model has no fq.Linear; give Callback a recipe, or call "
-                "fq.convert(model, recipe)"
-            )
-        else:
-            convert(model, self.recipe, **self.convert_options)
+        convert_once(model, self.recipe, self.convert_options, "Callback")
         self._converted = weakref.ref(model)
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model=None,
-        **kwargs,
-    ):
+    def on_init_end(self, args, state, control, model=None, **kwargs):
         if model is not None:
             self._convert(model)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        **kwargs,
-    ):
+    def on_train_begin(self, args, state, control, model, **kwargs):
         self._held.close()  # left by a training that raised
         self._convert(model)  # `model_init` returns a new model per training
         if state.global_step:
@@ -123,61 +87,29 @@ class Callback(TrainerCallback):
             "Callback(resume_from=) the folder of a checkpoint that was written with this callback"
         )
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        **kwargs,
-    ):
+    def on_step_begin(self, args, state, control, model, **kwargs):
         self._micro_batch = 0
         begin_step(state.global_step)
         if args.gradient_accumulation_steps > 1 if self.hold is None else self.hold:
             self._held.enter_context(hold(model))
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ):
+    def on_substep_end(self, args, state, control, **kwargs):
         self._micro_batch += 1
         begin_step(state.global_step, micro_batch=self._micro_batch)
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer=None,
-        **kwargs,
-    ):
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self._held.close()
         self._loss_scale = _loss_scale(optimizer)
 
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer=None,
-        **kwargs,
-    ):
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         # `step_was_skipped` is False under fused optimizers
         if _loss_scale(optimizer) < self._loss_scale:
             skip_step()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ):
+    def on_epoch_end(self, args, state, control, **kwargs):
         self._held.close()  # the training was stopped between micro-batches
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        **kwargs,
-    ):
+    def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
             return
         gathered = gather_state(model)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch of operations: to the compiled kernel if there is one for the device and format, else to
-the reference.
+"""Dispatch each operation to the compiled kernel, if there is one for the device and format, else
+to the reference.
 
-Both return the same bytes. Callers pass all directions of one tensor together, so that a kernel
-reads the tensor once. Values are rounded to `dtype` before they are encoded (None: they are not).
+Both return the same bytes. Callers pass all directions of a tensor together, so that a kernel reads
+the tensor once. `dtype`: values are rounded to it before they are encoded (None: they are not).
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ def decode(
     row0: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """element * scale (* tensor scale) in fp32 [rows, cols], rounded once to `dtype`; scale None
-    leaves that factor out.
+    """element * scale (* tensor scale) in fp32 [rows, cols], rounded once to `dtype`; without the
+    scale if it is None.
 
     Identity keeps its own dtype where `dtype` is None.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales in the layouts that GEMMs read, from the compact ones and back.
+"""Convert compact scales to the layouts that GEMMs read, and back.
 
 [Note: GEMM layouts]
 Codes are [outer, contraction] for both operands (K-major), 4- and 6-bit codes packed along the
@@ -72,7 +72,7 @@ def in_native_order(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
 
 
 def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch: str) -> Tensor:
-    """[outer blocks, contraction blocks] of the result of `native_scale`."""
+    """Invert `native_scale`: scales [outer blocks, contraction blocks]."""
     outer_blocks, blocks = _blocks(fmt, outer, contraction)
     if fmt.scale_leaves_contraction:
         return scale.reshape(-1, 1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM layouts: padding, swizzle and transposes that a tensor core asks for, derived from compact
-buffers.
+"""GEMM layouts: the padding, swizzle and transposes that tensor cores require, of compact buffers.
 
-All functions are inverse pairs on plain tensors; padding is zero and never reaches a result.
+Functions come in inverse pairs on plain tensors. Padding is zero and never reaches a result.
 
 Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 scale tiles, fp32 block
 scales).
@@ -23,51 +22,52 @@ from ..formats import E4M3, PACKINGS, Format, anchored_format, ceil_div, spread_
 TILE_ROWS, TILE_COLS = 128, 4
 SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 
-# How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer,
-# contraction] as tensor cores read them: native with the format's own scales; spread: fp32 scales
-# of 128 that are powers of two as e8m0 scales of (1, 32), each for four blocks (of 128 x 128 also
-# for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one
-# fp32 scale for the tensor, [1], for a line, [outer], for each run of its elements, [contraction /
-# run, outer], or for each tile, [outer / 128, contraction / 128].
+# Layouts of the buffers of a matrix:
+#   compact   see `Storage`
+# and of operands [outer, contraction] as tensor cores read them:
+#   native    with the scales of the format
+#   spread    fp32 power-of-two scales of 128 elements as e8m0 scales of (1, 32): each repeated for
+#             four blocks (of 128 x 128 also for 128 rows), in tiles (`swizzle_128x4`)
+#   anchored  block scales folded into the codes, with one fp32 power-of-two scale per tensor [1],
+#             per line [outer], per run of a line [contraction / run, outer], or per tile
+#             [outer / 128, contraction / 128]
 COMPACT: Final = "compact"
 NATIVE, SPREAD = "native", "spread"
 ANCHORED_TENSOR, ANCHORED = "anchored tensor", "anchored"
 ANCHORED_512, ANCHORED_128 = "anchored 512", "anchored 128"
-# Of weights of a product of groups, whose tokens are anchored by runs of 128.
+# Of weights in grouped GEMMs, whose tokens are anchored by runs of 128.
 ANCHORED_TILE = "anchored 128x128"
-# elements that share a scale; None: a line's
+# elements that share a scale; None: a whole line
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
 ANCHORS_OF_BOTH = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
 ANCHORS = (*ANCHORS_OF_BOTH, ANCHORED_TILE)
-LAID_OUT = (NATIVE, SPREAD)  # the numbers of the compact storage, which can be had back
+LAID_OUT = (NATIVE, SPREAD)  # exact: the compact storage can be restored
 LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 
-# Where ranks or groups share the tokens that a product contracts, and no scale is of all of them:
-# one token that is far larger than the others would cost them their last bits. 512 is multiplied
-# faster than 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28 and 1.14).
-# cuBLASLt has no such scales: these GEMMs are our own kernel's (k1x512,
-# csrc/gemm/sm90_gemm_kernel.cuh).
-# Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
-# they quantize round to nearest.
+# For contractions over tokens that ranks or groups share, where no scale spans all tokens: with one
+# scale per line, one token much larger than the others would cost them their last bits. GEMMs of
+# runs of 512 are faster than of 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28
+# and 1.14). cuBLASLt has no such scales: these GEMMs run in our kernel (k1x512,
+# csrc/gemm/sm90_gemm_kernel.cuh). Stochastically rounded codes are anchored per line afterwards,
+# because kernels that anchor while they quantize round to nearest.
 OVER_TOKENS = ANCHORED_512
 
 
 def is_exact_operand(fmt: Format, layout: str) -> bool:
-    """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and
-    quantizers write it."""
+    """Quantizers write codes of this format in this layout, one scale per tensor, without losing
+    bits."""
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
 
 
 def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
-    """No kernel quantizes values into this layout of anchors: their compact codes are made
-    first."""
+    """No kernel quantizes values into this anchored layout: compact codes are encoded first."""
     by_kernel = fmt.block[0] == 1 and fmt.element.operand == fmt.element
     return layout in ANCHORS and not by_kernel and not is_exact_operand(fmt, layout)
 
 
 def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
-    """A kernel quantizes values into this layout as if it brought their compact codes into it:
-    e4m3, in blocks of (1, 32)."""
+    """A kernel quantizes values into this layout with the bytes that anchoring their compact codes
+    gives: e4m3, in blocks of (1, 32)."""
     return layout == ANCHORED_TENSOR and (
         fmt.element,
         fmt.block,
@@ -77,8 +77,8 @@ def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
 
 
 def is_encoded_as(fmt: Format, layout: str) -> bool:
-    """Quantizers write codes of this format in this layout, and compact ones that are brought into
-    it are the same."""
+    """Quantizers write codes of this format in this layout, with the bytes that converting compact
+    codes gives."""
     return (
         layout in (COMPACT, *LAID_OUT)
         or is_exact_operand(fmt, layout)
@@ -87,8 +87,8 @@ def is_encoded_as(fmt: Format, layout: str) -> bool:
 
 
 def operand_format(fmt: Format, layout: str) -> Format:
-    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of
-    tensors, lines or runs."""
+    """The format by which a GEMM decodes codes and scales of `fmt` in this layout: anchored ones
+    have scales per tensor, line or run."""
     if layout == SPREAD:
         return spread_format(fmt)
     if layout == ANCHORED_TENSOR:
@@ -99,8 +99,8 @@ def operand_format(fmt: Format, layout: str) -> Format:
 
 
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
-    """torch.cat of tensors [n, ..] as a view of their memory, where each begins at the end of the
-    one before; else None."""
+    """torch.cat of tensors [n, ..] as a view, if each begins in memory where the one before ends;
+    else None."""
     first, at = tensors[0], tensors[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for t in tensors:
@@ -115,7 +115,7 @@ def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:
-    """x [m, n] zero-padded so that m is a multiple of `rows` and n of `cols`; x where they are."""
+    """x [m, n] zero-padded to multiples of `rows` and `cols`; x itself if they are."""
     missing = -x.shape[1] % cols, -x.shape[0] % rows
     return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
 

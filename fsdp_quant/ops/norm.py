@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, LayerNorm and activations: their definition in PyTorch, and the compiled kernels where
-they run.
+"""RMSNorm, LayerNorm and activations: the definition in PyTorch, or the compiled kernel if there is
+one for the tensors.
 
     norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in
                                                           RMSNorm
     activation   h = act(g), or act(g) * u
 
-The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype
-before it is multiplied, and in the backward `dh * u` before it meets the slope. The reference
-equals torch's own autograd bit for bit; a kernel differs from it in the last bits of exp, erf and
-tanh, and in the order of sums over a row or over rows. Kernels also give the largest magnitudes of
-what they wrote: of all of it, and activations of lines (`native.amaxes_like`).
+Both compute in fp32 and round to the dtype where separate torch operations round: `act(g)` before
+the product with u, and in the backward `dh * u` before the product with the slope. The reference
+equals torch's autograd bit for bit. A kernel differs from it in the last bits of exp, erf and tanh,
+and in the order of sums over a row or over rows. Kernels also return the amax of each result; those
+of activations also the amaxes of lines (`native.amaxes_like`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _aten = torch.ops.aten
 
 
 class NormSpec(NamedTuple):
-    """centred: LayerNorm, else RMSNorm. zero_centered: gamma is 1 + weight.
+    """The kind of a norm.
 
-    rounds_first: the normalized x is rounded to the dtype of x before gamma multiplies it, as
-                  transformers' Llama does; of an RMSNorm whose gamma is the weight.
+    centred:       LayerNorm; else RMSNorm.
+    zero_centered: gamma is 1 + weight.
+    rounds_first:  round the normalized x to the dtype of x before the product with gamma, as
+                   transformers' Llama does. For an RMSNorm whose gamma is the weight.
     """
 
     eps: float
@@ -42,14 +44,14 @@ class NormSpec(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """kind: index in `KINDS`. gated: the result is multiplied by a second operand."""
+    """kind: index in `KINDS`. gated: multiply the result by a second operand."""
 
     kind: int
     gated: bool
 
 
 class _Kind(NamedTuple):
-    """act(x), and the gradient of x from that of act(x)."""
+    """value: x -> act(x). backward: (gradient of act(x), x) -> gradient of x."""
 
     value: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -77,8 +79,8 @@ ACTIVATIONS = {name: Activation(i, False) for i, name in enumerate(KINDS)} | {
 }
 
 
-def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
-    """A kernel takes these."""
+def _has_kernel(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
+    """A kernel accepts these tensors. widest: most columns that it accepts."""
     cols = x.shape[-1]
     if not (native.runs(x) and x.dtype in native.FLOATING and x.numel() and cols % 8 == 0):
         return False
@@ -88,15 +90,16 @@ def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
 
 
 def runs_whole(*tensors: Tensor | None) -> bool:
-    """A kernel takes them as they are: plain tensors of one shape, in rows of 16 bytes."""
+    """A kernel accepts these tensors without a copy: plain, contiguous, of one shape and aligned to
+    16 bytes."""
     g, *others = given = [t for t in tensors if t is not None]
     whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given)
-    return all(t.shape == g.shape for t in others) and _runs(g, *others) and whole
+    return all(t.shape == g.shape for t in others) and _has_kernel(g, *others) and whole
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
-    """(act(g), or act(g) * u; its amaxes, from a kernel)."""
-    if _runs(g, u):
+    """(act(g), or act(g) * u; its amaxes if a kernel ran)."""
+    if _has_kernel(g, u):
         return native.activation(g, u, kind)
     return (_activation_op if opaque.is_tracing() else reference_activation)(g, u, kind), None
 
@@ -109,8 +112,8 @@ def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-    """(dg, du or None, their amaxes from a kernel)."""
-    if _runs(g, u, dh):
+    """(dg, du or None, their amaxes if a kernel ran)."""
+    if _has_kernel(g, u, dh):
         return native.activation_backward(dh, g, u, kind)
     if opaque.is_tracing():
         dg, *du = _activation_backward_op(dh, g, u, kind)
@@ -126,7 +129,8 @@ def reference_activation_backward(
 
 
 class Normal(NamedTuple):
-    """y [.., cols]; fp32 [rows] rstd and mean (empty in RMSNorm); amax fp32 [1], from a kernel."""
+    """y [.., cols]; rstd and mean fp32 [rows] (mean of RMSNorm: empty); amax of y fp32 [1] if a
+    kernel ran."""
 
     y: Tensor
     rstd: Tensor
@@ -138,17 +142,17 @@ def _gamma(weight: Tensor, spec: NormSpec) -> Tensor:
     return weight.float() + 1 if spec.zero_centered else weight
 
 
-def _sides(
+def _layer_norm_inputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What torch's LayerNorm is given: fp32 where gamma is."""
+    """(x, gamma, bias) for torch's LayerNorm, in the dtype of gamma."""
     gamma = _gamma(weight, spec)
     return x.to(gamma.dtype), gamma, None if bias is None else bias.to(gamma.dtype)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Normal:
     """x [.., cols], weight and bias [cols]."""
-    if _runs(x, weight, bias, widest=native.WIDEST_NORM):
+    if _has_kernel(x, weight, bias, widest=native.WIDEST_NORM):
         return Normal(*native.norm(x, weight, bias, *spec))
     if opaque.is_tracing():
         y, rstd, mean = _norm_op(x, weight, bias, *spec)
@@ -162,7 +166,7 @@ def reference_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, rstd, mean."""
     if spec.centred:
-        values, gamma, beta = _sides(x, weight, bias, spec)
+        values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
         y, mean, rstd = _aten.native_layer_norm(values, x.shape[-1:], gamma, beta, spec.eps)
         return y.to(x.dtype), rstd.float().flatten(), mean.float().flatten()
     values = x.float()
@@ -177,7 +181,8 @@ def reference_norm(
 
 
 class NormGradients(NamedTuple):
-    """dx (with the residual's gradient), dweight, dbias or None; amax of dx, from a kernel."""
+    """dx (with the gradient of the residual), dweight, dbias or None; amax of dx if a kernel
+    ran."""
 
     dx: Tensor
     dweight: Tensor
@@ -195,8 +200,11 @@ def norm_backward(
     mean: Tensor,
     spec: NormSpec,
 ) -> NormGradients:
-    """residual: a gradient of x that is added to dx, after rounding, as autograd adds two."""
-    if _runs(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
+    """The gradients of `norm`.
+
+    residual: another gradient of x, added to the rounded dx, as autograd adds two gradients.
+    """
+    if _has_kernel(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
         return NormGradients(
             *native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None)
         )
@@ -221,7 +229,7 @@ def reference_norm_backward(
     """dx, dweight, dbias."""
     rows = (*x.shape[:-1], 1)
     if spec.centred:
-        values, gamma, beta = _sides(x, weight, bias, spec)
+        values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
         of_row = _statistics_dtype(values, gamma)
         dx, dweight, dbias = _aten.native_layer_norm_backward(
             dy.to(values.dtype),
@@ -254,7 +262,7 @@ def reference_norm_backward(
 
 
 def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
-    """In which torch's LayerNorm gives mean and rstd."""
+    """The dtype of mean and rstd in torch's LayerNorm."""
     return torch.float32 if x.is_cuda else gamma.dtype
 
 
@@ -265,7 +273,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _made(tensors) -> list[Tensor]:
+def _contiguous(tensors) -> list[Tensor]:
     return [t.contiguous() for t in tensors if t is not None]
 
 
@@ -281,7 +289,7 @@ _activation_op = opaque.define(
 )
 _activation_backward_op = opaque.define(
     "reference_activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> Tensor[]",
-    lambda *given: _made(reference_activation_backward(*given)),
+    lambda *given: _contiguous(reference_activation_backward(*given)),
     lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
 )
 _norm_op = opaque.define(
@@ -294,7 +302,7 @@ _norm_backward_op = opaque.define(
     "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "Tensor rstd, Tensor mean, float eps, bool centred, bool zero_centered, bool rounds_first) -> "
     "Tensor[]",
-    lambda dy, x, weight, bias, residual, rstd, mean, *spec: _made(
+    lambda dy, x, weight, bias, residual, rstd, mean, *spec: _contiguous(
         reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, NormSpec(*spec))
     ),
     lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],

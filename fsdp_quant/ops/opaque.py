@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference code in graphs: operators that a compiler does not look into, so that a graph's bits
-are eager mode's.
+"""Operators that run the reference inside graphs, opaque to compilers, so that graphs compute the
+bits of eager mode.
 
-The reference is written in torch operators. A compiler would fuse them, and fused arithmetic
-differs in the last bits. While `tracing`, whatever would run the reference calls one of the
-operators below instead; each runs the same function, in Python. Kernels need none of this: their
-operators are recorded as they are.
+The reference consists of torch operators. A compiler would fuse them, and fused arithmetic differs
+in the last bits. While `tracing`, callers of the reference call the operators below, which run the
+same functions in Python. Kernels are operators already.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def _set(value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Calls of this thread are recorded in a graph. They are counted when the graph runs, not
-    now."""
+    """Call the operators below in place of the reference, on this thread. Calls are counted when
+    the graph runs."""
     with _set(True), counters.kept():
         yield
 
@@ -47,8 +46,8 @@ def is_tracing() -> bool:
     return getattr(_THREAD, "is_tracing", False)
 
 
-# Formats as texts: an operator takes no Python objects, and a graph that is cached on disk runs in
-# another process #
+# Formats as strings: operators accept no Python objects, and graphs cached on disk run in other
+# processes #
 
 
 @functools.cache
@@ -82,7 +81,7 @@ _library = torch.library.Library("fsdp_quant", "FRAGMENT")
 
 
 def define(schema: str, run: Callable, fake: Callable) -> Callable:
-    """An operator of a Python function, which has no derivative."""
+    """Define an operator without a derivative. run: its Python function; fake: its shapes."""
     name = schema.split("(")[0]
 
     @functools.wraps(run)
@@ -152,8 +151,8 @@ def encode(
     key: Tensor | None,
     enc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(data, scale, tensor_amax, amax where one scale spans a contraction) of a quantized format;
-    statistics that are None are taken from x."""
+    """(data, scale, tensor_amax, amax if one scale spans the contraction) of a quantized format.
+    Statistics that are None are computed from x."""
     data, scale, *made = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
     if e.fmt.tensor_scale and tensor_amax is None:
         tensor_amax, *made = made
@@ -229,19 +228,13 @@ column_sums = define(
 )
 
 
-def random_key(
-    step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None
-) -> Tensor:
+def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
     """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the
     forward."""
-    return _random_key_op(step, ids, slot, rows, after)
-
-
-def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
     return rng.key_of(step, ids[slot], rows)
 
 
-_random_key_op = define(
+random_key = define(
     "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
     key_of,
     lambda step, *rest: step.new_empty(5),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What products of anchored operands lose, estimated from their codes: what the guard of anchored
-GEMMs (`modules.guard`) compares with the errors of the formats."""
+"""Estimate the error that anchoring adds to a GEMM, from the codes of its operands. The guard of
+anchored GEMMs (`modules.guard`) compares it with the errors of the formats."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torch import Tensor
 from ..formats import E2M1, E2M3, E3M2, E4M3, Element, Format
 from .reference import cast_codes, decode_codes
 
-# One of so many steps is looked at by the guard.
+# The guard estimates the error of one step in so many.
 PROBED_STEPS = 16
-# Of products of groups of tokens on the finest rung, runs of 128: they take longest to look at.
+# The same of grouped products on the finest rung, runs of 128: they take longest to look at.
 PROBED_STEPS_OF_RUNS = 64
-# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps
-# are a quarter of e5m2's.
+# Mean square of the relative error of an element with the scale of its own block. The steps of e4m3
+# are half those of e5m2.
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
 _PROBED_LINES = 64
-# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes
-# that were e2m1 with `fp8_exact` scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
+# Kinds of operands of `product_error`: with their own scales; anchored; and the last four anchored
+# from smaller elements: e2m1 with `fp8_exact` scales, or elements in blocks with e8m0 scales.
 NOT_COUNTED, COUNTED, COUNTED_E2M1, COUNTED_MX_E2M1, COUNTED_MX_E2M3, COUNTED_MX_E3M2 = range(6)
 
 
 class _Exact(NamedTuple):
-    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or
-    a larger one.
+    """Which anchored codes are exact: those of blocks whose largest magnitude has at least the code
+    `least`.
 
+    block:      elements per block.
     own_error:  as _OWN_ERROR, of gaussian values.
     """
 
@@ -39,13 +40,13 @@ class _Exact(NamedTuple):
 
 
 def _exact_blocks(element: Element, own_error: float) -> _Exact:
-    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach
-    one code less at most."""
+    """Of blocks with e8m0 scales: exact while their least step is on the grid of e4m3. The largest
+    magnitude of the next smaller blocks is at most one code below `least`."""
     below = 2.0**-10 / element.least_step
     return _Exact(32, int(cast_codes(torch.tensor(element.max * below), E4M3)) + 1, own_error)
 
 
-# 28: 6 * 2^-3 * 2^-3, the largest of a block of e2m1 whose e4m3 scale is 2^-3.
+# 28 is the code of 6 * 2^-3 * 2^-3: the largest magnitude of an e2m1 block whose scale is 2^-3.
 _EXACT = {
     COUNTED_E2M1: _Exact(16, 28, 9.1e-3),
     COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
@@ -56,7 +57,7 @@ _COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3
 
 
 def counted_as(fmt: Format) -> int:
-    """How `product_error` counts an operand of these codes where it is anchored."""
+    """How `product_error` counts an anchored operand of codes of this format."""
     return COUNTED_E2M1 if fmt.decodes_exactly_to_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)
 
 
@@ -71,24 +72,22 @@ def product_error(
     probe: int = 0,
     of_tokens: bool = False,
 ) -> Tensor:
-    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as
-    mean squares.
+    """(error of anchoring, error of the formats) of a GEMM a b^T: fp32 [2], mean squares.
 
-    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer
-              rounded up to 4], format of the operand).
-    counted:  how each operand counts (`counted_as`), or NOT_COUNTED.
-    of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
-    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the
-              golden ratio.
+    a, b:       (codes uint8 [outer, contraction], scales of runs [runs, outer rounded up to 4] or
+                None, format of the operand).
+    counted:    how each operand counts (`counted_as`), or NOT_COUNTED.
+    probe:      selects 64 lines of each operand, at the fractions of multiples of the golden ratio.
+    of_tokens:  the lines of a are tokens; else channels, as are the lines of b.
 
-    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 /
-    12; those of smaller elements have lost nothing in blocks that are not far below the largest, as
-    the block's largest code tells (`_EXACT`). Along the contraction that meets the energy of the
-    other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
-    where those of b are means over its lines, each against its own energy. The formats' own errors
-    are a constant share of all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each
-    against the sum of both, and then those of b; tokens far below the mean one less, since those
-    without a gradient have its noise.
+    A subnormal code is on a grid of the least step s: anchoring may have lost s^2 / 12. Codes of
+    smaller elements are exact in blocks with a large enough code (`_EXACT`). The loss of a line of
+    a is the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k], where lost is the mean square of
+    the loss and all the square of the value; those of b are means over its lines, each relative to
+    the energy of the line. The errors of the formats are a constant share of all_a[k] all_b[k].
+    Lines of a that are not all zero have equal weights, each relative to the sum of both errors;
+    then the same for lines of b. Tokens far below the mean energy weigh less, because those without
+    a gradient hold only noise.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
     own = sum(
@@ -97,7 +96,8 @@ def product_error(
     )
 
     def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
-        """of [lines, k], every line over its sum of `by` [lines], or left out."""
+        """Sum over the lines of `of` [lines, k], each divided by its entry of `by` [lines]; lines
+        with 0 are left out."""
         least = by.double().mean().float() * (_LEAST_TOKEN if of_tokens else 0.0)
         return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
 
@@ -121,8 +121,8 @@ def product_error(
 def _energies(
     data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int
 ) -> tuple[Tensor, Tensor]:
-    """(squares of the values, mean squares of what they may have lost) of the lines that a probe
-    looks at."""
+    """(squares of the values, mean squares of what anchoring may have lost) of the lines of a
+    probe."""
     numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
     lines = torch.tensor(
         [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device

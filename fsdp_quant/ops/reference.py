@@ -79,20 +79,14 @@ def blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
     return x.reshape(x.shape[0] // b0, b0, x.shape[1] // b1, b1)
 
 
-def _unblocked(
-    x4: Tensor, rows: int, cols: int, fmt: Format, direction: Direction, row0: int
-) -> Tensor:
-    b0 = fmt.dims(direction)[0]
-    front = row0 % b0 if b0 else 0
-    return x4.flatten(2).flatten(0, 1)[front : front + rows, :cols]
-
-
 def scaled_by_block(
     x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: int
 ) -> Tensor:
     """Every element of x times the factor [block rows, block cols] of its block, in fp32."""
-    x4, (rows, cols) = blocked(x, fmt, direction, row0).float(), x.shape
-    return _unblocked(x4 * factor[:, None, :, None], rows, cols, fmt, direction, row0)
+    (rows, cols), b0 = x.shape, fmt.dims(direction)[0]
+    scaled = blocked(x, fmt, direction, row0).float() * factor[:, None, :, None]
+    front = row0 % b0 if b0 else 0
+    return scaled.flatten(2).flatten(0, 1)[front : front + rows, :cols]
 
 
 # Rotation #
@@ -176,13 +170,18 @@ def encode_factor(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
         (amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax)
     )
     enc = enc.clamp(max=FLT_MAX)
-    return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if fmt.pow2 else enc
+    return _power_of_two_below(enc) if fmt.pow2 else enc
+
+
+def _power_of_two_below(x: Tensor) -> Tensor:
+    """Positive fp32 numbers without their mantissas."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def delayed_factor(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
     """fp32 [1]: a history's factor, or that of the current `amax` [1, 1] while it is 0."""
     enc = torch.where(enc > 0, enc, encode_factor(amax.reshape(1), encoding.fmt, encoding.eps))
-    return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if encoding.fmt.pow2 else enc
+    return _power_of_two_below(enc) if encoding.fmt.pow2 else enc
 
 
 def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: what a rank holds of a [rows, cols] tensor that is cut at any element, in row-major order.
+"""Codes in flat buffers: a rank holds a run of the elements of a [rows, cols] tensor in row-major
+order, cut at any element.
 
-The reference, and kernels of whole tensors, read rows, so a run is encoded as the rows that cover
-it, with zeros in place of what others hold: zeros never raise an amax, and their codes are dropped.
-Kernels that begin at any element take the place of both functions where they run
-(`weight_sync.cast_plan`).
+The reference, and kernels of whole tensors, read rows. So a run is encoded as the rows that cover
+it, with zeros in place of other ranks' elements: zeros never raise an amax, and their codes are
+dropped. `weight_sync.cast_plan` has kernels that begin at any element and need neither function.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .layout import pack, unpack
 
 
 def rows_covering(values: Tensor, col0: int, cols: int) -> Tensor:
-    """[rows, cols] of the elements from column col0 of a row on, zeros around them; of whole rows a
-    view.
+    """The rows that cover a run, [rows, cols], zeros around it; a view if the run is whole rows.
 
-    values:  [elements].
+    values:  [elements] of the run.
+    col0:    column of its first element.
     """
     behind = -(col0 + values.numel()) % cols if values.numel() else 0
     if values.numel() and (col0 or behind):
@@ -30,7 +30,7 @@ def rows_covering(values: Tensor, col0: int, cols: int) -> Tensor:
 
 
 def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> Tensor:
-    """The bytes of a run's codes, from those of the rows that cover it.
+    """The bytes of a run's codes, from the codes of the rows that cover it.
 
     data:     compact codes [rows, row bytes] (identity: [rows, cols] in its dtype).
     start:    index of the run's first element in the whole tensor.
@@ -42,17 +42,15 @@ def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> 
     col0 = start % cols
     if bits >= 8:
         return data.reshape(-1)[col0 : col0 + numel].contiguous().view(torch.uint8)
-    codes, before = (
-        unpack(data, bits)[:, :cols].reshape(-1)[col0 : col0 + numel],
-        start % PACKINGS[bits][0],
-    )
+    codes = unpack(data, bits)[:, :cols].reshape(-1)[col0 : col0 + numel]
+    before = start % PACKINGS[bits][0]
     return pack(F.pad(codes, (before, 0)), bits)[
         before * bits // 8 : ceil_div((before + numel) * bits, 8)
     ]
 
 
 def rows_of_codes(run: Tensor, bits: int, rows: int, cols: int) -> Tensor:
-    """Compact codes uint8 [rows, row bytes] of the bytes of the run of all elements."""
+    """Compact codes uint8 [rows, row bytes] from the bytes of a run of all elements."""
     count, size = PACKINGS[bits]
     if cols % count == 0:
         return run.view(rows, -1)

@@ -315,7 +315,7 @@ class _Held:
     """The plain local tensors of one parameter's update, except its gradient.
 
     weight:    the quantized parameter, or None.
-    launches:  a kernel takes them.
+    launches:  a kernel updates them.
     """
 
     def __init__(self, p: Tensor, state: dict[str, Tensor]):
@@ -447,7 +447,7 @@ def _update_all(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Update all parameters: one launch per kind that a kernel takes, the rest one by one."""
+    """Update all parameters: one launch per kind with a kernel, the rest one by one."""
     by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
     for h, grad, row in zip(held, grads, index):
         stored = h.stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .layouts import Kind
+from .kinds import Kind
 
 
 class Scheme(NamedTuple):
@@ -21,61 +21,25 @@ class Scheme(NamedTuple):
 
 def scheme_of(kind: Kind, quantizes_input: bool, input_amax: float | None) -> Scheme:
     """The scheme of a layer. Inputs of nvfp4 need a scale of the checkpoint."""
-    kind = kind._replace(rows=1)  # of the format alone: one scheme for both
     if input_amax:
         return Scheme(kind, "static")
-    return Scheme(kind, "dynamic" if quantizes_input and kind.name != "nvfp4" else "none")
+    return Scheme(kind, "dynamic" if quantizes_input and not kind.is_two_level else "none")
 
 
-def _blocks(bits: int, size: int, scale_dtype: str, strategy: str = "group") -> dict:
-    types = {"scale_dtype": scale_dtype, "zp_dtype": scale_dtype}
-    return {"num_bits": bits, "strategy": strategy, "group_size": size} | types
-
-
-# compressed-tensors' words.
-_FLOAT = {"type": "float", "symmetric": True}
-_STRATEGIES = {
-    "tensor": {"num_bits": 8, "strategy": "tensor"},
-    "channel": {"num_bits": 8, "strategy": "channel"},
-    "block": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
-    "mxfp8": _blocks(8, 32, "torch.uint8"),
-    "mxfp4": _blocks(4, 32, "torch.uint8"),
-    "nvfp4": _blocks(4, 16, "torch.float8_e4m3fn", "tensor_group"),
-}
-_OF_INPUTS = _STRATEGIES | {
-    "tensor": {"num_bits": 8, "strategy": "token"},
-    "channel": {"num_bits": 8, "strategy": "token"},
-    "block": {"num_bits": 8, "strategy": "group", "group_size": 128},
-}
-_PACKINGS = {
-    "mxfp8": "mxfp8-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
-}
-# modelopt's: (with static inputs, else).
-_ALGORITHMS = {
-    "tensor": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
-    "channel": (None, "FP8_PER_CHANNEL_PER_TOKEN"),
-    "block": (None, "FP8_PB_WO"),
-    "mxfp8": (None, "MXFP8"),
-    "nvfp4": ("NVFP4", "W4A16_NVFP4"),
-}
-_FP8 = {
-    "block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    "mxfp8": {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]},
-}
+_FLOAT = {"type": "float", "symmetric": True}  # in compressed-tensors' words
 
 
 def _arguments(scheme: Scheme) -> tuple[dict, dict | None]:
     """(of weights, of inputs) in compressed-tensors' words."""
-    name = scheme.kind.name
-    weights = _FLOAT | _STRATEGIES[name] | {"dynamic": False}
+    kind = scheme.kind
+    weights = _FLOAT | kind.weights | {"dynamic": False}
     if scheme.inputs == "none":
         return weights, None
     if scheme.inputs == "dynamic":
-        return weights, _FLOAT | _OF_INPUTS[name] | {"dynamic": True, "observer": None}
-    dynamic = "local" if name == "nvfp4" else False  # nvfp4: scales of blocks still are
-    return weights, _FLOAT | _STRATEGIES[name] | {"dynamic": dynamic, "observer": "static_minmax"}
+        inputs = kind.inputs or kind.weights
+        return weights, _FLOAT | inputs | {"dynamic": True, "observer": None}
+    dynamic = "local" if kind.is_two_level else False  # scales of blocks still are
+    return weights, _FLOAT | kind.weights | {"dynamic": dynamic, "observer": "static_minmax"}
 
 
 def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
@@ -85,7 +49,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
     made, packings = {}, []
     for i, (scheme, names) in enumerate(groups.items()):
         weights, inputs = _arguments(scheme)
-        packings.append(_PACKINGS.get(scheme.kind.name, "float-quantized"))
+        packings.append(scheme.kind.packing)
         made[f"group_{i}"] = {
             "targets": ["Linear"] if len(groups) == 1 else names,
             "weights": weights,
@@ -104,11 +68,11 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
 
 
 def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
-    static, other = _ALGORITHMS[scheme.kind.name]
-    size = _STRATEGIES[scheme.kind.name].get("group_size")
-    told = ("dynamic", "num_bits", "type", "group_size")
+    static, other = scheme.kind.algorithms or (None, None)
+    size = scheme.kind.weights.get("group_size")
+    named = ("dynamic", "num_bits", "type", "group_size")
     weights, inputs = (
-        None if of is None else {k: of[k] for k in told if k in of} for of in _arguments(scheme)
+        None if of is None else {k: of[k] for k in named if k in of} for of in _arguments(scheme)
     )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -124,7 +88,7 @@ def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
 def _fp8(scheme: Scheme, ignore: list[str]) -> dict:
     # transformers reads the first list, vLLM the second.
     lists = {"modules_to_not_convert": ignore, "ignored_layers": ignore}
-    return _FP8[scheme.kind.name] | {"activation_scheme": "dynamic"} | lists
+    return (scheme.kind.fp8 or {}) | {"activation_scheme": "dynamic"} | lists
 
 
 def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[str]) -> dict:

@@ -20,10 +20,10 @@ from ..storage import Storage
 from ..tensor.agreement import agree
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.torch_compat import local_of
+from ..tensor.torch_compat import in_state_dict, local_of
 from . import configs, layouts
 from .configs import Scheme
-from .layouts import Kind
+from .kinds import TARGETS, Kind
 from .weights import (
     Slice,
     Source,
@@ -31,7 +31,6 @@ from .weights import (
     encoded,
     master_of,
     matrix_of,
-    plain_name,
     sources_of,
     statistics_of,
 )
@@ -119,7 +118,8 @@ def export(
             whole = made.gathered(source)
             try:
                 if writer is not None and failure is None:
-                    writer.write_all(made.tensors(source, whole))
+                    for name, tensor in made.tensors(source, whole):
+                        writer.write(name, tensor)
             except Exception as error:  # the others are about to gather the next weight
                 failure = error
             del whole
@@ -189,8 +189,8 @@ def exported(
 
     tensor_amax:  of a matrix of a source; default: of the gathered weight.
     """
-    if format not in layouts.TARGETS:
-        raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
+    if format not in TARGETS:
+        raise ValueError(f"format must be one of {', '.join(TARGETS)}, got {format!r}")
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model has adapters, which these formats do not hold; merge them first "
@@ -225,7 +225,7 @@ def exported(
 
 def _check_ranks(planned: list[list[Planned]]) -> None:
     """Raise ValueError on every rank if ranks hold different tensors, whose gathers would hang."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return
     facts = {of.name: f"{list(of.shape)} {of.dtype}" for some in planned for of in some}
@@ -239,7 +239,7 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
 def _on_first_rank(run: Callable[[], T]) -> T | None:
     """Call `run` on rank 0 and return its result, None on others. Errors are raised on every
     rank."""
-    distributed = dist.is_available() and dist.is_initialized()
+    distributed = dist.is_initialized()
     result, raised = None, [None]
     if not distributed or dist.get_rank() == 0:
         try:
@@ -294,11 +294,10 @@ def _parts(
                 f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
                 "export format='dequantized'"
             )
-        kind = layouts.kind_of(fmt, format, s.name, (shape[0], shape[1]))
+        kind = layouts.kind_in(format, fmt, s.name, (shape[0], shape[1]))
         part = Part(s, shape, own, kind)
         amax = input_amax.get(part.layer)
-        takes = layouts.takes_input_amax(kind)
-        if amax is not None and not (takes and 0 < amax < float("inf")):
+        if amax is not None and not (kind.takes_input_amax and 0 < amax < float("inf")):
             raise ValueError(
                 f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
                 "a whole tensor of inputs"
@@ -340,7 +339,7 @@ def _ignored(
     owners = {id(source.owner) for source in sources if source.attribute == "weight"}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in owners:  # tied to another's weight
-            whole = f"{plain_name(name)}.weight"
+            whole = f"{in_state_dict(name)}.weight"
             found.append((names(whole) if names else whole).removesuffix(".weight"))
     return [name for name in dict.fromkeys(found) if name not in quantized]
 
@@ -357,7 +356,7 @@ def _shared_amaxes(
     by_layer = {
         part.layer: (source, part.slice.matrix)
         for source, part in every
-        if part.kind and layouts.has_merged_scale(part.kind)
+        if part.kind and part.kind.is_two_level
     }
     shared: dict[tuple[Source, int | None], Tensor] = {}
     for layer in by_layer if share is not False else ():

@@ -21,70 +21,23 @@ Model Optimizer, export/quant_utils.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..formats import E2M1, E4M3, FORMATS, ROWWISE, Format, format_of
+from ..formats import E2M1, E4M3, FORMATS, ROWWISE, Format
 from ..ops import reference
 from ..storage import Storage
-
-TARGETS = ("compressed-tensors", "modelopt", "fp8", "dequantized")
-
-
-class Kind(NamedTuple):
-    """A format as servers name it.
-
-    name:      key of the tables below.
-    rows:      rows that share a scale in the format, if servers want a scale per row.
-    multiples: of N and K that servers accept.
-    """
-
-    name: str
-    rows: int = 1
-    multiples: tuple[int, int] = (1, 1)
+from .kinds import KINDS, Kind, kind_of
 
 
-_KINDS = {
-    FORMATS[fmt].decoding: kind
-    for fmt, kind in (
-        ("fp8_tensor", Kind("tensor")),
-        ("fp8_row", Kind("channel")),
-        ("fp8_128x128", Kind("block", multiples=(1, 128))),
-        ("mxfp8", Kind("mxfp8", multiples=(1, 32))),
-        ("mxfp8_32x32", Kind("mxfp8", 32, (1, 32))),
-        ("mxfp4", Kind("mxfp4", multiples=(1, 32))),
-        ("nvfp4", Kind("nvfp4", multiples=(1, 16))),
-        ("nvfp4_16x16", Kind("nvfp4", 16, (1, 16))),
-    )
-}
-_HELD = {
-    "compressed-tensors": {"tensor", "channel", "block", "mxfp8", "mxfp4", "nvfp4"},
-    "modelopt": {"tensor", "channel", "block", "mxfp8", "nvfp4"},
-    # Not "tensor": vLLM reads its scale as `weight_scale`, transformers as `weight_scale_inv`.
-    "fp8": {"block", "mxfp8"},
-}
-# As read from a file: scales are any numbers.
-_READ = {
-    "tensor": FORMATS["fp8_tensor"],
-    "channel": FORMATS["fp8_row"],
-    "block": format_of("fp8_128x128", pow2=False),
-    "mxfp8": FORMATS["mxfp8"],
-    "mxfp4": FORMATS["mxfp4"],
-    "nvfp4": FORMATS["nvfp4"],
-}
-
-
-def kind_of(fmt: Format, target: str, name: str, shape: tuple[int, int]) -> Kind:
+def kind_in(target: str, fmt: Format, name: str, shape: tuple[int, int]) -> Kind:
     """The kind of a weight of this format in `target`.
 
     Raises ValueError, naming the weight, if the target has none.
     """
-    kind = _KINDS.get(fmt.decoding)
-    if kind is None or kind.name not in _HELD[target]:
-        kinds = {n: _KINDS.get(f.decoding) for n, f in FORMATS.items()}
-        held = [n for n, k in kinds.items() if k is not None and k.name in _HELD[target]]
+    kind = kind_of(fmt)
+    if kind is None or not kind.is_held_by(target):
+        held = [n for n, f in FORMATS.items() if (k := kind_of(f)) and k.is_held_by(target)]
         raise ValueError(
             f"{name} is {fmt} in the forward, which format={target!r} does not hold; it holds "
             f"{', '.join(held)}: give the layer one of them by fq.set_recipe, or export "
@@ -101,21 +54,6 @@ def kind_of(fmt: Format, target: str, name: str, shape: tuple[int, int]) -> Kind
     return kind
 
 
-def has_merged_scale(kind: Kind) -> bool:
-    """Servers multiply merged layers (q, k and v) with one second-level scale."""
-    return kind.name == "nvfp4"
-
-
-def takes_input_amax(kind: Kind) -> bool:
-    """A server may quantize inputs with an amax of the checkpoint."""
-    return kind.name in ("tensor", "nvfp4")
-
-
-def rows_per_scale(fmt: Format, kind: Kind) -> int:
-    """Rows of a weight per row of its scale tensor, if the scale has rows."""
-    return 1 if kind.rows > 1 else fmt.block[0] or 1
-
-
 def tensors_of(
     storage: Storage, kind: Kind, target: str, input_amax: float | None = None
 ) -> dict[str, Tensor]:
@@ -127,9 +65,10 @@ def tensors_of(
     data, scale, tensor_amax = storage.data, storage.scale, storage.tensor_amax
     if scale is None:
         raise ValueError(f"{storage.describe()} has no scales, which servers want")
-    if kind.rows > 1:
-        first = storage.row0 % kind.rows
-        scale = scale.repeat_interleave(kind.rows, 0)[first : first + storage.shape[0]]
+    rows = kind.rows_per_scale(storage.fmt)
+    if rows > 1:
+        first = storage.row0 % rows
+        scale = scale.repeat_interleave(rows, 0)[first : first + storage.shape[0]]
     name, packed = kind.name, storage.fmt.bits == 4
     data = data if packed else data.view(torch.float8_e4m3fn)
     scale = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale
@@ -199,29 +138,29 @@ def read_storage(
         )
     shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        kind, scale = "mxfp4" if packed else "mxfp8", scale.view(torch.uint8)
+        kind, scale = KINDS["mxfp4" if packed else "mxfp8"], scale.view(torch.uint8)
     elif packed:
-        kind, scale = "nvfp4", scale.to(torch.float8_e4m3fn).view(torch.uint8)
+        kind, scale = KINDS["nvfp4"], scale.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         # Of a small weight several, which decode alike.
         fits = ["tensor"] if scale.numel() == 1 else []
         fits += ["channel"] if scale.shape in ((shape[0],), (shape[0], 1)) else []
         fits += ["block"]
-        wanted = None if fmt is None else _KINDS.get(fmt.decoding)
-        kind = wanted.name if wanted is not None and wanted.name in fits else fits[0]
-        scale = scale.float()
-    read = _READ[kind]
+        wanted = None if fmt is None else kind_of(fmt)
+        name_of = wanted.name if wanted is not None and wanted.name in fits else fits[0]
+        kind, scale = KINDS[name_of], scale.float()
+    read = kind.format
     blocks = read.scale_shape(shape, ROWWISE)
     if blocks is None or scale.numel() != blocks[0] * blocks[1]:
         raise ValueError(
-            f"{name} is {list(shape)}: {kind} has scales {list(blocks or ())}, the file has "
+            f"{name} is {list(shape)}: {kind.name} has scales {list(blocks or ())}, the file has "
             f"{list(scale.shape)}"
         )
     scale = scale.reshape(blocks)
     if fmt is not None:
         read, scale = fmt, _scale_as(fmt, scale, kind, shape[0], name)
     amax = None
-    if kind == "nvfp4":
+    if kind.is_two_level:
         second, inverse = (tensors.get(n) for n in ("weight_scale_2", "weight_global_scale"))
         if second is not None and inverse is None:
             decode = second.float()
@@ -229,7 +168,7 @@ def read_storage(
             decode = reference.divide(1.0, inverse.float())
         else:
             raise ValueError(
-                f"{name}: nvfp4 has one of weight_scale_2 and weight_global_scale, got "
+                f"{name}: {kind.name} has one of weight_scale_2 and weight_global_scale, got "
                 f"{', '.join(tensors)}"
             )
         amax = _amax_of(decode.reshape(1), read)
@@ -247,26 +186,27 @@ def _amax_of(decode: Tensor, fmt: Format) -> Tensor:
     return near[distance.nan_to_num(nan=torch.inf).argmin()].reshape(1)
 
 
-def _scale_as(fmt: Format, scale: Tensor, kind: str, rows: int, name: str) -> Tensor:
+def _scale_as(fmt: Format, scale: Tensor, kind: Kind, rows: int, name: str) -> Tensor:
     """Scales of a file in the shape of a recipe's format.
 
     Raises ValueError, naming the weight, for scales that the format excludes.
     """
-    own = _KINDS.get(fmt.decoding) or Kind("another")
+    own, tensor = kind_of(fmt), KINDS["tensor"]
     repeats = torch.equal(scale, scale[:1].expand_as(scale))
-    if (own.name, kind) == ("tensor", "channel") and repeats:  # as modelopt's files have it
-        kind, scale = "tensor", scale[:1]
-    if own.name != kind:
+    if own is tensor and kind is KINDS["channel"] and repeats:  # as modelopt's files have it
+        kind, scale = tensor, scale[:1]
+    if own is not kind:
         raise ValueError(
-            f"{name} is {_READ[kind]} in the file and {fmt} in the recipe; give the layer the "
+            f"{name} is {kind.format} in the file and {fmt} in the recipe; give the layer the "
             "file's format"
         )
-    if own.rows > 1:
-        whole, scale = scale, scale[:: own.rows]
-        if not torch.equal(scale.repeat_interleave(own.rows, 0)[:rows], whole):
+    block_rows = kind.rows_per_scale(fmt)
+    if block_rows > 1:
+        whole, scale = scale, scale[::block_rows]
+        if not torch.equal(scale.repeat_interleave(block_rows, 0)[:rows], whole):
             raise ValueError(
                 f"{name} has a scale per row in the file, and {fmt} of the recipe one per "
-                f"{own.rows} rows"
+                f"{block_rows} rows"
             )
     if not reference.has_scales_of(scale, fmt):
         raise ValueError(

@@ -18,10 +18,10 @@ from ..modules.linear import Linear
 from ..modules.operands import weight_storages
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import local_of
+from ..tensor.torch_compat import in_state_dict, local_of
 from . import layouts
 from .layouts import read_storage
-from .weights import Slice, Source, plain_name, sources_of
+from .weights import Slice, Source, sources_of
 from .writer import INDEX, SINGLE
 
 # Of layers, but of no weight that a model here has: scales of inputs and of caches.
@@ -134,7 +134,7 @@ def _check_names(model: nn.Module, files: Files, where: Found, strict: bool) -> 
     missing = [source.name for source, found in where.items() if len(found) < len(source.slices)]
     used = {name for of in where.values() for _, found in of for name in found.values()}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    tied = {plain_name(name) for name, _ in every}
+    tied = {in_state_dict(name) for name, _ in every}
     unread = sorted(n for n in files.names - used - tied if n.rpartition(".")[2] not in _UNREAD)
     for names, why in ((missing, "are not in the files"), (unread, "are of no parameter")):
         if strict and names:

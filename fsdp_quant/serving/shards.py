@@ -134,7 +134,7 @@ def _quantized(
         return
     for name, tensor in layouts.tensors_of(storage, part.kind, format, part.input_amax).items():
         shape = shapes[f"{part.layer}.{name}"]
-        block = 1 if name in layouts.CODES else layouts.rows_per_scale(storage.fmt, part.kind)
+        block = 1 if name in layouts.CODES else part.kind.format.block[0] or 1
         row = 0 if tuple(tensor.shape) == shape else (start - first) // block
         yield Piece(f"{part.layer}.{name}", tensor, shape, (row, 0, 0, 0)[: len(shape)])
 

@@ -34,11 +34,8 @@ from ..storage import Storage
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.torch_compat import local_of
+from ..tensor.torch_compat import in_state_dict, local_of
 from ..tensor.weight_state import Piece, Shard, encode_shards
-
-# Wrappers that put a word into names: torch.compile, and checkpoint_wrapper.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Slice(NamedTuple):
@@ -88,10 +85,6 @@ class Source:
         return whole if piece.rows is None else whole[slice(*piece.rows)]
 
 
-def plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> list[Source]:
     """Every parameter and persistent buffer once, in the order of the model.
 
@@ -110,7 +103,7 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
             if tensor is None or attribute in skipped or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            name = plain_name(f"{prefix}.{attribute}".lstrip("."))
+            name = in_state_dict(f"{prefix}.{attribute}".lstrip("."))
             layers, transposed = quantized.get(id(tensor), ([], False))
             is_parameter = attribute in module._parameters
             found.append(Source(name, module, attribute, is_parameter, layers, transposed))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,11 +179,6 @@ class Writer:
         with open(path, "r+b") as file:
             file.seek(start)
             file.write(data.numpy().data)
-
-    def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """`write` each (name, tensor)."""
-        for name, tensor in tensors:
-            self.write(name, tensor)
 
     def finish(self) -> None:
         """Rename the files to their final names. Raises ValueError if a tensor is missing."""

@@ -3,37 +3,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 aten = torch.ops.aten
 
 
-class AtenTable:
-    """Handlers (func, args, kwargs) of one tensor subclass."""
+class AtenTable(dict[object, Callable]):
+    """Operator -> handler(operator, *args, **kwargs), of one tensor subclass."""
 
-    def __init__(self, owner: str):
-        self.owner = owner
-        self._handlers: dict[object, Callable] = {}
-
-    def implements(self, ops: Iterable, unpack: bool = False) -> Callable[[Callable], Callable]:
+    def implements(self, *ops: object) -> Callable[[Callable], Callable]:
         """Decorator: this function handles these operators. Raises ValueError for one that has a
-        handler. unpack: it takes the operator's own arguments."""
+        handler."""
 
         def register(handler: Callable) -> Callable:
-            unpacked = functools.wraps(handler)(lambda func, args, kwargs: handler(*args, **kwargs))
             for op in ops:
-                if op in self._handlers:
-                    raise ValueError(
-                        f"{self.owner} has a handler for {op} already: "
-                        f"{self._handlers[op].__name__}"
-                    )
-                self._handlers[op] = unpacked if unpack else handler
+                if op in self:
+                    raise ValueError(f"{op} has a handler already: {self[op].__name__}")
+                self[op] = handler
             return handler
 
         return register
-
-    def get(self, op: object) -> Callable | None:
-        return self._handlers.get(op)

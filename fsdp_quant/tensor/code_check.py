@@ -47,15 +47,15 @@ def bytes_apart(a: Tensor, b: Tensor) -> int:
 def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard
     as it is now."""
-    slots = weight._slots
-    state = slots.owner
+    pair = weight._slots
+    state = pair.owner
     if not isinstance(state, WeightState) or state.managed is None:
         return
     managed, local = state.managed, state.managed.local
-    if not isinstance(local, WeightTensor):  # its model is gone
+    if not isinstance(local, WeightTensor):  # the model was freed
         return
     source = direction if direction in state.quantizer.encodings else ROWWISE
-    whole = slots.storage(source)
+    whole = pair.storage(source)
     if whole.is_freed:  # its GEMM reads a copy in another layout
         return
     for shard in state.gathered.shards(local, source):

@@ -46,7 +46,7 @@ class FSDPHooks(WeightTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, list[Tensor]] | None:
-        gathered = _last_gathered(self.state)
+        gathered = self.state.gathered
         if gathered is None:
             raise RuntimeError(f"{self.state.name}: its recipe changed while FSDP2 gathered it")
         managed = gathered.managed
@@ -58,8 +58,8 @@ class FSDPHooks(WeightTensor):
             with torch_compat.preserved_versions([t for inner in metadata.inner for t in inner]):
                 metadata.receive()
         if out is None:
-            shape = managed.global_shape if gathered.slots.parts else None
-            return QuantizedTensor(slots=gathered.slots, shape=shape), managed.inner_buffers
+            shape = managed.global_shape if gathered.pair.parts else None
+            return QuantizedTensor(slots=gathered.pair, shape=shape), managed.inner_buffers
 
 
 class PreHook:
@@ -75,7 +75,7 @@ class PreHook:
         self.weight = weight
 
     def __call__(self, mesh: DeviceMesh):
-        gathered = _last_gathered(self.weight.state)
+        gathered = self.weight.state.gathered
         # the first weight sends its whole group; a gather that failed may have left inputs
         if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:
             with torch_compat.outside_inference_mode():
@@ -149,17 +149,13 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
         )
     if managed is not state.managed:
         state.managed, state.gathered = managed, None
-    gathered = _last_gathered(state)
+    gathered = state.gathered
     if gathered is None or gathered.dtype != managed.param_dtype:
         for other in torch_compat.managed_params_of_root(managed):
             check_layout(other)
         state.gathered = gathered = GatheredWeight(state, managed)
         managed.reset_gather_buffers()
     return gathered
-
-
-def _last_gathered(state: WeightState) -> GatheredWeight | None:
-    return state.gathered if isinstance(state.gathered, GatheredWeight) else None
 
 
 def check_layout(managed: ManagedParam) -> None:

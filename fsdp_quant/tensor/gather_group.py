@@ -20,6 +20,7 @@ hook, which runs while the buffers are free, chooses the set.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections import Counter
@@ -37,7 +38,7 @@ from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
-from .gathered_weight import GatheredWeight, Pass
+from .gathered_weight import GatheredWeight, GatherPass
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 # Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
@@ -125,7 +126,7 @@ class GatherPlan:
         self._chosen = [member.passes[n] for member, n in zip(members, needs)]
         self.outputs = [chosen.outputs for chosen in self._chosen]
         self.inner = [
-            chosen.filled + [t for d in n for t in operands.own[i][d]]
+            chosen.inner_tensors + [t for d in n for t in operands.own[i][d]]
             for i, (chosen, n) in enumerate(zip(self._chosen, needs))
         ]
         self.sizes: Counter[tuple[str, str]] = Counter()
@@ -143,7 +144,7 @@ class GatherPlan:
         self._unpacked = [
             i
             for i, (m, c) in enumerate(zip(members, self._chosen))
-            if m.managed.world_size == 1 or any(m.buffers[d].filled for d in c.directions)
+            if m.managed.world_size == 1 or any(m.buffers[d].inner_tensors for d in c.directions)
         ]
         self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
         self._recorded: _Sent | None = None
@@ -272,7 +273,7 @@ def _held_key(shard: Shard) -> tuple:
 
 
 def _facts(
-    member: GatheredWeight, chosen: Pass, shard: Tensor
+    member: GatheredWeight, chosen: GatherPass, shard: Tensor
 ) -> tuple[tuple, tuple[Tensor | None, ...]]:
     """Key of the launches of a weight's gather: values that must be equal, and tensors that must be
     identical."""
@@ -340,9 +341,10 @@ def _is_view(rows: Tensor, buffer: Tensor) -> bool:
 
 
 class _Operands:
-    """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2. Packed
-    weights
-    have none: `grouped_op.ExpertWeights` converts the codes of all matrices in one call.
+    """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2.
+
+    Packed weights have none: `grouped_op.ExpertWeights` converts the codes of all matrices in one
+    call.
 
     own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
              inner tensors.
@@ -363,14 +365,14 @@ class _Operands:
                 if member.state.parts:
                     continue
                 layouts = member.state.layouts(member.dtype, member.managed.device) or {}
-                layout, storage = layouts.get(d, COMPACT), member.slots.get(d)
+                layout, storage = layouts.get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))
             made = to_gemm_operands(
                 [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
             for (i, storage, layout), operand in zip(of, made):
-                members[i].slots.keep(d, layout, operand)
+                members[i].pair.keep(d, layout, operand)
                 self._made.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
         self.unread = []
@@ -396,29 +398,19 @@ class _Operands:
                 calls += self._calls[d]
             else:
                 calls += [
-                    _Rewrite(storage, operand)
+                    functools.partial(_rewrite, storage, operand)
                     for i, of, storage, operand in self._made
                     if of is d and d in needs[i]
                 ]
         return calls
 
 
-class _Rewrite:
+def _rewrite(source: Storage, target: GemmOperand) -> None:
     """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
-
-    def __init__(self, source: Storage, target: GemmOperand):
-        self._source, self._target = source, target
-
-    def __call__(self) -> None:
-        target = self._target
-        made = self._source.to_gemm_operand(target.layout).buffers()
-        torch_compat.copy_all(
-            [
-                (t, made[n])
-                for n, t in target.buffers().items()
-                if t.data_ptr() != made[n].data_ptr()
-            ]
-        )
+    made = source.to_gemm_operand(target.layout).buffers()
+    torch_compat.copy_all(
+        [(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()]
+    )
 
 
 def _own_buffers(operand: GemmOperand, codes: Storage) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
-from .weight_state import Piece, Shard, WeightState, values_of
+from .weight_state import Shard, WeightState, values_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class DirectionBuffers:
     """Persistent buffers of one direction of one gathered weight.
 
     outputs:    all-gather outputs, uint8 [world * rows * row_bytes], one per wire buffer.
-    filled:     buffers that the post hook fills, by field of `Storage`: re-indexed or derived ones.
+    inner_tensors: buffers that the post hook fills, by field of `Storage`: re-indexed or derived
+                ones, which FSDP2 frees as its inner tensors.
     replicated: small buffers that every rank computes whole and the pre hook fills, on its stream;
                 never freed, because the stream of the post hook may be behind.
     halo:       (gathered rows, index of each logical row) of buffers that the post hook re-indexes;
@@ -107,35 +108,33 @@ class DirectionBuffers:
     """
 
     outputs: list[Tensor]
-    filled: dict[str, Tensor]
+    inner_tensors: dict[str, Tensor]
     replicated: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
     whole: dict[str, Tensor]
 
     def alloc(self) -> None:
-        for tensor in (*self.outputs, *self.filled.values()):
+        for tensor in (*self.outputs, *self.inner_tensors.values()):
             torch_compat.alloc_storage(tensor)
 
     def free(self) -> None:
-        for tensor in (*self.outputs, *self.filled.values()):
+        for tensor in (*self.outputs, *self.inner_tensors.values()):
             torch_compat.free_storage(tensor)
 
 
-class Pass(NamedTuple):
+class GatherPass(NamedTuple):
     """The gather of one weight for the directions that a pass multiplies.
 
-    needs:       these directions.
     directions:  directions that are encoded and sent.
     outputs:     all-gather outputs, in the order of the inputs.
-    filled:      other buffers of the storages, freed with the outputs.
+    inner_tensors: other buffers of the storages, freed with the outputs.
     sizes:       (direction, format, bytes) of each direction that is sent, for counters.
     """
 
-    needs: frozenset[Direction]
     directions: tuple[Direction, ...]
     outputs: list[Tensor]
-    filled: list[Tensor]
+    inner_tensors: list[Tensor]
     sizes: list[tuple[str, str, int]]
 
 
@@ -177,25 +176,25 @@ class GatheredWeight:
         self.group: Any = None  # gather_group.GatherGroup
         # set by the group's gather until FSDP2 asks for them
         self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
-        self.slots_of = [StoragePair(owner=matrix) for matrix in self.matrices]
+        self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
-            for i, slots in enumerate(self.slots_of):
+            for i, pair in enumerate(self.pairs):
                 if direction in self.buffers:
                     storage = self.buffers[direction].storages[i]
                 elif self.derived is not None:
                     storage = self.derived.storages[i]
                 else:
                     storage = self.buffers[ROWWISE].storages[i].as_direction(direction)
-                slots.put(direction, storage)
+                pair.put(direction, storage)
         for matrix in state.parts:
             matrix.managed, matrix.gathered = managed, self
         shown = {
             f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()
         }
-        self.slots = (
-            StoragePair(owner=state, parts=self.slots_of, shown=shown)
+        self.pair = (
+            StoragePair(owner=state, parts=self.pairs, shown=shown)
             if state.parts
-            else self.slots_of[0]
+            else self.pairs[0]
         )
 
     @property
@@ -210,7 +209,7 @@ class GatheredWeight:
         fmt, shape, device = encoding.fmt, (self.rows, self.cols), self.managed.device
         world, matrices = self.managed.world_size, len(self.matrices)
         outputs: list[Tensor] = []
-        filled, replicated, fields = {}, {}, {}
+        inner, replicated, fields = {}, {}, {}
         halo: dict[str, tuple[Tensor, Tensor]] = {}
         scale_shape = fmt.scale_shape(shape, direction)
         if scale_shape is not None:
@@ -223,7 +222,7 @@ class GatheredWeight:
         for i, buffer in enumerate(self.wire[direction]):
             # at world size 1 FSDP2 keeps only the first input: the others travel as metadata
             if world == 1 and i > 0:
-                filled[buffer.name] = replicated.pop(buffer.name)
+                inner[buffer.name] = replicated.pop(buffer.name)
                 continue
             output = torch.empty(
                 world * buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=device
@@ -234,18 +233,18 @@ class GatheredWeight:
                     output.view(-1, buffer.row_bytes),
                     torch.tensor(buffer.halo_index, device=device),
                 )
-                filled[buffer.name] = replicated.pop(buffer.name)
+                inner[buffer.name] = replicated.pop(buffer.name)
             else:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
                 replicated.pop(buffer.name, None)
-        found = filled | replicated | fields
+        found = inner | replicated | fields
         whole: dict[str, Tensor] = {name: found[name] for name in BUFFERS if name in found}
         of_each = [
             (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
             for t in whole.values()
         ]
         storages = [Storage.over(of, fmt, direction, shape, self.dtype) for of in zip(*of_each)]
-        buffers = DirectionBuffers(outputs, filled, replicated, halo, storages, whole)
+        buffers = DirectionBuffers(outputs, inner, replicated, halo, storages, whole)
         buffers.free()
         return buffers
 
@@ -272,14 +271,14 @@ class GatheredWeight:
             )
             # an identity storage is a view
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
-        filled = {
+        inner = {
             f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()
         }
-        buffers = DirectionBuffers([], filled, {}, {}, storages, {})
+        buffers = DirectionBuffers([], inner, {}, {}, storages, {})
         buffers.free()
         return buffers
 
-    def _passes(self) -> dict[frozenset[Direction], Pass]:
+    def _passes(self) -> dict[frozenset[Direction], GatherPass]:
         """By the directions that a pass multiplies."""
         passes = {}
         for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
@@ -296,8 +295,8 @@ class GatheredWeight:
                 for d in directions
             ]
             outputs = [t for b in chosen for t in b.outputs]
-            filled = [t for b in chosen for t in b.filled.values()]
-            passes[needs] = Pass(needs, directions, outputs, filled, sizes)
+            inner = [t for b in chosen for t in b.inner_tensors.values()]
+            passes[needs] = GatherPass(directions, outputs, inner, sizes)
         return passes
 
     # The two halves of a gather #
@@ -316,13 +315,10 @@ class GatheredWeight:
         """Evaluation with delayed scales: a training forward has to record amaxes again."""
         return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)
 
-    def pieces(self, values: Tensor) -> list[Piece]:
-        """This rank's rows of each matrix of the weight."""
-        return self.state.pieces(values, self.cuts, self.managed.rank)
-
     def shards(self, local: Tensor, direction: Direction) -> list[Shard]:
         """The shards that the gather of a direction encodes; local: the sharded local tensor."""
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
+        values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
         return [
             Shard(
@@ -333,25 +329,28 @@ class GatheredWeight:
                 None,
                 self.records,
             )
-            for piece in self.pieces(local if is_codes else values_of(local))
+            for piece in self.state.pieces(values, self.cuts, self.managed.rank)
         ]
 
     def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
         """uint8 [rows, bytes] of every wire buffer; made: codes of each matrix with rows on this
         rank."""
-        device = self.managed.device
-        return [
-            _as_bytes([getattr(e, b.name) for e in made], b, device) for b in self.wire[direction]
-        ]
+        sent = []
+        for buffer in self.wire[direction]:
+            fields = [getattr(e, buffer.name) for e in made]
+            rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
+            missing = buffer.rows - rows.shape[0]
+            sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
+        return sent
 
     def copies_of_rows(
         self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
         """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from
         `rows_sent`."""
-        of = WireBuffer(buffer.name, 0, buffer.row_bytes)
-        each = [_as_bytes([field], of, self.managed.device) for field in fields]
-        return list(zip(rows[: sum(map(len, each))].split(list(map(len, each))), each))
+        each = [_as_bytes([field], buffer.row_bytes, self.managed.device) for field in fields]
+        sizes = list(map(len, each))
+        return list(zip(rows[: sum(sizes)].split(sizes), each))
 
     def replicated(
         self, direction: Direction, made: Sequence[Encoded]
@@ -361,29 +360,29 @@ class GatheredWeight:
         return [(target, _seen_as(target, getattr(made[0], name))) for name, target in buffers]
 
     def unpack(
-        self, chosen: Pass, filled: dict[tuple[Direction, str], Tensor]
+        self, chosen: GatherPass, metadata: dict[tuple[Direction, str], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
-        blocks in order, and `filled`, from metadata."""
+        blocks in order, and what `metadata` brings."""
         copies = []
         for direction in chosen.directions:
             buffers = self.buffers[direction]
-            for name, target in buffers.filled.items():
+            for name, target in buffers.inner_tensors.items():
                 if name in buffers.halo:
                     rows, index = buffers.halo[name]
                     source = rows.index_select(0, index)
                 else:
-                    source = filled[direction, name]
+                    source = metadata[direction, name]
                 copies.append((target, _seen_as(target, source)))
-            if (direction, "data") in filled:  # a world of one: the second direction's codes
+            if (direction, "data") in metadata:  # a world of one: the second direction's codes
                 torch_compat.alloc_storage(buffers.outputs[0])
-                copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
+                copies.append((buffers.outputs[0], metadata[direction, "data"].view(-1)))
         return copies
 
     def derive(self) -> None:
         """Quantize the columnwise storage from the gathered rowwise one."""
-        for slots in self.slots_of:
-            rowwise, columnwise = slots.storage(ROWWISE), slots.storage(COLUMNWISE)
+        for pair in self.pairs:
+            rowwise, columnwise = pair.storage(ROWWISE), pair.storage(COLUMNWISE)
             fresh = self.quantizer.derive_columnwise(rowwise, self.state.compute_dtype)
             for name, target in columnwise.buffers().items():
                 target.copy_(getattr(fresh, name))
@@ -398,22 +397,14 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
-def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
-    """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], padded with zero
-    rows."""
+def _as_bytes(tensors: list[Tensor], row_bytes: int, device: torch.device) -> Tensor:
+    """A rank's rows of each matrix as uint8 [rows, row_bytes]; views if their memory allows it."""
     if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
-        rows = whole.view(torch.uint8).view(-1, buffer.row_bytes)
-    elif len(tensors) != 1:
-        each = [
-            _as_bytes([t], WireBuffer(buffer.name, 0, buffer.row_bytes), device) for t in tensors
-        ]
-        rows = torch.cat(
-            [torch.empty(0, buffer.row_bytes, dtype=torch.uint8, device=device), *each]
-        )
-    elif (
-        (rows := tensors[0]).dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous()
-    ):
-        rows = rows.contiguous().view(torch.uint8).reshape(rows.shape[0], buffer.row_bytes)
-    return (
-        F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
-    )
+        return whole.view(torch.uint8).view(-1, row_bytes)
+    if len(tensors) != 1:
+        empty = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
+        return torch.cat([empty, *(_as_bytes([t], row_bytes, device) for t in tensors)])
+    (rows,) = tensors
+    if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
+        return rows
+    return rows.contiguous().view(torch.uint8).reshape(rows.shape[0], row_bytes)

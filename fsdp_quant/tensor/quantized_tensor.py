@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..encoded_matrix import BUFFERS, EncodedMatrix
-from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops.layout import COMPACT, LAYOUTS
 from ..storage import Storage, to_layout, to_storage
@@ -33,7 +33,7 @@ from .aten_table import AtenTable, aten
 from .storage_pair import StoragePair
 from .traced import NoDynamoGuard, stable_text
 
-_TABLE = AtenTable("QuantizedTensor")
+_TABLE = AtenTable()
 
 
 _ADDRESSES_ARE_NAMES = contextvars.ContextVar("fsdp_quant_addresses_are_names", default=False)
@@ -77,8 +77,8 @@ class QuantizedTensor(Tensor):
         shape: Sequence[int] | None = None,
         slots: StoragePair | None = None,
     ) -> QuantizedTensor:
-        slots = slots or StoragePair(rowwise, columnwise)
-        pairs = slots.parts or [slots]
+        pair = slots or StoragePair(rowwise, columnwise)
+        pairs = pair.parts or [pair]
         storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
         if not storages:
             raise ValueError(
@@ -90,7 +90,7 @@ class QuantizedTensor(Tensor):
                 f"the storages of one tensor must agree in shape and dtype, got {storages}"
             )
         shape = torch.Size(first.shape if shape is None else shape)
-        rows = sum(pair.first.shape[0] for pair in pairs)
+        rows = sum(one.first.shape[0] for one in pairs)
         if prod(shape) != rows * first.shape[1] or (shape[-1:] != (first.shape[1],)):
             raise ValueError(
                 f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}"
@@ -98,7 +98,7 @@ class QuantizedTensor(Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
         )
-        self._slots = slots
+        self._slots = pair
         return self
 
     @property
@@ -198,30 +198,52 @@ class QuantizedTensor(Tensor):
             slots=self._slots.map(fn), shape=self.shape if shape is None else shape
         )
 
+    def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
+        """Rows [start, start + length) of a 2-D tensor; of groups, one whole group."""
+        pairs = self._slots.parts
+        if (start, length) == (0, self.shape[dim]) and not pairs:
+            return self._aliased()
+        if dim % self.dim() != 0 or self.dim() != 2:
+            raise NotImplementedError(
+                f"{self!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
+            )
+        if not pairs:
+            return self.with_storages(
+                lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
+            )
+        parts = self._parts()
+        for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
+            if (end - len(part), len(part)) == (start, length):
+                return part
+        raise NotImplementedError(
+            f"rows [{start}, {start + length}) of {self!r} are not one of the {len(parts)} groups "
+            "that are each quantized by themselves; call dequantize() first"
+        )
+
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
 
     def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
-        slots = self._slots
-        cached, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
+        pair = self._slots
+        cached, storage = pair.laid_out.get((direction, layout)), pair.get(direction)
         if cached is not None:
             return cached
         if storage is None:
-            storage = hybrid.columnwise_of(slots.storage(ROWWISE))
+            storage = hybrid.columnwise_of(pair.storage(ROWWISE))
         return to_layout(storage, layout)
 
     def _operands(self) -> dict[str, EncodedMatrix]:
         """The storages that a graph sees by name: per direction the laid-out operands, else the
         codes; shared buffers once."""
-        slots, shown = self._slots, {}
+        pair, shown = self._slots, {}
         for direction in Direction:
             laid_out = {
                 _shown_as(d, layout): s
-                for (d, layout), s in slots.laid_out.items()
+                for (d, layout), s in pair.laid_out.items()
                 if d is direction
             }
-            storage = slots.get(direction)
+            storage = pair.get(direction)
             if laid_out:
                 shown |= laid_out
             elif storage is not None and not any(s.data is storage.data for s in shown.values()):
@@ -254,25 +276,25 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """The tensor over other buffers. Codes whose operands are shown in their place keep theirs,
         which GEMMs do not read."""
-        slots = context.value
-        if slots.parts:
-            return QuantizedTensor(slots=replace(slots, shown=dict(inner)), shape=outer_size)
+        pair = context.value
+        if pair.parts:
+            return QuantizedTensor(slots=replace(pair, shown=dict(inner)), shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
                 {b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner}
             )
-            for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
+            for name, s in QuantizedTensor(slots=pair, shape=outer_size)._operands().items()
         }
-        pair = StoragePair(
-            rebuilt.get("rowwise", slots.rowwise),
-            rebuilt.get("columnwise", slots.columnwise),
-            slots.owner,
+        result = StoragePair(
+            rebuilt.get("rowwise", pair.rowwise),
+            rebuilt.get("columnwise", pair.columnwise),
+            pair.owner,
         )
-        if slots.shares_data:
-            pair.put(COLUMNWISE, pair.storage(ROWWISE).as_direction(COLUMNWISE))
-        for d, layout in slots.laid_out:
-            pair.keep(d, layout, rebuilt[_shown_as(d, layout)])
-        return QuantizedTensor(slots=pair, shape=outer_size)
+        if pair.shares_data:
+            result.share_rowwise()
+        for d, layout in pair.laid_out:
+            result.keep(d, layout, rebuilt[_shown_as(d, layout)])
+        return QuantizedTensor(slots=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -291,10 +313,8 @@ class QuantizedTensor(Tensor):
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        slots = self._slots.parts[0] if self._slots.parts else self._slots
-        sides = ", ".join(
-            f"{d.value}={s.fmt}" for d in Direction if (s := slots.get(d)) is not None
-        )
+        pair = self._slots.parts[0] if self._slots.parts else self._slots
+        sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := pair.get(d)) is not None)
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -307,7 +327,7 @@ class QuantizedTensor(Tensor):
                 f"{func} is not defined on a QuantizedTensor and will not decode it silently; call "
                 f"{cls._decoded_by} first if high-precision values are what you want"
             )
-        return handler(func, args, kwargs or {})
+        return handler(func, *args, **(kwargs or {}))
 
 
 def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
@@ -356,14 +376,13 @@ def _rebuild(
     return as_parameter(tensor, is_parameter, requires_grad)
 
 
-@_TABLE.implements([aten.detach.default, aten.alias.default])
-def _detach(func, args, kwargs):
-    return args[0]._aliased()
+@_TABLE.implements(aten.detach.default, aten.alias.default)
+def _detach(func, tensor):
+    return tensor._aliased()
 
 
-@_TABLE.implements([aten.view.default, aten._unsafe_view.default])
-def _view(func, args, kwargs):
-    tensor, size = args
+@_TABLE.implements(aten.view.default, aten._unsafe_view.default)
+def _view(func, tensor, size):
     size = list(size)
     if -1 in size:
         known = prod(s for s in size if s != -1)
@@ -380,15 +399,9 @@ def _view(func, args, kwargs):
     return tensor._aliased(tuple(size))
 
 
-@_TABLE.implements([aten.as_strided.default])
-def _as_strided(func, args, kwargs):
-    tensor, size, stride, *offset = args
-    if (
-        tuple(size) != tuple(tensor.shape)
-        or tuple(stride) != tensor.stride()
-        or any(offset)
-        or any(kwargs.values())
-    ):
+@_TABLE.implements(aten.as_strided.default)
+def _as_strided(func, tensor, size, stride, storage_offset=0):
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
         raise NotImplementedError(
             f"as_strided of {tensor!r} can only keep its shape and strides, got size {list(size)}, "
             f"stride {list(stride)}; call dequantize() first"
@@ -396,54 +409,33 @@ def _as_strided(func, args, kwargs):
     return tensor._aliased()
 
 
-def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> QuantizedTensor:
-    if dim % tensor.dim() != 0 or tensor.dim() != 2:
-        raise NotImplementedError(
-            f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
-        )
-    if not tensor._slots.parts:
-        return tensor.with_storages(
-            lambda s: to_storage(s).narrow(start, length), (length, tensor.shape[1])
-        )
-    parts = tensor._parts()
-    for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
-        if (end - len(part), len(part)) == (start, length):
-            return part
-    raise NotImplementedError(
-        f"rows [{start}, {start + length}) of {tensor!r} are not one of the {len(parts)} groups "
-        "that are each quantized by themselves; call dequantize() first"
-    )
-
-
-@_TABLE.implements([aten.slice.Tensor], unpack=True)
-def _slice(
-    tensor: QuantizedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> QuantizedTensor:
+@_TABLE.implements(aten.slice.Tensor)
+def _slice(func, tensor, dim=0, start=None, end=None, step=1):
     if step != 1:
         raise NotImplementedError(
             f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first"
         )
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
-    if (first, stop) == (0, tensor.shape[dim]) and not tensor._slots.parts:
-        return tensor._aliased()
-    return _rows(tensor, dim, first, max(stop - first, 0))
+    return tensor._narrow(dim, first, max(stop - first, 0))
 
 
-@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default], unpack=True)
-def _split(tensor: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
+@_TABLE.implements(aten.narrow.default)
+def _narrow(func, tensor, dim, start, length):
+    """inference_mode does not decompose this into a slice."""
+    return _slice(func, tensor, dim, start, start + length)
+
+
+@_TABLE.implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func, tensor, sizes, dim=0):
     if isinstance(sizes, int):
         total = tensor.shape[dim]
         sizes = [min(sizes, total - s) for s in range(0, total, sizes)]
     starts = [0, *itertools.accumulate(sizes)]
-    return [_rows(tensor, dim, start, size) for start, size in zip(starts, sizes)]
+    return [tensor._narrow(dim, start, size) for start, size in zip(starts, sizes)]
 
 
-@_TABLE.implements([aten.unbind.int], unpack=True)
-def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+@_TABLE.implements(aten.unbind.int)
+def _unbind(func, tensor, dim=0):
     if dim != 0 or not tensor._slots.parts or tensor.dim() != 3:
         raise NotImplementedError(
             f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
@@ -452,49 +444,39 @@ def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     return tensor._parts()
 
 
-@_TABLE.implements([aten.clone.default])
-def _clone(func, args, kwargs):
-    return args[0].with_storages(lambda s: s.map(torch.clone))
+@_TABLE.implements(aten.clone.default)
+def _clone(func, tensor, memory_format=None):
+    return tensor.with_storages(lambda s: s.map(torch.clone))
 
 
-@_TABLE.implements([aten._to_copy.default])
-def _to_copy(func, args, kwargs):
-    tensor = args[0]
-    if kwargs.get("dtype") not in (None, tensor.dtype):
+@_TABLE.implements(aten._to_copy.default)
+def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignored):
+    if dtype not in (None, tensor.dtype):
         raise NotImplementedError(
-            f"{tensor!r} cannot be cast to {kwargs['dtype']} in place of decoding; call "
-            "dequantize()"
+            f"{tensor!r} cannot be cast to {dtype} in place of decoding; call dequantize()"
         )
-    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
+    device = device or tensor.device
     return tensor.with_storages(
         lambda s: s.map(lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     )
 
 
 @_TABLE.implements(
-    [
-        aten.new_zeros.default,
-        aten.zeros_like.default,
-        aten.new_empty.default,
-        aten.empty_like.default,
-    ]
+    aten.new_zeros.default,
+    aten.zeros_like.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
 )
-def _plain_like(func, args, kwargs):
+def _plain_like(func, tensor, size=None, dtype=None, device=None, **ignored):
     """Plain tensors: gradients and optimizer states are never quantized."""
-    tensor = args[0]
-    size = args[1] if len(args) > 1 else tensor.shape
     make = torch.zeros if "zeros" in str(func) else torch.empty
-    return make(
-        size,
-        dtype=kwargs.get("dtype") or tensor.dtype,
-        device=kwargs.get("device") or tensor.device,
-    )
+    size = tensor.shape if size is None else size
+    return make(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
-@_TABLE.implements([aten.copy_.default])
-def _copy_(func, args, kwargs):
+@_TABLE.implements(aten.copy_.default)
+def _copy_(func, target, source, non_blocking=False):
     """Copy the bytes of a tensor with equal storages."""
-    target, source = args[:2]
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
@@ -508,7 +490,7 @@ def _copy_(func, args, kwargs):
             "or write to what dequantize() returns"
         )
     for into, of in _buffer_pairs(target, source):
-        into.copy_(of, **kwargs)
+        into.copy_(of, non_blocking=non_blocking)
     target._slots.drop_laid_out()
     return target
 
@@ -532,9 +514,9 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
     """((part, direction), storage) of every storage."""
-    for part, slots in enumerate((tensor._slots, *tensor._slots.parts)):
+    for part, pair in enumerate((tensor._slots, *tensor._slots.parts)):
         for direction in Direction:
-            if (storage := slots.get(direction)) is not None:
+            if (storage := pair.get(direction)) is not None:
                 yield (part, direction), storage
 
 
@@ -543,16 +525,15 @@ def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
         yield from storage.buffers().values()
 
 
-@_TABLE.implements([aten.record_stream.default])
-def _record_stream(func, args, kwargs):
-    tensor, stream = args
+@_TABLE.implements(aten.record_stream.default)
+def _record_stream(func, tensor, stream):
     for buffer in _buffers(tensor):
         buffer.record_stream(stream)
 
 
-@_TABLE.implements([aten.is_pinned.default])
-def _is_pinned(func, args, kwargs):
-    return all(buffer.is_pinned() for buffer in _buffers(args[0]))
+@_TABLE.implements(aten.is_pinned.default)
+def _is_pinned(func, tensor, device=None):
+    return all(buffer.is_pinned() for buffer in _buffers(tensor))
 
 
 torch.serialization.add_safe_globals([_rebuild])

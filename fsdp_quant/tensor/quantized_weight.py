@@ -27,7 +27,7 @@ from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
 
-_TABLE = AtenTable("QuantizedWeight")
+_TABLE = AtenTable()
 
 
 class QuantizedWeightState(CodesState):
@@ -106,9 +106,9 @@ class QuantizedWeight(WeightCodes):
 
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
-        slots, operand = self._current(), super().operand_for(direction, layout)
+        pair, operand = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and operand.fmt.is_quantized:
-            slots.keep(direction, layout, operand)
+            pair.keep(direction, layout, operand)
         return operand
 
     # As a tensor #
@@ -131,11 +131,28 @@ class QuantizedWeight(WeightCodes):
             self._content, self.shape if shape is None else shape, self.dtype, self.device
         )
 
+    def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
+        """Rows of the weight: of its values, or of its codes if an optimizer holds the values."""
+        if dim % self.dim():
+            raise NotImplementedError(
+                f"{self!r} can be cut along dim 0 only; call dequantize() first"
+            )
+        content, shape = self._content, (length, *self.shape[1:])
+        if self.state.weight_sync is None:
+            values = content.values if content.master is None else content.master()
+            if values is not None and (start, length) == (0, values.shape[0]):
+                return self._aliased(shape)
+            if content.master is None and values is None and start == 0:
+                return self._aliased(shape)  # the first write allocates the values
+            if content.master is None:
+                return _wrapped(self.state, self.inner.narrow(0, start, length))
+        return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
+
     def __tensor_flatten__(self):
-        layouts, slots = self.state.layouts(self.dtype, self.device), self._current()
-        if slots.rowwise is not None and layouts is not None and self.state.weight_sync is None:
+        layouts, pair = self.state.layouts(self.dtype, self.device), self._current()
+        if pair.rowwise is not None and layouts is not None and self.state.weight_sync is None:
             for direction, layout in layouts.items():  # graphs see the same buffers in every step
-                if layout != COMPACT and (direction, layout) not in slots.laid_out:
+                if layout != COMPACT and (direction, layout) not in pair.laid_out:
                     self.operand_for(direction, layout)
         return super().__tensor_flatten__()[0], NoDynamoGuard(self._content)
 
@@ -146,10 +163,10 @@ class QuantizedWeight(WeightCodes):
         """The same weight over the buffers that a graph is traced with."""
         content = WeightContent(context.value.state)
         content.adopt(context.value)
-        content.slots = QuantizedTensor.__tensor_unflatten__(
-            inner, NoDynamoGuard(content.slots), outer_size, outer_stride
+        content.pair = QuantizedTensor.__tensor_unflatten__(
+            inner, NoDynamoGuard(content.pair), outer_size, outer_stride
         )._slots
-        like = content.slots.first
+        like = content.pair.first
         return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -177,15 +194,15 @@ class QuantizedWeight(WeightCodes):
         kwargs = kwargs or {}
         handler = _TABLE.get(func)
         if handler is not None:
-            return handler(func, args, kwargs)
+            return handler(func, *args, **kwargs)
         if (
             func._schema.is_mutable
             and func.namespace == "aten"
             and func is not aten.record_stream.default
         ):
-            return _through_masters(func, args, kwargs)
+            return _through_masters(func, *args, **kwargs)
         if func.namespace == "_c10d_functional":
-            return _on_values(func, args, kwargs)
+            return _on_values(func, *args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -193,7 +210,7 @@ def _rebuild(values: Tensor, state: CodesState, is_parameter: bool, requires_gra
     return as_parameter(_wrapped(state, values), is_parameter, requires_grad)
 
 
-def _through_masters(func, args, kwargs):
+def _through_masters(func, *args, **kwargs):
     """Run an operator that writes on the high-precision values of its weights."""
     weights: dict[int, tuple[QuantizedWeight, WeightShard]] = {}
 
@@ -211,24 +228,21 @@ def _through_masters(func, args, kwargs):
 
 
 @_TABLE.implements(
-    [
-        aten.linalg_vector_norm.default,
-        aten._foreach_norm.Scalar,
-        aten.norm.Scalar,
-        aten.norm.ScalarOpt_dim,
-        aten.constant_pad_nd.default,  # how DTensor gathers uneven shards
-    ]
+    aten.linalg_vector_norm.default,
+    aten._foreach_norm.Scalar,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.constant_pad_nd.default,  # how DTensor gathers uneven shards
 )
-def _on_values(func, args, kwargs):
+def _on_values(func, *args, **kwargs):
     """Run an operator that reads whole weights on their high-precision values."""
     return func(*tree_map_only(QuantizedWeight, lambda w: w.read(), args), **kwargs)
 
 
-@_TABLE.implements([aten.copy_.default])
-def _copy_(func, args, kwargs):
-    weight, source = args[:2]
+@_TABLE.implements(aten.copy_.default)
+def _copy_(func, weight, source, non_blocking=False):
     if not (isinstance(weight, QuantizedWeight) and isinstance(source, QuantizedWeight)):
-        return _through_masters(func, args, kwargs)
+        return _through_masters(func, weight, source, non_blocking)
     content = source._content
     if content.master is not None and weight._content.is_padding and weight._content.values is None:
         # FSDP2 moves a shard into padded memory: new_zeros, narrow, copy_
@@ -236,116 +250,62 @@ def _copy_(func, args, kwargs):
         return weight
     if content.values is None and content.master is None:  # nothing was written yet
         return weight
-    return _through_masters(func, args, kwargs)
+    return _through_masters(func, weight, source, non_blocking)
 
 
-@_TABLE.implements([aten.view.default])
-def _view(func, args, kwargs):
-    weight, size = args
+@_TABLE.implements(aten.view.default)
+def _view(func, weight, size):
     if list(size) in ([-1], [weight.numel()]):
         return weight._aliased((weight.numel(),))  # FSDP2 keeps this and never reads it
-    return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), args, kwargs)
+    return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), (weight, size))
 
 
-def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight | QuantizedTensor:
-    """Rows of a weight: of its values, or of its codes if an optimizer holds the values."""
-    content, shape = weight._content, (length, *weight.shape[1:])
-    if weight.state.weight_sync is not None:
-        return weight.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
-    if content.master is not None:
-        master = content.master()
-        if master is not None and (start, length) == (0, master.shape[0]):
-            return weight._aliased(shape)
-        return weight.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
-    if content.values is None and start == 0:
-        return weight._aliased(shape)  # nothing was written: the first write allocates the values
-    if (start, length) == (0, weight.inner.shape[0]):
-        return weight._aliased(shape)
-    return _wrapped(weight.state, weight.inner.narrow(0, start, length))
-
-
-@_TABLE.implements([aten.slice.Tensor], unpack=True)
-def _slice(
-    weight: QuantizedWeight,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> QuantizedWeight | QuantizedTensor:
-    if dim % weight.dim() or step != 1:
-        raise NotImplementedError(
-            f"{weight!r} can be cut along dim 0, with step 1, only; call dequantize() first"
-        )
-    first, stop, _ = slice(start, end).indices(weight.shape[0])
-    return _narrow(weight, first, max(stop - first, 0))
-
-
-@_TABLE.implements([aten.narrow.default])
-def _narrow_rows(func, args, kwargs):
-    """inference_mode does not decompose this into a slice."""
-    weight, dim, start, length = args
-    return _slice(weight, dim, start, start + length)
-
-
-@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default], unpack=True)
-def _split(
-    weight: QuantizedWeight, sizes: int | list[int], dim: int = 0
-) -> list[QuantizedWeight | QuantizedTensor]:
-    if weight.state.weight_sync is not None:
+@_TABLE.implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func, weight, sizes, dim=0):
+    state = weight.state
+    if state.weight_sync is not None:
         raise ValueError(
-            f"{weight.state.name} is published by a weight sync, which writes all of it on every "
+            f"{state.name} is published by a weight sync, which writes all of it on every "
             "rank; fully_shard would cut it and never be told of new codes: give a weight to "
             "fully_shard or to a weight sync, not to both"
         )
-    if dim % weight.dim():
-        raise NotImplementedError(
-            f"{weight!r} can be cut along dim 0 only; call dequantize() first"
-        )
-    if isinstance(sizes, int):
-        sizes = [min(sizes, weight.shape[0] - s) for s in range(0, weight.shape[0], sizes)]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_narrow(weight, start, size) for start, size in zip(starts, sizes)]
+    return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), (weight, sizes, dim))
 
 
-@_TABLE.implements([aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default])
-def _new(func, args, kwargs):
-    weight = args[0]
-    size = args[1] if len(args) > 1 else weight.shape
-    dtype, device = (
-        kwargs.get("dtype") or weight.dtype,
-        torch_compat.numbered(kwargs.get("device") or weight.device),
-    )
+@_TABLE.implements(aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default)
+def _new(func, weight, size=None, dtype=None, device=None, **ignored):
     content = WeightContent(weight.state)
     content.is_padding = func is aten.new_zeros.default
-    return QuantizedWeight(content, size, dtype, device)
+    size = weight.shape if size is None else size
+    device = torch_compat.numbered(device or weight.device)
+    return QuantizedWeight(content, size, dtype or weight.dtype, device)
 
 
-@_TABLE.implements([aten._to_copy.default, aten.clone.default, aten._pin_memory.default])
-def _copy(func, args, kwargs):
+@_TABLE.implements(aten._to_copy.default, aten.clone.default, aten._pin_memory.default)
+def _copy(func, weight, *args, dtype=None, **kwargs):
     """Copy codes and values to another device or dtype. A clone has its own values; other copies
     share the master."""
-    weight, kwargs = args[0], {**kwargs}
     if weight.state.weight_sync is not None:
         raise NotImplementedError(
             f"{weight.state.name} is published by a weight sync, which would not write a copy of "
-            "it; move or cast the model before plan_publisher, or copy what dequantize() gives"
+            "it; move or cast the model before plan_weight_sync, or copy what dequantize() gives"
         )
-    dtype = kwargs.pop("dtype", None) or weight.dtype
+    dtype = dtype or weight.dtype
     source, content = weight._content, WeightContent(weight.state)
     shares = source.master is not None and func is not aten.clone.default
     if shares:
         content.adopt(source)
     elif source.master is not None or source.values is not None:
         content.values = func(
-            weight.inner, *args[1:], **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {})
+            weight.inner, *args, **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {})
         )
     device = torch_compat.numbered(kwargs.get("device") or weight.device)
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
-        content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args[1:], **kwargs)))
+        content.pair = source.pair.map(lambda s: s.map(lambda t: func(t, *args, **kwargs)))
         content.quantizer, content.versions = source.quantizer, dict(source.versions)
         if not shares:
             content.copied = (weight.version, copied.version)
     elif shares:
-        content.slots, content.quantizer = StoragePair(owner=weight.state), None
+        content.pair, content.quantizer = StoragePair(owner=weight.state), None
     return copied

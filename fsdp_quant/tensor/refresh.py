@@ -16,7 +16,7 @@ from ..ops.dispatch import Encoded
 from ..scaling import RowCuts
 from .fsdp_hooks import managed_of
 from .gathered_weight import cuts_of
-from .root_statistics import Sharded, take
+from .root_statistics import Sharded, reduce_statistics
 from .torch_compat import ManagedParam
 from .weight_codes import WeightCodes
 from .weight_state import Piece, Shard, encode_shards
@@ -32,7 +32,7 @@ def refresh_codes(weights: Sequence[WeightCodes]) -> None:
     managed = [(w, managed_of(w.state)) for w in weights if w.has_values]
     crossing = [(w, m) for w, m in managed if m is not None or w.state.spans_parts]
     if crossing:
-        take(
+        reduce_statistics(
             [Sharded(w, w.state, m, w.state.statistics_at(w.version)) for w, m in crossing],
             crossing[0][0].state.collectives,
         )

@@ -119,9 +119,11 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
             root = _ROOTS[shared] = _Root(module)
         if root is not None and not root.taken:
             root.taken = True
-            take(_ordinary_weights(torch_compat.managed_params_of_root(managed)), root.collectives)
+            reduce_statistics(
+                _ordinary_weights(torch_compat.managed_params_of_root(managed)), root.collectives
+            )
         return
-    take(_ordinary_weights([member.managed for member in members]), {})
+    reduce_statistics(_ordinary_weights([member.managed for member in members]), {})
 
 
 def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
@@ -136,7 +138,7 @@ def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
 
 
 @torch.no_grad()
-def take(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
+def reduce_statistics(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
     """Share statistics of these weights over all ranks that hold them: one MAX all-reduce per shard
     group, also for the parts of tensor parallelism if one group contains all their ranks.
 

@@ -38,6 +38,10 @@ class StoragePair:
         setattr(self, direction.value, storage)
         self.drop_laid_out()
 
+    def share_rowwise(self) -> None:
+        """Let the rowwise storage serve both directions."""
+        self.put(COLUMNWISE, self.storage(ROWWISE).as_direction(COLUMNWISE))
+
     def keep(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
         """Cache a storage of the codes in a layout."""
         self.laid_out[direction, layout] = storage

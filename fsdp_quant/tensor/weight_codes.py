@@ -38,7 +38,8 @@ class CodesState(WeightState):
                  values, which are not encoded yet. Ranks that hold rows of one tensor agree on it.
     stale_codes: how often all codes became stale other than by a write of the values.
     computed:    (version of the values, statistics of this rank's rows that a kernel computed).
-    collectives: of the weights that are refreshed with this one first (`root_statistics.take`).
+    collectives: of the weights that are refreshed with this one first
+                 (`root_statistics.reduce_statistics`).
     """
 
     holds_codes = True
@@ -88,7 +89,7 @@ class WeightContent:
     values:     high-precision values, until an optimizer takes them; None before the first write.
     master:     weak reference to the tensor that took their place. owner: to its optimizer.
     writes:     [object that identifies the values, number of writes through the dispatcher].
-    slots:      the codes. versions: of the values that each direction was encoded from.
+    pair:       the codes. versions: of the values that each direction was encoded from.
     quantizer:  (quantizer, dtype, `stale_codes`) that encoded them.
     copied:     (version of the source, own version when it was copied), of a copy.
     is_padding: allocated to hold another shard and rows behind it (`quantized_weight._copy_`).
@@ -100,7 +101,7 @@ class WeightContent:
         self.master: Callable[[], Tensor | None] | None = None
         self.owner: Callable[[], object] | None = None
         self.writes: list = [object(), 0]
-        self.slots = StoragePair(owner=state)
+        self.pair = StoragePair(owner=state)
         self.versions: dict[Direction, object] = {}
         self.quantizer: tuple | None = None
         self.copied: tuple[object, object] = (None, None)
@@ -242,16 +243,16 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         (`allocate_codes`)."""
         content, quantizer = self._content, self.state.quantizer
         values = self.inner.detach()
-        slots = StoragePair(owner=self.state)
+        pair = StoragePair(owner=self.state)
         for direction in Direction:
             side = quantizer.sides.get(direction)
             if side is not None and not (quantizer.shares_storage and direction is COLUMNWISE):
                 rows, cols = self.shape
                 storage = Storage.zeros(side.fmt, direction, (rows, cols), self.dtype, self.device)
-                slots.put(direction, storage)
+                pair.put(direction, storage)
         if quantizer.shares_storage:
-            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
-        content.values, content.slots, content.quantizer = None, slots, self._quantizer
+            pair.share_rowwise()
+        content.values, content.pair, content.quantizer = None, pair, self._quantizer
         self.state.weight_sync = sync
         return values
 
@@ -261,16 +262,16 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
 
         memory:  uint8; place: their first byte.
         """
-        slots, storage = self._slots, self._slots.storage(direction)
+        pair, storage = self._slots, self._slots.storage(direction)
         # An alias without the version counter: gathers of other codes do not write these.
         data = storage.data
         data = data.new_empty(0).set_(
             memory.untyped_storage(), place // data.itemsize, data.shape, data.stride()
         )
-        slots.put(direction, replace(storage, data=data))
+        pair.put(direction, replace(storage, data=data))
         self._content.borrowed.add(direction)
         if self.state.quantizer.shares_storage:
-            slots.put(COLUMNWISE, slots.storage(ROWWISE).as_direction(COLUMNWISE))
+            pair.share_rowwise()
             self._content.borrowed.add(COLUMNWISE)
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
@@ -296,7 +297,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
 
     @property
     def _slots(self) -> StoragePair:
-        return self._content.slots
+        return self._content.pair
 
     def is_current(self, direction: Direction, version: object = None) -> bool:
         """The codes of this direction are those of the current values and quantizer.
@@ -316,7 +317,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         """(data, scale) of codes of the same format, for new ones to be written over; or None."""
         content = self._content
         same = content.quantizer is not None and content.quantizer[:2] == self._quantizer[:2]
-        storage = content.slots.get(direction) if same else None
+        storage = content.pair.get(direction) if same else None
         if storage is None or storage.scale is None or not storage.fmt.is_quantized:
             return None
         return storage.data, storage.scale
@@ -328,22 +329,22 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         content, quantizer, version = self._content, self.state.quantizer, self.version
         if content.quantizer != self._quantizer:
             if content.quantizer is None or content.quantizer[:2] != self._quantizer[:2]:
-                content.slots = StoragePair(owner=self.state)
+                content.pair = StoragePair(owner=self.state)
             content.quantizer, content.versions = self._quantizer, {}
-        slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
-        old = slots.get(direction)
+        pair, encoding = content.pair, quantizer.side(direction).encoding(direction)
+        old = pair.get(direction)
         if old is not None and encoded.data is old.data and encoded.scale is old.scale:
             # the encoder wrote in place
-            slots.drop_laid_out()
+            pair.drop_laid_out()
             if encoded.tensor_amax is not None and old.tensor_amax is not None:
                 old.tensor_amax.copy_(encoded.tensor_amax)
         else:
             new = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0)
             before = old if isinstance(old, Storage) else None
             stored = _written_over(before, new.map(lambda buffer: buffer.to(self.device)))
-            slots.put(direction, stored)
+            pair.put(direction, stored)
             if quantizer.shares_storage:
-                slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
+                pair.share_rowwise()
         content.versions[direction] = version
         if quantizer.shares_storage:
             content.versions[COLUMNWISE] = version

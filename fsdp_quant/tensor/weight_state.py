@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
+from ..formats import ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
@@ -238,11 +238,7 @@ class WeightTensor(Tensor):
 
 def values_of(tensor: Tensor) -> Tensor:
     """The plain tensor of high-precision values behind a local parameter."""
-    return _inner_of(tensor) if isinstance(tensor, WeightTensor) else tensor
-
-
-def _inner_of(tensor: WeightTensor) -> Tensor:
-    return tensor.inner
+    return tensor.inner if isinstance(tensor, WeightTensor) else tensor
 
 
 class Piece(NamedTuple):
@@ -324,12 +320,7 @@ def storage_of(
     """The storage of a direction. encode: of the directions in `quantizer.encodings`."""
     if direction in quantizer.encodings:
         return encode(direction)
-    rowwise = encode(ROWWISE)
-    return (
-        rowwise.as_direction(COLUMNWISE)
-        if quantizer.shares_storage
-        else quantizer.derive_columnwise(rowwise, compute_dtype)
-    )
+    return quantizer.columnwise_of(encode(ROWWISE), compute_dtype=compute_dtype)
 
 
 def held(state: WeightState | None, key: tuple, values: Tensor, make: Callable[[], _T]) -> _T:

@@ -74,10 +74,8 @@ class _Side:
             r for r in cut if self.rows[0] // self.height <= r < ceil_div(self.rows[1], self.height)
         ]
         unit = self.height * cols
-        lo, hi = (
-            ceil_div(self.start, unit),
-            ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit,
-        )
+        lo = ceil_div(self.start, unit)
+        hi = ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit
         self.own = (
             (0, 0)
             if fmt.dims(direction)[0] is None and cut
@@ -110,10 +108,8 @@ class _Side:
         """Work of a launch per tile row of the piece, for this side."""
         found = []
         for tile_row in range(self.rows[0] // TILE, ceil_div(self.rows[1], TILE)):
-            first, end = (
-                max(tile_row * TILE, self.rows[0]),
-                min((tile_row + 1) * TILE, self.rows[1]),
-            )
+            first = max(tile_row * TILE, self.rows[0])
+            end = min((tile_row + 1) * TILE, self.rows[1])
             is_early = self.early[0] <= first and end <= self.early[1]
             if second:
                 found.append(0 if is_early or self.weight.gathers_values else ENCODE)
@@ -243,7 +239,7 @@ class CastPlan:
     none.
 
     weights:  the weights of the sync, in its order.
-    address:  (weight's name, direction, part) -> address of this rank's run of a plane.
+    address:  (weight's name, direction, part) -> address of this rank's run of a wire tensor.
     moved:    returns a value that changes whenever addresses do.
     """
 
@@ -330,10 +326,10 @@ class CastPlan:
         weight, direction = side.weight, side.encoding.direction
         if weight.gathers_values:
             return 0, (0, 0)
-        scale = weight.sides[direction].scale
+        scale = weight.staged[direction].scale
         if scale is not None:
             return scale.data_ptr(), (0, side.block_rows * side.across)
-        first, end = weight.planes[direction, "scale"][1].map.run(self._rank)
+        first, end = weight.wire_tensors[direction, "scale"].map.run(self._rank)
         size = side.encoding.fmt.scale_bytes
         return self._address(weight.name, direction, "scale") - first * size, (first, end)
 
@@ -376,10 +372,8 @@ class CastPlan:
         """Build the tables, without masters."""
         encodings = list(dict.fromkeys(s.encoding for s in self._sides))
         starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
-        self._tables, self._runs = (
-            [],
-            [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts],
-        )
+        self._tables = []
+        self._runs = [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts]
         for group in self._groups.values():
             rows = []
             for index, sides in zip(group.masters, group.sides):
@@ -391,12 +385,12 @@ class CastPlan:
         for side in self._sides:
             self._lay_scales(side)
         for index, weight in enumerate(self._weights):
-            for (direction, part), (_, plane) in weight.planes.items():
+            for (direction, part), wire in weight.wire_tensors.items():
                 dtype = weight.wire_dtype if part == "values" else weight.seen[direction]
                 if part == "values" or (
                     part == "codes" and not weight.quantizer.encodings[direction].fmt.is_quantized
                 ):
-                    start, end = plane.map.run(self._rank)
+                    start, end = wire.map.run(self._rank)
                     narrow = 2 * (dtype is torch.bfloat16)
                     out = self._address(weight.name, direction, part)
                     self._runs[0].add(0, out, end - start, narrow=narrow, master=index)
@@ -422,7 +416,7 @@ class CastPlan:
         kept = (
             weight.amaxes.get(direction)
             if weight.gathers_values
-            else weight.sides[direction].tensor_amax
+            else weight.staged[direction].tensor_amax
         )
         if kept is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
@@ -461,10 +455,8 @@ class CastPlan:
             self._laid, self._masters = laid, []
         if not self._masters or not self.knows(masters):
             self._point_at(masters)
-            self._masters, self._pointers = (
-                [weakref.ref(m) for m in masters],
-                [m.data_ptr() for m in masters],
-            )
+            self._masters = [weakref.ref(m) for m in masters]
+            self._pointers = [m.data_ptr() for m in masters]
 
     # A cast #
 

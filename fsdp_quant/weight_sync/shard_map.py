@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ownership of elements, codes and scales of weights that are cut at any element: integers only.
 
-[Note: planes]
-A weight is sent as planes: codes, or high-precision values, and scales. A plane is flat and
-row-major in either direction, because pieces of a flat buffer are contiguous in no other order. The
-owner of an element sends its code; the owner of a block's first element sends the scale. So each
-rank sends one run per plane, in rank order. Two ranks share a byte only if a cut divides a byte of
-packed codes; each leaves the other's bits zero.
+[Note: wire tensors]
+A weight is sent as wire tensors: codes, or high-precision values, and scales. A wire tensor is flat
+and row-major in either direction, because pieces of a flat buffer are contiguous in no other order.
+The owner of an element sends its code; the owner of a block's first element sends the scale. So
+each rank sends one run per wire tensor, in rank order. Two ranks share a byte only if a cut divides
+a byte of packed codes; each leaves the other's bits zero.
 
-A rank concatenates its runs of all planes to one segment; segments have equal size on all ranks.
+A rank concatenates its runs of all wire tensors to one segment; segments have equal size on all
+ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from math import prod
 
 from ..formats import Encoding, ceil_div, round_up
 
-# Bytes. A run has the same offset modulo this in its segment and in its plane, so rows stay
-# aligned.
+# Bytes. A run has the same offset modulo this in its segment and in its wire tensor, so that rows
+# stay aligned.
 ALIGNMENT = 16
-# Bytes. Alignment of planes that GEMMs read in the gathered buffer.
+# Bytes. Alignment of wire tensors that GEMMs read in the gathered buffer.
 PLACE = 256
 
 
@@ -125,19 +126,19 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Byte offsets of each plane's runs inside the equal-sized segments that ranks all-gather.
+    """Byte offsets of the runs of wire tensors in the equal-sized segments that ranks all-gather.
 
-    If ranks share a flat buffer evenly and planes are sorted by `in_order`, the concatenated
-    segments may contain the planes contiguously (`in_place_offsets`).
+    If ranks share a flat buffer evenly and wire tensors are sorted by `in_order`, the concatenated
+    segments may contain the wire tensors contiguously (`in_place_offsets`).
     """
 
-    planes: tuple[WireTensor, ...]
+    wire_tensors: tuple[WireTensor, ...]
     ranks: int
 
     @staticmethod
-    def in_order(plane: WireTensor) -> list[float]:
+    def in_order(wire: WireTensor) -> list[float]:
         """Sort key: the order of a flat buffer, from its first rank to its last."""
-        return [-cut / plane.map.numel for cut in plane.map.cuts]
+        return [-cut / wire.map.numel for cut in wire.map.cuts]
 
     @cached_property
     def _packed(self) -> list[list[int]]:
@@ -145,8 +146,8 @@ class Segments:
         made = []
         for rank in range(self.ranks):
             offsets, used = [], 0
-            for plane in self.planes:
-                first, end = plane.span(rank)
+            for wire in self.wire_tensors:
+                first, end = wire.span(rank)
                 offsets.append(used + (first - used) % ALIGNMENT)
                 used = offsets[-1] + end - first
             made.append([*offsets, used])
@@ -159,15 +160,16 @@ class Segments:
 
     @cached_property
     def in_place_offsets(self) -> list[int] | None:
-        """Byte offset of each plane in the concatenated segments, or None if one is not contiguous.
+        """Byte offset of each wire tensor in the concatenated segments; None if one is not
+        contiguous.
 
-        Only a rank's last plane may continue in the next segment, where it must come first.
+        Only a rank's last wire tensor may continue in the next segment, where it must come first.
         """
-        spans = [[plane.span(rank) for rank in range(self.ranks)] for plane in self.planes]
+        spans = [[wire.span(rank) for rank in range(self.ranks)] for wire in self.wire_tensors]
         if self.ranks == 1 or any((end - first) % PLACE for of in spans for first, end in of):
             return None
         places, used = [], 0
-        for plane, of in zip(self.planes, spans):
+        for wire, of in zip(self.wire_tensors, spans):
             runs = [
                 (rank * self.size, first, end)
                 for rank, (first, end) in enumerate(of)
@@ -180,20 +182,20 @@ class Segments:
             ):
                 return None
             places.append(place)
-            used = place + plane.nbytes
+            used = place + wire.nbytes
         return places
 
     @cached_property
     def offsets(self) -> list[list[int]]:
-        """Per rank: the offset of each plane's run in the segment, then the number of used
+        """Per rank: the offset of each wire tensor's run in the segment, then the number of used
         bytes."""
         if self.in_place_offsets is None:
             return self._packed
         made = []
         for rank in range(self.ranks):
             offsets, used = [], 0
-            for plane, place in zip(self.planes, self.in_place_offsets):
-                first, end = plane.span(rank)
+            for wire, place in zip(self.wire_tensors, self.in_place_offsets):
+                first, end = wire.span(rank)
                 offsets.append(place + first - rank * self.size if first < end else used)
                 used = offsets[-1] + end - first
             made.append([*offsets, used])
@@ -201,11 +203,11 @@ class Segments:
 
     def validate(self) -> None:
         """Raise ValueError unless the byte ranges contain every element once, from its owner."""
-        for p, plane in enumerate(self.planes):
-            found = 0  # bits of the plane that were found, in order
+        for p, wire in enumerate(self.wire_tensors):
+            found = 0  # bits of the wire tensor that were found, in order
             for rank in range(self.ranks):
-                start, end = plane.map.run(rank)
-                first, last = plane.span(rank)
+                start, end = wire.map.run(rank)
+                first, last = wire.span(rank)
                 at = self.offsets[rank][p]
                 if start == end:
                     continue
@@ -213,19 +215,18 @@ class Segments:
                     p + 1
                 ] <= self.size
                 whole = (
-                    8 * first <= start * plane.bits < 8 * (first + 1)
-                    and 8 * (last - 1) < end * plane.bits <= 8 * last
+                    8 * first <= start * wire.bits < 8 * (first + 1)
+                    and 8 * (last - 1) < end * wire.bits <= 8 * last
                 )
-                if found != start * plane.bits or not inside or not whole:
+                if found != start * wire.bits or not inside or not whole:
                     raise ValueError(
-                        f"{plane.name}: rank {rank} owns elements [{start}, {end}), but sends "
-                        "others"
+                        f"{wire.name}: rank {rank} owns elements [{start}, {end}), but sends others"
                     )
-                found = end * plane.bits
-            if found != plane.map.numel * plane.bits:
+                found = end * wire.bits
+            if found != wire.map.numel * wire.bits:
                 raise ValueError(
-                    f"{plane.name}: elements from {found // plane.bits} on have no owner, of "
-                    f"{plane.map.numel}"
+                    f"{wire.name}: elements from {found // wire.bits} on have no owner, of "
+                    f"{wire.map.numel}"
                 )
 
 

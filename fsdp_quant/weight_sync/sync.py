@@ -60,12 +60,13 @@ class WeightSync:
         self._ready = dict.fromkeys(Direction, 0)
         by_serves: dict[frozenset[Direction], list] = {}
         for weight in weights:
-            for (direction, part), (serves, plane) in weight.planes.items():
-                by_serves.setdefault(serves, []).append(((weight.name, direction, part), plane))
+            for (direction, part), wire in weight.wire_tensors.items():
+                of = by_serves.setdefault(weight.serves(direction), [])
+                of.append(((weight.name, direction, part), wire))
         self._channels = []
         for serves, found in by_serves.items():
             found.sort(key=lambda one: Segments.in_order(one[1]))
-            segments = Segments(tuple(plane for _, plane in found), self.world)
+            segments = Segments(tuple(wire for _, wire in found), self.world)
             segments.validate()
             own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
             self._channels.append(GatherBuffer(serves, [key for key, _ in found], segments, own))
@@ -276,13 +277,13 @@ class WeightSync:
                     write(whole, amax.view_as(whole))
                 if weight.gathers_values:
                     continue
-                side = weight.sides[direction]
+                staged = weight.staged[direction]
                 pieces[weight.name, direction, "codes"] = cast.codes
-                for staged, fresh in ((side.tensor_amax, cast.tensor_amax), (side.scale, scale)):
-                    if staged is not None and fresh is not None:
-                        write(staged, fresh)
-                if scale is not None and (direction, "scale") in weight.planes:
-                    start, end = weight.planes[direction, "scale"][1].map.run(self.rank)
+                for target, fresh in zip(staged, (scale, cast.tensor_amax)):
+                    if target is not None and fresh is not None:
+                        write(target, fresh)
+                if scale is not None and (direction, "scale") in weight.wire_tensors:
+                    start, end = weight.wire_tensors[direction, "scale"].map.run(self.rank)
                     before = fragment.block_rows(encoding).start * scale.shape[1]
                     own = scale.reshape(-1)[start - before : end - before]
                     pieces[weight.name, direction, "scale"] = own.view(torch.uint8)
@@ -434,16 +435,17 @@ class WeightSync:
         self.applied.copy_(applied)
 
     def describe(self) -> str:
-        """The plan as text: planes and bytes per channel, reductions, and how pieces are cast."""
+        """The plan as text: wire tensors and bytes per channel, reductions, and how pieces are
+        cast."""
         lines = []
         for channel in self._channels:
-            used = sum(plane.nbytes for plane in channel.segments.planes)
+            used = sum(wire.nbytes for wire in channel.segments.wire_tensors)
             lines.append(
-                f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} "
+                f"{channel.served}: {len(channel.keys)} wire tensors, {used} bytes in {self.world} "
                 f"segments of {channel.segments.size}"
             )
             lines[-1] += "" if channel.codes is None else ", read where they are gathered"
-        reduced = len({d for w in self._weights for d in w.sides}) and (
+        reduced = len({d for w in self._weights for d in w.staged}) and (
             "every amax" if self._dense else "amaxes of cut blocks"
         )
         spans = any(w.spans_parts(e) for w in self._weights for e in w.quantizer.encodings.values())

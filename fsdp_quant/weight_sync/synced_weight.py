@@ -18,6 +18,8 @@ from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
 from .shard_map import Segments, ShardMap, WireTensor, scale_count
 
+# (encoded direction, "codes" or "scale") of a weight's wire tensor, or (None, "values").
+WireKey = tuple[Direction | None, str]
 BOTH = frozenset(Direction)
 # A ring sends every amax twice, in fp32.
 AMAX_BYTES = 8
@@ -40,29 +42,31 @@ def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
     return encoding.fmt.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
 
 
-class Side:
-    """One encoding of a weight, and the scales that are staged until `finish`.
+class StagedScales(NamedTuple):
+    """Scales of one encoding that every rank computes, until `finish`.
 
     scale:        of the whole tensor, with dense statistics.
     tensor_amax:  fp32 [1] of a two-level format.
     """
 
-    scale: Tensor | None = None
-    tensor_amax: Tensor | None = None
+    scale: Tensor | None
+    tensor_amax: Tensor | None
 
-    def __init__(
-        self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
-    ):
-        fmt, self.encoding = encoding.fmt, encoding
+    @staticmethod
+    def zeros(
+        encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
+    ) -> StagedScales:
+        fmt, scale, tensor_amax = encoding.fmt, None, None
         scale_shape = fmt.scale_shape(shape, encoding.direction)
         if dense and scale_shape is not None:
-            self.scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
+            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         if fmt.tensor_scale:
-            self.tensor_amax = torch.zeros(1, device=device)
+            tensor_amax = torch.zeros(1, device=device)
+        return StagedScales(scale, tensor_amax)
 
 
 class SyncedWeight:
-    """One weight of a sync: its planes, and how they become storages.
+    """One weight of a sync: its wire tensors, and how they become storages.
 
     part:     (tensor-parallel rank, size).
     amaxes:   of the whole tensor, if values of a part are gathered and scales span all parts.
@@ -87,12 +91,14 @@ class SyncedWeight:
         }
         dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
         self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        self.planes: dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]
-        self.planes = self._code_planes()
+        self.wire_tensors: dict[WireKey, WireTensor] = self._code_tensors()
         if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
             values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
-            self.planes = {(None, "values"): (BOTH, values)}
-        self.sides = {d: Side(e, self.shape, self.device, dense) for d, e in self.encoded.items()}
+            self.wire_tensors = {(None, "values"): values}
+        self.staged = {
+            d: StagedScales.zeros(e, self.shape, self.device, dense)
+            for d, e in self.encoded.items()
+        }
         others = [
             (d, e.fmt)
             for d, e in self.quantizer.encodings.items()
@@ -105,7 +111,7 @@ class SyncedWeight:
 
     @property
     def gathers_values(self) -> bool:
-        return (None, "values") in self.planes
+        return (None, "values") in self.wire_tensors
 
     @property
     def encoded(self) -> dict[Direction, Encoding]:
@@ -116,39 +122,32 @@ class SyncedWeight:
         """Some scale spans all tensor-parallel parts."""
         return self.part[1] > 1 and encoding.fmt.spans_tensor
 
-    def serves(self, direction: Direction) -> frozenset[Direction]:
-        """The directions whose storages come from the encoding of this one."""
-        return (
-            BOTH
-            if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings
-            else frozenset({direction})
-        )
+    def serves(self, direction: Direction | None) -> frozenset[Direction]:
+        """The directions whose storages come from the encoding of this one; all from values
+        (None)."""
+        if direction is None:
+            return BOTH
+        is_source = direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings
+        return BOTH if is_source else frozenset({direction})
 
     def shares(self, direction: Direction) -> frozenset[Direction]:
         """The directions that read the same storage."""
         return BOTH if self.quantizer.shares_storage else frozenset({direction})
 
-    def _code_planes(
-        self,
-    ) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]:
-        """(direction, part) -> (directions that it serves, plane)."""
-        planes: dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]] = {}
+    def _code_tensors(self) -> dict[WireKey, WireTensor]:
+        """The codes of each encoding, and the scales that are not computed on every rank."""
+        wire_tensors: dict[WireKey, WireTensor] = {}
         for d, encoding in self.quantizer.encodings.items():
-            name = f"{self.name}.{d.value}"
-            planes[d, "codes"] = (
-                self.serves(d),
-                WireTensor(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards),
-            )
+            name, bits = f"{self.name}.{d.value}", bits_of(encoding, self.weight.dtype)
+            wire_tensors[d, "codes"] = WireTensor(f"{name}.codes", bits, self.shards)
             if not self.dense and encoding.fmt.has_scales:
                 owners = self.shards.of_scales(encoding, self.shape)
-                planes[d, "scale"] = (
-                    self.serves(d),
-                    WireTensor(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners),
-                )
-        return planes
+                bits = 8 * encoding.fmt.scale_bytes
+                wire_tensors[d, "scale"] = WireTensor(f"{name}.scale", bits, owners)
+        return wire_tensors
 
     def _values_are_fewer(self) -> bool:
-        codes = sum(plane.nbytes for _, plane in self.planes.values())
+        codes = sum(wire.nbytes for wire in self.wire_tensors.values())
         for encoding in self.quantizer.encodings.values():
             across = scale_count(encoding, (1, self.shape[1]))
             reduced = (
@@ -185,19 +184,17 @@ class SyncedWeight:
         return None if history is None else history.enc
 
     def writes(
-        self, directions: list[Direction], pieces: dict[tuple[Direction | None, str], Pieces]
+        self, directions: list[Direction], pieces: dict[WireKey, Pieces]
     ) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies that build the storages of these directions from gathered
-        planes, in any order."""
+        wire tensors, in any order."""
         made, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
             room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
             if self.gathers_values:
-                values, encoding, seen = (
-                    pieces[None, "values"].joined(),
-                    encodings[source],
-                    self.seen[source],
-                )
+                values = pieces[None, "values"].joined()
+                encoding = encodings[source]
+                seen = self.seen[source]
                 values, stats = values.view(self.wire_dtype).view(self.shape), None
                 if source in self.amaxes:
                     (own,) = dispatch.statistics(values, (encoding,), 0, seen)
@@ -207,7 +204,7 @@ class SyncedWeight:
                 )
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
-            side, codes = self.sides[source], pieces.get((source, "codes"))
+            scales, codes = self.staged[source], pieces.get((source, "codes"))
             if codes is None:
                 pass  # gathered in place
             elif self.shape[1] % fmt.element.packing[0]:  # rows begin inside packed bytes
@@ -216,7 +213,7 @@ class SyncedWeight:
                 )
             else:
                 made += codes.writes(room["data"])
-            for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
+            for name, staged in scales._asdict().items():
                 if (source, name) in pieces:
                     made += pieces[source, name].writes(room[name])
                 elif name in room and staged is not None:
@@ -237,15 +234,15 @@ class SyncedWeight:
 
 @dataclass(eq=False)
 class GatherBuffer:
-    """The planes that serve the same directions, gathered as one buffer.
+    """The wire tensors that serve the same directions, gathered as one buffer.
 
-    keys:      per plane: (weight's name, direction, part), or a key of the caller's.
+    keys:      per wire tensor: (weight's name, direction, part), or a key of the caller's.
     own:       uint8 [segment], which `cast_` writes.
     buffer:    uint8 [ranks * segment], from a gather until all directions that it serves are
                finished; permanent if bound.
     is_bound:  the buffer belongs to the trainer, and `own` is a slice of it.
     codes:     uint8 [ranks * segment] that GEMMs read in place, and that gathers fill unless a
-               buffer is bound; None if some plane is not contiguous there and must be copied.
+               buffer is bound; None if some wire tensor is not contiguous there and must be copied.
     """
 
     serves: frozenset[Direction]
@@ -275,11 +272,13 @@ class GatherBuffer:
 
     def hold(self, weights: dict[str, QuantizedWeight]) -> None:
         """Alias the weights' codes into the gathered segments, if all are contiguous there."""
-        places, planes = self.segments.in_place_offsets, self.segments.planes
+        places, wire_tensors = self.segments.in_place_offsets, self.segments.wire_tensors
         codes = [(weights[n], d) for n, d, part in self.keys if part == "codes" and d is not None]
-        if places is None or len(codes) < len(planes):
+        if places is None or len(codes) < len(wire_tensors):
             return
-        if any(w.allocate_codes(d).data.nbytes != p.nbytes for (w, d), p in zip(codes, planes)):
+        if any(
+            w.allocate_codes(d).data.nbytes != p.nbytes for (w, d), p in zip(codes, wire_tensors)
+        ):
             return  # rows are padded
         self.codes = self.own.new_zeros(self.nbytes)
         for (weight, direction), place in zip(codes, places):
@@ -319,21 +318,21 @@ class GatherBuffer:
             self.buffer = None
 
     def pieces(self, p: int) -> Pieces:
-        """The ranks' pieces of plane p. Raises RuntimeError before a gather."""
+        """The ranks' pieces of wire tensor p. Raises RuntimeError before a gather."""
         if self.buffer is None:
             raise RuntimeError("nothing was gathered")
-        plane, found = self.segments.planes[p], []
-        for rank in range(plane.map.ranks):
-            first, end = plane.span(rank)
+        wire, found = self.segments.wire_tensors[p], []
+        for rank in range(wire.map.ranks):
+            first, end = wire.span(rank)
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
             if first < end:
                 piece = self.buffer[offset : offset + end - first]
-                found.append((first, piece, plane.shares_first_byte(rank)))
-        return Pieces(found, plane.nbytes)
+                found.append((first, piece, wire.shares_first_byte(rank)))
+        return Pieces(found, wire.nbytes)
 
 
 class Pieces(NamedTuple):
-    """A gathered plane.
+    """A gathered wire tensor.
 
     of:  per piece, in order: (first byte, uint8 bytes, whether the first byte is shared with the
          piece before).
@@ -343,8 +342,8 @@ class Pieces(NamedTuple):
     nbytes: int
 
     def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) copies of the plane into `into`; a byte that two pieces share is merged
-        here."""
+        """(target, source) copies of the wire tensor into `into`. Merges a byte that two pieces
+        share."""
         flat, made = into.reshape(-1).view(torch.uint8), []
         for first, piece, shares in self.of:
             if shares:

@@ -78,17 +78,13 @@ class _GroupedLinear(GroupedLinear):
             *(("input_size", input_size) if self._dim else ("output_size", output_size)),
             size_of(group),
         )
-        self.config, self.num_gemms, self.use_bias, self.skip_bias_add = (
-            config,
-            num_gemms,
-            bias,
-            skip_bias_add,
-        )
-        self._groups, self.tp_group, expert_groups = (
-            pg_collection,
-            group,
-            uses_expert_groups(config, True),
-        )
+        self.config = config
+        self.num_gemms = num_gemms
+        self.use_bias = bias
+        self.skip_bias_add = skip_bias_add
+        self._groups = pg_collection
+        self.tp_group = group
+        expert_groups = uses_expert_groups(config, True)
         self._linears, self._weight_proxies, self.packed = [], [], True
         for e in range(num_gemms):
             weight = new_weight(
@@ -102,10 +98,8 @@ class _GroupedLinear(GroupedLinear):
             layer = Expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
             self._weight_proxies.append(WeightProxy(layer._weight_state))
-        self.in_features, self.out_features = (
-            self._linears[0].in_features,
-            self._linears[0].out_features,
-        )
+        self.in_features = self._linears[0].in_features
+        self.out_features = self._linears[0].out_features
         self.finish_experts(name)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 

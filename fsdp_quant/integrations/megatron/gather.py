@@ -73,40 +73,28 @@ def shard_map(bucket: Any, param: nn.Parameter, ranks: int) -> ShardMap:
     )
 
 
-class _Works:
-    """Gathers to wait for together."""
-
-    def __init__(self, *works: Work | GatherBuffer | None):
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-
-
 class _Values:
     """The parameters of a bucket group that are gathered as values."""
 
     def __init__(self, params: list[tuple[object, nn.Parameter]], group: dist.ProcessGroup):
         self._params, self._group = params, group
-        planes = tuple(
+        wire_tensors = tuple(
             WireTensor(f"value {i}", 8 * p.itemsize, shard_map(b, p, group.size()))
             for i, (b, p) in enumerate(params)
         )
-        segments = Segments(planes, group.size())
+        segments = Segments(wire_tensors, group.size())
         segments.validate()
         own = torch.zeros(segments.size, dtype=torch.uint8, device=params[0][1].device)
         self._channel = GatherBuffer(
-            BOTH, [(p.name, None, "values") for p in planes], segments, own
+            BOTH, [(p.name, None, "values") for p in wire_tensors], segments, own
         )
 
     def gather(self) -> GatherBuffer:
         channel, rank = self._channel, self._group.rank()
-        for (_, param), plane, offset in zip(
-            self._params, channel.segments.planes, channel.segments.offsets[rank]
+        for (_, param), wire, offset in zip(
+            self._params, channel.segments.wire_tensors, channel.segments.offsets[rank]
         ):
-            start, end = plane.map.run(rank)
+            start, end = wire.map.run(rank)
             run = param.detach().view(-1)[start:end].view(torch.uint8)
             channel.own[offset : offset + run.numel()].copy_(run)
         channel.gather(self._group)
@@ -177,7 +165,7 @@ class GroupCodes:
         return masters
 
     @torch.no_grad()
-    def start(self, values: bool = True) -> _Works:
+    def start(self, values: bool = True) -> Work:
         """Cast the masters and start the all-gather.
 
         values:  also gather the parameters that are not quantized.
@@ -186,7 +174,10 @@ class GroupCodes:
         self._begun = True
         self._gathered = self._values if values else None
         codes = self.sync.gather(async_op=True)
-        return _Works(codes, None if self._gathered is None else self._gathered.gather())
+        channels = [] if codes is None else codes.channels
+        if self._gathered is not None:
+            channels = [*channels, self._gathered.gather()]
+        return Work(channels)
 
     @torch.no_grad()
     def finish(self) -> None:

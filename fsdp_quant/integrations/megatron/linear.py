@@ -90,17 +90,13 @@ class ParallelLinear(Linear):
             size_of(group),
         )
         expert_groups = uses_expert_groups(config, is_expert)
-        self.config, self.tp_group, self.is_expert, self.skip_bias_add = (
-            config,
-            group,
-            is_expert,
-            skip_bias_add,
-        )
-        self.input_size, self.output_size, self.expert_parallel = (
-            input_size,
-            output_size,
-            config.expert_model_parallel_size > 1,
-        )
+        self.config = config
+        self.tp_group = group
+        self.is_expert = is_expert
+        self.skip_bias_add = skip_bias_add
+        self.input_size = input_size
+        self.output_size = output_size
+        self.expert_parallel = config.expert_model_parallel_size > 1
         self.explicit_expert_comm = is_expert and (size_of(group) > 1 or self.expert_parallel)
         self.gradient_accumulation_fusion = False
         self.sequence_parallel = config.sequence_parallel and size_of(group) > 1

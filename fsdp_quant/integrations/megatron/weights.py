@@ -130,10 +130,8 @@ def new_weight(
         )
         if config.perform_initialization:
             core.need("the initialization of weights on a GPU")
-            tracker, names = (
-                core.get_cuda_rng_tracker(),
-                [core.get_expert_parallel_rng_tracker_name()] if is_expert else [],
-            )
+            tracker = core.get_cuda_rng_tracker()
+            names = [core.get_expert_parallel_rng_tracker_name()] if is_expert else []
             with tracker.fork(*names) if tracker.is_initialized() else contextlib.nullcontext():
                 init_method(weight)
         return weight

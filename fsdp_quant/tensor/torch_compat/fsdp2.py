@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from .autograd import never_compiled
 
-_GONE = "the model of this parameter is freed"
+_T = TypeVar("_T")
+
+
+def _alive(reference: weakref.ref[_T]) -> _T:
+    found = reference()
+    if found is None:
+        raise ReferenceError("the model of this parameter is freed")
+    return found
 
 
 class ManagedParam:
@@ -41,7 +49,8 @@ class ManagedParam:
     """
 
     def __init__(self, param: FSDPParam, group: FSDPParamGroup, state: FSDPState):
-        self._param, self._group, self._state = map(weakref.ref, (param, group, state))
+        self._param, self._group = weakref.ref(param), weakref.ref(group)
+        self._state = weakref.ref(state)
 
     @property
     def identity(self) -> object:
@@ -50,21 +59,15 @@ class ManagedParam:
 
     @property
     def param(self) -> FSDPParam:
-        if (param := self._param()) is None:
-            raise ReferenceError(_GONE)
-        return param
+        return _alive(self._param)
 
     @property
     def group(self) -> FSDPParamGroup:
-        if (group := self._group()) is None:
-            raise ReferenceError(_GONE)
-        return group
+        return _alive(self._group)
 
     @property
     def state(self) -> FSDPState:
-        if (state := self._state()) is None:
-            raise ReferenceError(_GONE)
-        return state
+        return _alive(self._state)
 
     @property
     def local(self) -> Tensor | None:

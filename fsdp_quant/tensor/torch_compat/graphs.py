@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,12 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-_proxies_of = getattr(proxy_tensor, "_get_proxies", lambda tensor: ())
+_proxies_of: Any = proxy_tensor._get_proxies
 
 
 def save_by_reference(tensors: Sequence[Tensor]) -> None:
     """Let the backward of the traced graph read these inputs as they are then, like a ctx attribute
-    of an autograd.Function: no version check, no saved-tensor hooks.
-
-    A torch without this compares versions, and its hooks may copy.
-    """
+    of an autograd.Function: no version check, no saved-tensor hooks."""
     for tensor in tensors:
         for proxy in _proxies_of(tensor):
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats that inference servers read: a row per format, with the words of each target.
+
+Sources: as in `layouts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..formats import FORMATS, Format, format_of
+
+# target of `fq.export` -> field of `Kind` without which the target does not hold a format
+_NEEDED = {"compressed-tensors": "weights", "modelopt": "algorithms", "fp8": "fp8"}
+TARGETS = (*_NEEDED, "dequantized")
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A format as servers name it.
+
+    format:      of the codes and scales in a file; scales are any numbers.
+    written:     formats of layers that are written so; of blocks with more rows, every scale is
+                 repeated per row.
+    multiples:   of N and K that servers accept.
+    weights:     arguments of weights in compressed-tensors' words.
+    inputs:      arguments of inputs that are scaled dynamically, where they differ.
+    packing:     `format` in compressed-tensors' words.
+    algorithms:  `quant_algo` in modelopt's words (with static scales of inputs, else).
+    fp8:         `quantization_config` of the target "fp8".
+    """
+
+    name: str
+    format: Format
+    written: tuple[str, ...]
+    multiples: tuple[int, int]
+    weights: dict[str, Any]
+    inputs: dict[str, Any] | None = None
+    packing: str = "float-quantized"
+    algorithms: tuple[str | None, str] | None = None
+    fp8: dict[str, Any] | None = None
+
+    def is_held_by(self, target: str) -> bool:
+        return getattr(self, _NEEDED[target]) is not None
+
+    @property
+    def is_two_level(self) -> bool:
+        """Servers multiply merged layers (q, k and v) with one second-level scale, and scale inputs
+        by amaxes of the checkpoint or not at all."""
+        return self.format.tensor_scale
+
+    @property
+    def takes_input_amax(self) -> bool:
+        """A server may quantize inputs with an amax of the checkpoint."""
+        return self.format.spans_tensor
+
+    def rows_per_scale(self, fmt: Format) -> int:
+        """Rows of a server's scales that one block row of `fmt`, a `written` format, becomes."""
+        return (fmt.block[0] or 1) // (self.format.block[0] or 1)
+
+
+def _groups(bits: int, size: int, scale_dtype: str, strategy: str = "group") -> dict[str, Any]:
+    types = {"scale_dtype": scale_dtype, "zp_dtype": scale_dtype}
+    return {"num_bits": bits, "strategy": strategy, "group_size": size} | types
+
+
+_TOKEN = {"num_bits": 8, "strategy": "token"}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        # Not in the target "fp8": vLLM reads its scale as `weight_scale`, transformers as
+        # `weight_scale_inv`.
+        Kind(
+            "tensor",
+            FORMATS["fp8_tensor"],
+            ("fp8_tensor",),
+            (1, 1),
+            weights={"num_bits": 8, "strategy": "tensor"},
+            inputs=_TOKEN,
+            algorithms=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+        ),
+        Kind(
+            "channel",
+            FORMATS["fp8_row"],
+            ("fp8_row",),
+            (1, 1),
+            weights={"num_bits": 8, "strategy": "channel"},
+            inputs=_TOKEN,
+            algorithms=(None, "FP8_PER_CHANNEL_PER_TOKEN"),
+        ),
+        Kind(
+            "block",
+            format_of("fp8_128x128", pow2=False),
+            ("fp8_128x128",),
+            (1, 128),
+            weights={"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+            inputs={"num_bits": 8, "strategy": "group", "group_size": 128},
+            algorithms=(None, "FP8_PB_WO"),
+            fp8={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        ),
+        Kind(
+            "mxfp8",
+            FORMATS["mxfp8"],
+            ("mxfp8", "mxfp8_32x32"),
+            (1, 32),
+            weights=_groups(8, 32, "torch.uint8"),
+            packing="mxfp8-quantized",
+            algorithms=(None, "MXFP8"),
+            fp8={"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]},
+        ),
+        Kind(
+            "mxfp4",
+            FORMATS["mxfp4"],
+            ("mxfp4",),
+            (1, 32),
+            weights=_groups(4, 32, "torch.uint8"),
+            packing="mxfp4-pack-quantized",
+        ),
+        Kind(
+            "nvfp4",
+            FORMATS["nvfp4"],
+            ("nvfp4", "nvfp4_16x16"),
+            (1, 16),
+            weights=_groups(4, 16, "torch.float8_e4m3fn", "tensor_group"),
+            packing="nvfp4-pack-quantized",
+            algorithms=("NVFP4", "W4A16_NVFP4"),
+        ),
+    )
+}
+_BY_DECODING = {FORMATS[name].decoding: kind for kind in KINDS.values() for name in kind.written}
+
+
+def kind_of(fmt: Format) -> Kind | None:
+    """The kind that layers of this format are written as, or None."""
+    return _BY_DECODING.get(fmt.decoding)
