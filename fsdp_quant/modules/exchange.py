@@ -43,7 +43,7 @@ from .operands import SLOTS, slot_ids
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How the ranks of `group` share a linear layer (`shared_linear_op`, note "who holds what").
+    """How the ranks of `group` share a linear layer (`linear_definition`, note "who holds what").
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
@@ -89,7 +89,7 @@ class TensorParallel:
         return y
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`linear_op.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
+        """`operands.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
         those of the ranks before.
 
         shape:  [N, K] of this rank's part of the weight.

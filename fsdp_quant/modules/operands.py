@@ -261,18 +261,6 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
         )
 
 
-def saved_columnwise(
-    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors
-) -> EncodedMatrix:
-    """The columnwise storage of the input [M, K], from what the plan saved."""
-    if plan.saves == "input":
-        x = saved[0].reshape(shape)
-        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, factors)[0][COLUMNWISE]
-    return columnwise_of_saved(
-        plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0])
-    )
-
-
 def columnwise_of_saved(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
 ) -> EncodedMatrix:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward of a linear layer that ranks share: its input and output among the ranks, and the
-executor (`shared_linear_op` in eager mode, `traced_linear` in graphs)."""
+executor (`linear_definition` in eager mode, `traced_linear` in graphs)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..tensor import torch_compat
 from .base_linear import BaseLinear
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
+from .linear_definition import check_travels, defined_linear
 from .plan import GemmPlan
-from .shared_linear_op import SharedCall, check_travels, multiply_in_eager_mode
 
 
 def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
@@ -165,13 +165,15 @@ def _multiply(
     grad: bool,
 ) -> Tensor:
     """Run the eager operator."""
-    call, runtime = layer.call(x, weight, plan, weight.requires_grad and grad, grad), layer.runtime
+    runtime, save = layer.runtime, weight.requires_grad and grad
+    call = layer.call(x, weight, plan, save, grad)._replace(
+        axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
+    )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
         call = call._replace(
             step=_step_of(axis, call.step), ids=axis.slot_ids(runtime.name, weight.shape, x.device)
         )
-    shared = SharedCall(call, runtime.name, axis, grad, runtime.recipe.require_native)
-    return multiply_in_eager_mode(shared, owner, x, weight, bias)
+    return defined_linear(x, weight, bias, call, grad and x.requires_grad, owner)
 
 
 def _check(

@@ -34,7 +34,7 @@ from ..tensor.storage_pair import StoragePair
 from .bad_splits import bad_splits_flag
 from .expert_weights import operand_of_codes, packed_operand, read_as, shown_codes
 from .grouped_op import bias_gradients, group_of, unsupported_reason
-from .linear_op import LinearCall, multiply, multiply_backward
+from .linear_definition import LinearCall, multiply, multiply_backward
 from .operands import buffers_of, slot_ids
 from .plan import GemmPlan, plan_of
 

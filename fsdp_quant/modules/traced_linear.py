@@ -12,7 +12,7 @@ Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`
 and counts of the guard are written by functionalized in-place operators.
 
 [Note: layers that ranks share]
-Functional collectives stand around the same operators (`exchange`; `shared_linear_op` has the
+Functional collectives stand around the same operators (`exchange`; `linear_definition` has the
 equations):
 
     column, cut   forward    all_reduce(amax(x)), quantize(x, rowwise), all_gather(codes, scales),
