@@ -203,21 +203,30 @@ class BaseLinear(HasWeight, nn.Linear):
         plan: GemmPlan,
         save: bool,
         ranks: tuple | None = None,
-        training: bool | None = None,
     ) -> Tensor:
-        """`traced_linear` with what graphs of this layer are given, which are guarded one by one;
-        training: None: the layer's."""
+        """`traced_linear` with what graphs of this layer are given, which are guarded one by
+        one."""
         given, step, ids, guards, histories = self.runtime.graphs, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
             histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
-        training = self.training if training is None else training
         rank = None if ranks is None else given.rank
         return traced_linear(
-            x, weight, bias, plan.key, save, training, step, ids, guards, *histories, rank, ranks
+            x,
+            weight,
+            bias,
+            plan.key,
+            save,
+            self.training,
+            step,
+            ids,
+            guards,
+            *histories,
+            rank,
+            ranks,
         )
 
-    def _overriding_plan(self, override: Autocast) -> GemmPlan:
+    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
         recipe = override.recipe
         if recipe is None:
             return self.plan
@@ -237,9 +246,9 @@ class BaseLinear(HasWeight, nn.Linear):
                 "fq.convert and fq.set_recipe"
             )
         plan = plan_of_recipe(
-            recipe.key, self.runtime.name, arch_of(self.weight.device), self.runtime.module_type
+            recipe.key, self.runtime.name, arch_of(weight.device), self.runtime.module_type
         )
-        if isinstance(self.weight, QuantizedTensor) and plan.weight != self.plan.weight:
+        if isinstance(weight, QuantizedTensor) and plan.weight != self.plan.weight:
             raise ValueError(
                 f"{self.runtime.name}: fq.autocast would change the weight from {self.plan.weight} "
                 "to "

@@ -93,7 +93,7 @@ class Linear(BaseLinear):
         module's, or given ones."""
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
-            plan = self._overriding_plan(override)
+            plan = self._overriding_plan(override, weight)
         if plan.boundary is not None:
             return self.bounded(
                 lambda x: self._product(x, weight, bias, plan, None),

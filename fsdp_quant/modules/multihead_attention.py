@@ -84,7 +84,7 @@ class MultiheadAttention(TransposedLinear):
             v,
             self.embed_dim,
             self.num_heads,
-            _Projection(self.train_as_this(), self.read()),
+            _Projection(self._layer, self.read()),
             self.in_proj_bias,
             self.bias_k,
             self.bias_v,

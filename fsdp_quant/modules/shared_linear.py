@@ -130,7 +130,7 @@ def multiply_shared(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     override = current_autocast()
-    plan = layer.plan if override is None else layer._overriding_plan(override)
+    plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
     if plan.boundary is not None:
         raise NotImplementedError(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "

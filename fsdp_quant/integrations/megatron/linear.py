@@ -134,7 +134,7 @@ class ParallelLinear(Linear):
         if isinstance(self.parallel, TensorParallel):
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
-        plan = self.plan if override is None else self._overriding_plan(override)
+        plan = self.plan if override is None else self._overriding_plan(override, self.weight)
         if plan.boundary is not None:
             raise NotImplementedError(
                 f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between "
