@@ -417,7 +417,7 @@ def _check(
     layers = converted_modules(model)
     seen = {name: SimpleNamespace(name=name or "it", x=None) for name in layers}
     definitions = {
-        name: Definition(make(backward_override=None), layer._name, mode)
+        name: Definition(make(backward_override=None), layer.runtime.name, mode)
         for name, layer in layers.items()
     }
     for name, layer in layers.items():

@@ -40,6 +40,9 @@ from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from .operands import SLOTS, slot_ids
 
+# Of a tensor, in errors; a function where a graph must not depend on it.
+Name = str | Callable[[], str]
+
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
@@ -129,21 +132,21 @@ class SequenceCut:
 
     @classmethod
     def of_whole(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
         """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R
         does not divide its dim."""
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
-                f"{name}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
+                f"{_said(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
                 f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
             )
         return cls(group, (*shape[:dim], shape[dim] // group.size(), *shape[dim + 1 :]), dim)
 
     @classmethod
     def of_local(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
         """The cut of which each rank holds `shape`."""
         return cls(group, tuple(shape), _checked_dim(shape, dim, name))
@@ -197,10 +200,14 @@ def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     ) == 0
 
 
-def _checked_dim(shape: tuple[int, ...], dim: int, name: str) -> int:
+def _said(name: Name) -> str:
+    return name if isinstance(name, str) else name()
+
+
+def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
-            f"{name}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
+            f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
             "products contract"
         )
     return dim % len(shape)

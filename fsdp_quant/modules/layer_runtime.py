@@ -27,12 +27,12 @@ from .linear_op import HandedByInput
 from .operands import SLOTS, slot_ids
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
-from .training_steps import TrainingSteps
+from .training_steps import Runtime
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
 
-class LayerRuntime:
+class LayerRuntime(Runtime):
     """Plan, recipe, weight state, random ids, histories and guard of one layer.
 
     name:          keys random bits, names the layer in errors.
@@ -41,14 +41,9 @@ class LayerRuntime:
                    layouts a gather lays codes out in, which the guard does not move.
     ids:           int64 [3] (`slot_ids`), on the device that asked last.
     graphs:        the tensors that compiled graphs of the layer receive.
-    input_owner:   the layer that keeps the amax histories of the input, where several read one.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
-    steps:         who counts the steps of the layer's model; None: nobody yet.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
     """
-
-    weight_state: WeightState
-    graphs: GraphTensors
 
     def __init__(
         self,
@@ -59,7 +54,6 @@ class LayerRuntime:
         guard_owner: LayerRuntime | None = None,
     ):
         self.name, self.module_type = name, module_type
-        self.steps: TrainingSteps | None = None
         self.guard: Tensor | None = None
         self.backward_guard: Tensor | None = None
         self.guard_owner = guard_owner
@@ -70,6 +64,7 @@ class LayerRuntime:
     def _make_tensors(self) -> None:
         """Make what no file holds."""
         self.input_owner: weakref.ref[LayerRuntime] | None = None
+        self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
 
@@ -142,8 +137,6 @@ class LayerRuntime:
     def prepare_graphs(self, device: torch.device | None = None) -> None:
         """Make what graphs receive, for the plan, the weight's state and the device as they are
         now. device: of the weight; None: not known, as it was."""
-        if "graphs" not in self.__dict__:
-            self.graphs = GraphTensors()
         self.graphs.prepare(self, device)
 
 

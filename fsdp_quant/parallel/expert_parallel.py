@@ -21,6 +21,7 @@ from ..context import current_autocast
 from ..formats import ROWWISE, Direction
 from ..modules.grouped_linear import EXPERT, GroupedLinear
 from ..modules.plan import GemmPlan, build_plan
+from ..modules.steps import name_of
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -272,7 +273,7 @@ class ExpertParallel(ParallelStyle):
         return (self.reads if slot == "input" else self.writes) or []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = getattr(module, "_name", type(module).__name__)
+        name = name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} "

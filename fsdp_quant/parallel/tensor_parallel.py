@@ -23,6 +23,7 @@ from ..context import quantized_init_recipe
 from ..counters import counters
 from ..modules.exchange import Layouts, TensorParallel
 from ..modules.linear import Linear, make_quantized
+from ..modules.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
@@ -52,7 +53,7 @@ class _Style:
         self.recipe = None if recipe is None else as_recipe(recipe, type(self).__name__, Recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        style, name = type(self).__name__, getattr(module, "_name", type(module).__name__)
+        style, name = type(self).__name__, name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} "
