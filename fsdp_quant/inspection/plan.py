@@ -20,7 +20,7 @@ from ..modules.fuse import fused_notes
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.multihead_attention import MultiheadAttention
-from ..modules.packed_experts import are_sharded, parts_of
+from ..modules.packed_experts import are_sharded, kind_of
 from ..modules.plan import PRODUCTS
 from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
@@ -425,7 +425,7 @@ def _other_notes(model: nn.Module) -> list[str]:
                     else ""
                 )
                 hint = ", which fq.convert quantizes before fully_shard" * bool(
-                    parts_of(module) and are_sharded(module)
+                    kind_of(module) and are_sharded(module)
                 )
                 others[
                     type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which

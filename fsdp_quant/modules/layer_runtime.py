@@ -58,7 +58,8 @@ class LayerRuntime(Runtime):
         self.backward_guard: Tensor | None = None
         self.guard_owner = guard_owner
         self.handed_by_input: HandedByInput | None = None
-        self.recipe, self.plan = self._planned(recipe, device)
+        self.recipe = as_recipe(recipe, name, Recipe)
+        self.plan = self.plan_of(self.recipe, device)
         self._make_tensors()
 
     def _make_tensors(self) -> None:
@@ -78,15 +79,14 @@ class LayerRuntime(Runtime):
 
     # Plans #
 
-    def _planned(self, recipe: Recipe | str, device: torch.device) -> tuple[Recipe, GemmPlan]:
-        its = as_recipe(recipe, self.name, Recipe)
-        return its, build_plan(its, self.name, arch_of(device), self.module_type)
+    def plan_of(self, recipe: Recipe, device: torch.device) -> GemmPlan:
+        """The plan that the layer would have of a recipe. Raises as `build_plan`."""
+        return build_plan(recipe, self.name, arch_of(device), self.module_type)
 
-    def set_recipe(self, recipe: Recipe | str, device: torch.device) -> None:
+    def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""
-        alone = self.plan.alone
-        self.recipe, plan = self._planned(recipe, device)
-        self.set_plan(replace(plan, alone=alone))
+        self.recipe = recipe
+        self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
     def set_plan(self, plan: GemmPlan) -> None:
         self.plan = self.weight_state.plan = plan

@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint import SAVED_BY, fingerprints
 from ..context import STEP
 from ..formats import Direction
-from ..ops.capability import arch_of
+from ..recipe import Recipe
 from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, DelayedScaling, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
 from ..tensor.quantized_weight import QuantizedWeightState
-from .convert import converted_units, schedules_of, switch
+from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .plan import EXACT, PRODUCTS, build_plan, ladder_of
+from .plan import EXACT, PRODUCTS, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
 from .training_steps import SHARED, restart_steps, steps_of
 
@@ -92,11 +92,8 @@ def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
         return
     rolled = set(map(id, histories))
     modules, found = _by_name(model), {}
-    if not any(
-        id(h) in rolled
-        for module in modules.values()
-        for h in module.runtime.weight_state.histories.values()
-    ):
+    kept = [m.runtime.weight_state.histories.values() for m in modules.values()]
+    if rolled.isdisjoint(id(h) for of in kept for h in of):
         return
     group, names = _SHARED[model]
     if names is None:
@@ -112,10 +109,8 @@ def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
     # behind.
     ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
     device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-    current, none = (
-        {key: h.to(device).amaxes[:1] for key, h in found.items()},
-        torch.zeros(1, device=device),
-    )
+    current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
+    none = torch.zeros(1, device=device)
     slots = [(name, side) for name in names for side in _SIDES]
     shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
     torch_compat.copy_all(
@@ -142,12 +137,8 @@ def fingerprint(
     names = names or layer_names(model)[0]
     modules = converted_modules(model, names)
     recipes = {id(m): m.recipe for m in modules.values()}
-    for scheduled, schedule in schedules_of(model).items():
-        units = converted_units(scheduled)
-        if step is None:
-            break
-        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
-            recipes |= {id(m): recipe for m in layers}
+    if step is not None:
+        recipes |= {id(m): recipe for m, recipe in _scheduled(model, step)}
     texts = {name: recipes[id(m)].fingerprint() for name, m in modules.items()}
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear) and isinstance(
@@ -157,6 +148,15 @@ def fingerprint(
             texts |= {f"{names[name]}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
     lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _scheduled(model: nn.Module, step: int) -> list[tuple[Linear, Recipe]]:
+    """The layers that follow schedules, and their recipes in a step."""
+    return [
+        given
+        for scheduled, schedule in schedules_of(model).items()
+        for given in given_recipes(converted_units(scheduled), schedule.at(step))
+    ]
 
 
 def _schedule_text(model: nn.Module) -> str | None:
@@ -172,11 +172,9 @@ def _moved(modules: Mapping[str, Linear]) -> str:
 
 def _rank() -> list[int]:
     """[rank, world size]."""
-    return (
-        [dist.get_rank(), dist.get_world_size()]
-        if dist.is_available() and dist.is_initialized()
-        else [0, 1]
-    )
+    if dist.is_available() and dist.is_initialized():
+        return [dist.get_rank(), dist.get_world_size()]
+    return [0, 1]
 
 
 def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
@@ -300,10 +298,8 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         raise ValueError(
             f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
         )
-    step, seed = (
-        _integer(state, "step", range(2**62)),
-        _integer(state, "seed", range(-(2**63), 2**63)),
-    )
+    step = _integer(state, "step", range(2**62))
+    seed = _integer(state, "seed", range(-(2**63), 2**63))
     digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
     names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
     if names is None:
@@ -346,12 +342,10 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     lost = of == world and by != rank and (own or moved)
     if lost and not any(module in _SHARED for module in model.modules()):
         raise ValueError(
-            f"rank {rank} is given the state of rank {by}, and amax histories of "
-            "activations are each rank's own: save "
-            'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since '
-            "under one key the last to write "
-            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the "
-            "JSON of state['moved']"
+            f"rank {rank} is given the state of rank {by}, and amax histories of activations are "
+            'each rank\'s own: save fq.state_dict under a key per rank ({f"rank_{rank}": '
+            "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
+            f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
     return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved))
 
@@ -378,15 +372,10 @@ def _integer(state: dict, key: str, among: range) -> int:
 
 def _difference(state: dict, model: nn.Module) -> str:
     """Names of weights that the state, or the model, has alone."""
-    saved, here = (
-        set(state.get("codes") or ()),
-        {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()},
-    )
-    alone = [
-        f"{', '.join(sorted(names)[:3])} {where} alone"
-        for names, where in ((saved - here, "the saved one has"), (here - saved, "the model has"))
-        if names
-    ]
+    saved = set(state.get("codes") or ())
+    here = {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()}
+    sides = (saved - here, "the saved one has"), (here - saved, "the model has")
+    alone = [f"{', '.join(sorted(names)[:3])} {who} alone" for names, who in sides if names]
     return "; ".join(alone) or "their recipes are exchanged, or experts others"
 
 
@@ -427,15 +416,8 @@ def _sides_at(
     """(module name, "slot.direction", a history of its length) of each delayed side, as of that
     step of schedules."""
     plans = {id(m): m.plan for m in modules.values()}
-    for scheduled, schedule in schedules_of(model).items():
-        units = converted_units(scheduled)
-        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
-            plans |= {
-                id(m): build_plan(
-                    recipe, m.runtime.name, arch_of(m.weight.device), m.runtime.module_type
-                )
-                for m in layers
-            }
+    for m, recipe in _scheduled(model, step):
+        plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
     for name, module in modules.items():
         for slot in QUANTIZED_TYPES:
             hybrid = plans[id(module)].hybrid(slot)
