@@ -453,14 +453,11 @@ def _is_packed(module: nn.Module) -> bool:
     if kind_of(module):
         return True
     weight, bias = own.get("weight"), own.get("bias")
-    return (
-        not isinstance(module, GroupedLinear)
-        and set(own) <= {"weight", "bias"}
-        and weight is not None
-        and weight.dim() == 3
-        and (bias is None or bias.shape == weight.shape[:2])
-        and not module._modules
-    )
+    if isinstance(module, GroupedLinear) or module._modules or not set(own) <= {"weight", "bias"}:
+        return False
+    if weight is None or weight.dim() != 3:
+        return False
+    return bias is None or bias.shape == weight.shape[:2]
 
 
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
@@ -473,14 +470,13 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
     """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward,
     or of `_PLAIN`. not called: of nn.MultiheadAttention, which reads its weight."""
     cls = _own_class(type(module))
-    return (
-        isinstance(module, nn.Linear)
-        and issubclass(cls, nn.Linear)
-        and not is_lazy(module.weight)
-        and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
-        and not issubclass(cls, Linear)
-        and not (called and issubclass(cls, NonDynamicallyQuantizableLinear))
-    )
+    if not isinstance(module, nn.Linear) or not issubclass(cls, nn.Linear):
+        return False
+    if is_lazy(module.weight) or issubclass(cls, Linear):
+        return False
+    if called and issubclass(cls, NonDynamicallyQuantizableLinear):
+        return False
+    return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
 
 
 def _own_class(cls: type) -> type:

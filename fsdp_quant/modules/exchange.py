@@ -21,6 +21,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,11 +171,8 @@ class SequenceCut:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        return (
-            *self.shape[: self.dim],
-            self.shape[self.dim] * self.ranks,
-            *self.shape[self.dim + 1 :],
-        )
+        before, (size, *behind) = self.shape[: self.dim], self.shape[self.dim :]
+        return *before, size * self.ranks, *behind
 
     def travels(self, encoding: Encoding) -> bool:
         """Codes of the pieces are those of the whole (see the note)."""
@@ -251,32 +249,23 @@ def shared_statistics(
             crossing[d] = encoding
     if not crossing:
         return {}
-    unknown = {d: e for d, e in crossing.items() if d not in known}
-    own = known | dict(
-        zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype) if unknown else ())
-    )
+    own, unknown = dict(known), {d: e for d, e in crossing.items() if d not in known}
+    if unknown:
+        own |= zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype))
     counters.add("amax all-reduce", "activations")
-    reduce = (
-        (lambda amaxes, _: _reduce_amaxes_in_graph(amaxes, group))
-        if opaque.is_tracing()
-        else reduce_amaxes
-    )
-    return dict(
-        zip(crossing, share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce))
-    )
+    reduce = _reduce_amaxes_in_graph if opaque.is_tracing() else reduce_amaxes
+    shared = share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce)
+    return dict(zip(crossing, shared))
 
 
-def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
     """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is
     reduced once."""
     alike = list({id(a): a for a in amaxes}.values())
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
-    reduced = (
-        torch_compat.all_reduce(bits, "max", group)
-        .view(torch.float32)
-        .split([a.numel() for a in alike])
-    )
-    made = {id(a): r.view(a.shape) for a, r in zip(alike, reduced)}
+    reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
+    parts = reduced.split([a.numel() for a in alike])
+    made = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
     return [made[id(a)] for a in amaxes]
 
 
@@ -330,11 +319,10 @@ class Arriving:
         return {name: self._in_order(b) for name, b in self.received.items()}
 
     def _in_order(self, received: Tensor) -> Tensor:
-        shape, outer = received.shape[1:], self.cut.outer
-        rows = (
-            received.view(self.cut.ranks, outer, -1, *shape[1:]) if received.numel() else received
-        )
-        return (rows.transpose(0, 1) if outer > 1 else rows).reshape(-1, *shape[1:])
+        (_, _, *cols), outer = received.shape, self.cut.outer
+        if outer > 1 and received.numel():
+            received = received.view(self.cut.ranks, outer, -1, *cols).transpose(0, 1)
+        return received.reshape(-1, *cols)
 
 
 def _bytes(t: Tensor) -> Tensor:

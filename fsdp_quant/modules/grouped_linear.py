@@ -250,11 +250,9 @@ class GroupedLinear(HasWeight):
         """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in
         shards."""
         weight, bias = self.matrices, self.bias
-        if (
-            not isinstance(weight, DTensor)
-            or self._packed_state.tensor_group is None
-            or weight.device_mesh.ndim > 1
-        ):
+        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
+            return weight, bias
+        if self._packed_state.tensor_group is None:
             return weight, bias
         return weight.to_local(), None if bias is None else local_of(bias)
 
@@ -315,12 +313,8 @@ class GroupedLinear(HasWeight):
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        if (
-            plan is not None
-            and not torch_compat.dispatch_is_watched()
-            and current_autocast() is None
-            and len(rows)
-        ):
+        seen = torch_compat.dispatch_is_watched() or current_autocast() is not None
+        if plan is not None and len(rows) and not seen:
             reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):

@@ -108,11 +108,9 @@ def _operands(
         layouts = resolved.layouts["weight"]
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
         columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
-        return (
-            None
-            if columnwise is None
-            else _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
-        )
+        if columnwise is None:
+            return None
+        return _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
     values = values_of(weight).detach()
     state = _state_of(call.state, plan, values)
     is_cast = values.dtype is not dtype and not all(
@@ -174,11 +172,9 @@ def _columnwise_buffers(
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call takes x [.., cols] and the other operand's n rows as they are."""
-    if (
-        resolved.call is None
-        or type(x) not in (Tensor, Parameter)
-        or not (bias is None or bias.dtype is x.dtype)
-    ):
+    if resolved.call is None or type(x) not in (Tensor, Parameter):
+        return False
+    if bias is not None and bias.dtype is not x.dtype:
         return False
     size, cols = x.numel(), x.shape[-1]
     return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))

@@ -55,11 +55,9 @@ def slot_key(
 
     after:  as in `dispatch.random_key`.
     """
-    return (
-        dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
-        if plan.hybrid(slot).is_stochastic
-        else None
-    )
+    if not plan.hybrid(slot).is_stochastic:
+        return None
+    return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
 
 
 def slot_storages(
@@ -282,9 +280,9 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
     """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
     do both in one read."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
-    return (
-        dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
-    )
+    if quantized and not isinstance(dy, QuantizedTensor):
+        return dispatch.column_sums(dy)
+    return dy.sum(0)
 
 
 def weight_state(weight: Tensor) -> WeightState | None:

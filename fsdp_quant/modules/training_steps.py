@@ -353,11 +353,8 @@ def steps_of(model: nn.Module) -> TrainingSteps:
     packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
     if any(m in _LOOSE.layers for m in (*modules, *packed)):
         counted.append(_LOOSE.steps)
-    return (
-        next((steps for steps in counted if steps.has_run), None)
-        or next(iter(counted), None)
-        or TrainingSteps()
-    )
+    run = [steps for steps in counted if steps.has_run]
+    return next(iter([*run, *counted]), None) or TrainingSteps()
 
 
 def continued(model: nn.Module) -> TrainingSteps:
