@@ -88,8 +88,9 @@ class LayerRuntime(Runtime):
         self.recipe = recipe
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def set_plan(self, plan: GemmPlan) -> None:
-        self.plan = self.weight_state.plan = plan
+    def set_plan(self, plan: GemmPlan, of_weight: GemmPlan | None = None) -> None:
+        """of_weight: in whose layouts gathers lay codes out; default: the same."""
+        self.plan, self.weight_state.plan = plan, of_weight or plan
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
         """Product name -> rung of `plan`; others return to their first. Gathers keep their

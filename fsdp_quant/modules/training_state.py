@@ -230,27 +230,21 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
 # Loading #
 
 
-class _SavedLayers(NamedTuple):
-    """The saved state of a model's layers, of the recipe that the model has.
+class _Saved(NamedTuple):
+    """A state that a model accepts; without modules if it is of another recipe.
 
     modules:   by their names in the state; names: qualified name -> that name.
     codes:     weight name -> fingerprint, or None.
     moved:     module name -> product -> rung.
     """
 
-    modules: dict[str, Linear]
-    names: Mapping[str, str]
-    histories: dict[str, dict]
-    codes: dict[str, int] | None
-    moved: dict[str, dict[str, str]]
-
-
-class _Checked(NamedTuple):
-    """A state that a model accepts. layers: None if it is of another recipe."""
-
     step: int
     seed: int
-    layers: _SavedLayers | None
+    modules: Mapping[str, Linear] = {}
+    names: Mapping[str, str] = {}
+    histories: Mapping[str, dict] = {}
+    codes: dict[str, int] | None = None
+    moved: Mapping[str, dict[str, str]] = {}
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
@@ -269,29 +263,29 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     >>> state = fq.state_dict(model)
     >>> fq.load_state_dict(model, state)  # after the weights: it compares their codes
     """
-    checked = error = None
+    saved = error = None
     try:
-        checked = _check(model, state, allow_recipe_change)
+        saved = _check(model, state, allow_recipe_change)
     except ValueError as caught:
         error = caught
     agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
-    if checked is None:
+    if saved is None:
         return  # `agree` has raised
-    layers = checked.layers
-    if layers is not None:
-        _restore(model, checked.step, layers)
-    STEP.seed = checked.seed
-    _go_to(model, checked.step)
-    for module in () if layers is None else layers.modules.values():
+    if saved.modules:
+        _restore(model, saved)
+    STEP.seed = saved.seed
+    restart_steps(model, saved.step)
+    _follow(model, saved.step)
+    for module in model.modules():
+        begins_first(module)
+    for module in saved.modules.values():
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history):
                 history.roll()  # saved with high-precision parameters, the step that ran is open
-        weight = module.runtime.weight_state
-        if isinstance(weight, QuantizedWeightState):
-            weight.drop_codes()
+    _drop_codes(saved.modules.values())
 
 
-def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
+def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
     """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take,
     but for other codes."""
     if not isinstance(state, dict):
@@ -304,7 +298,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
     if names is None:
         if allow_recipe_change:
-            return _Checked(step, seed, None)
+            return _Saved(step, seed)
         why = (
             f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} "
             f"({fingerprint(model, step)})"
@@ -347,7 +341,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
             "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
             f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
-    return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved))
+    return _Saved(step, seed, modules, names, histories, codes, moved)
 
 
 def _part(state: dict, key: str, kind: type):
@@ -395,8 +389,7 @@ def _read_moved(
         # of a file from before there were rungs
         moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of
     whole = isinstance(found, dict) and all(
-        isinstance(of, dict)
-        and all(product in ladders and rung in ladders[product] for product, rung in of.items())
+        isinstance(of, dict) and all(rung in ladders.get(p, ()) for p, rung in of.items())
         for of in moved.values()
     )
     whole &= saved_by is None or (
@@ -440,7 +433,7 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
     return saved
 
 
-def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
+def _restore(model: nn.Module, saved: _Saved) -> None:
     """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises
     ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(saved.modules.values()), steps_of(model).number
@@ -454,7 +447,7 @@ def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
         for key, history in of.items()
     ]
     plans = [(m.plan, m.runtime.weight_state.plan) for m in modules]
-    _follow(model, to_step)
+    _follow(model, saved.step)
     for name, module in saved.modules.items():
         for side, history in histories_by_side(module).items():
             history.load_state_dict(saved.histories[f"{name}.{side}"])
@@ -466,7 +459,7 @@ def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
         return
     _follow(model, step)
     for module, (plan, of_weight) in zip(modules, plans):
-        module.runtime.plan, module.runtime.weight_state.plan = plan, of_weight
+        module.runtime.set_plan(plan, of_weight)
     for of, key, history, values in before:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)
@@ -482,14 +475,6 @@ def _follow(model: nn.Module, step: int) -> None:
         switch(scheduled, schedule, step)
 
 
-def _go_to(model: nn.Module, step: int) -> None:
-    """The next step of the model is `step`, and its schedules follow."""
-    restart_steps(model, step)
-    _follow(model, step)
-    for module in model.modules():
-        begins_first(module)
-
-
 def _drop_codes(modules: Iterable[Linear]) -> None:
     """Of quantized parameters, whose delayed scale is another now."""
     for module in modules:
@@ -498,7 +483,7 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
             state.drop_codes()
 
 
-def _wrong_codes(model: nn.Module, saved: _SavedLayers) -> list[str]:
+def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
     """Weights whose codes have another fingerprint than the saved one: the same list on every
     rank."""
     if saved.codes is None:
