@@ -92,20 +92,15 @@ def _saved_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
     key = saved.pop() if ctx.keeps_key else None
     if ctx.saved_codes is not None and cut is None:
         return lambda: columnwise_of_saved(plan, saved, shape, dy, lambda: key)
-    gathered, made = {} if ctx.shared is None else ctx.shared.backward, None
-    if (alike := _shares_codes(plan)) and (
-        made := gathered.get((plan.input, plan.saves))
-    ) is not None:
-        return lambda: made.take(COLUMNWISE)
+    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
+    if (before := shared.get((plan.input, plan.saves))) is not None:
+        return lambda: before.take(COLUMNWISE)
     if ctx.saved_codes is None:
         x = saved[0].reshape(shape)
     else:
         x = Storage.over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype)
-    made = GraphOperands(
-        plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut, dy.dtype, dy.device
-    )
-    if alike:
-        gathered[plan.input, plan.saves] = made
+    made = GraphOperands(plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut)
+    shared[plan.input, plan.saves] = made
     return lambda: made.take(COLUMNWISE)
 
 
@@ -213,8 +208,9 @@ class _TracedLinear(torch.autograd.Function):
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
                 found = slot_statistics(plan, "input", rows, passes, axis, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-                given = key, call, found, cut, x.dtype, x.device, "forward"
-                made = GraphOperands(plan, "input", rows, directions, *given)
+                made = GraphOperands(
+                    plan, "input", rows, directions, key, call, found, cut, "forward"
+                )
                 read[plan.input, save] = found, made
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
@@ -288,9 +284,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
         return None, None, db
     key = call.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
     statistics = slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
-    operands = GraphOperands(
-        plan, "grad_output", rows, directions, key, call, statistics, cut, dy.dtype, dy.device
-    )
+    operands = GraphOperands(plan, "grad_output", rows, directions, key, call, statistics, cut)
     if need_w and ctx.cut is not None:
         x = _saved_input(ctx, dy)
     if need_x:

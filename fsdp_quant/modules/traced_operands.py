@@ -174,12 +174,11 @@ class GraphOperands:
         call: GraphCall,
         statistics: dict[Direction, Statistics],
         cut: SequenceCut | None,
-        dtype: torch.dtype,
-        device: torch.device,
         phase: str = "backward",
     ):
         hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
-        self._layouts = plan.resolved(dtype, device).layouts[slot]
+        device = x.device if isinstance(x, Tensor) else x.data.device
+        self._layouts = plan.resolved(x.dtype, device).layouts[slot]
         if cut is not None:
             self._gather = Gather(
                 x,
