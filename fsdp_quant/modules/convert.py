@@ -22,15 +22,15 @@ from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear
 from .layernorm_mlp import check_recompute
-from .linear import Linear, make_quantized
+from .linear import Linear
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, take_over
 from .plan import build_plan
 from .progress import progress
 from .skip import AUTO, auto_skips
-from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
+from .steps import count_steps
 from .training_steps import SCHEDULED, Scheduled, steps_of
-from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
+from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
 
@@ -120,18 +120,16 @@ def convert(
     recipes = _planned(recipe, units, steps_of(model).number)
     _agree(model, recipe, recipes)
     for name, module in progress(targets.items(), "fq.convert"):
-        if read[name].dim() == 3:
-            if not isinstance(module, GroupedLinear):
-                module.__class__ = _converted_class(type(module), GroupedLinear)
-            if isinstance(module, GroupedLinear):
-                module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
-        else:
-            made = _made_of(_own_class(type(module)))
-            cls = _converted_class(type(module), made)
-            if isinstance(module, nn.Linear):
-                make_quantized(module, cls, recipes[name], plain[name])
-            else:
-                adopt_transposed(module, cls, recipes[name], plain[name])
+        if not isinstance(module, GroupedLinear):
+            is_packed = read[name].dim() == 3
+            made = GroupedLinear if is_packed else _made_of(_own_class(type(module)))
+            module.__class__ = _converted_class(type(module), made)
+        if isinstance(module, GroupedLinear):
+            module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
+        elif isinstance(module, TransposedLinear):
+            module.adopt(recipes[name], plain[name])
+        elif isinstance(module, Linear):
+            module.make_quantized(recipes[name], plain[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if any(isinstance(m, OURS) for m in module.modules()):

@@ -64,12 +64,3 @@ class TransposedLinear(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._layer.part_of(self, 0)
-
-
-def adopt_transposed(
-    module: nn.Module, cls: type[TransposedLinear], recipe: Recipe, name: str
-) -> None:
-    """Turn a module into one of class `cls`, in place."""
-    module.__class__ = cls
-    if isinstance(module, TransposedLinear):
-        module.adopt(recipe, name)
