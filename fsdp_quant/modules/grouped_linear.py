@@ -23,7 +23,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from .bad_splits import raise_bad_splits, register_tag
+from .bad_splits import new_tag, raise_bad_splits
 from .expert_weights import ExpertWeights
 from .grouped_op import ExpertsState, GroupedLinearCall, unsupported_reason
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -231,7 +231,7 @@ class GroupedLinear(HasWeight):
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
         self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
-        register_tag(self)
+        self._tag = new_tag(self)
 
     @property
     def _weight_state(self) -> WeightState:
@@ -469,7 +469,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._take_parts()
-        register_tag(self)
+        self._tag = new_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,10 +29,6 @@ from .plan import EXACT, PRODUCTS, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
 from .training_steps import SHARED, restart_steps, steps_of
 
-# Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
-_SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = (
-    weakref.WeakKeyDictionary()
-)
 _SIDES = [
     f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction
 ]
@@ -60,9 +55,9 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     """
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
-    _SHARED[model], SHARED[model] = (group, None), _share
+    SHARED[model] = sharing = _Sharing(group)
     if dist.is_available() and dist.is_initialized():
-        _agree(model)
+        sharing.agree(model)
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
@@ -73,49 +68,57 @@ def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
     }
 
 
-def _agree(model: nn.Module) -> tuple[dist.ProcessGroup, list[str]]:
-    group = _SHARED[model][0] or dist.group.WORLD
-    if group is None:
-        raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
-    of_ranks: list = [None] * group.size()
-    dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
-    agreed = group, list(dict.fromkeys(name for names in of_ranks for name in names))
-    _SHARED[model] = agreed
-    return agreed
+class _Sharing:
+    """What `share_amaxes` has a step of a model begin with.
 
+    group:  of ranks; None: all.
+    """
 
-@torch.no_grad()
-def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
-    """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
-    is about to roll."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    rolled = set(map(id, histories))
-    modules, found = _by_name(model), {}
-    kept = [m.runtime.weight_state.histories.values() for m in modules.values()]
-    if rolled.isdisjoint(id(h) for of in kept for h in of):
-        return
-    group, names = _SHARED[model]
-    if names is None:
-        group, names = _agree(model)
-    if new := [name for name, _ in modules.keys() - set(names)]:
-        raise ValueError(
-            f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
-            "on every rank"
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group, self._names = group, None
+
+    def agree(self, model: nn.Module) -> list[tuple[str, str]]:
+        """The names of the layers of all ranks, which every rank calls for."""
+        self._group = group = self._group or dist.group.WORLD
+        if group is None:
+            raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
+        of_ranks: list = [None] * group.size()
+        dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
+        self._names = names = list(dict.fromkeys(name for names in of_ranks for name in names))
+        return names
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
+        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
+        is about to roll."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        rolled = set(map(id, histories))
+        modules, found = _by_name(model), {}
+        kept = [m.runtime.weight_state.histories.values() for m in modules.values()]
+        if rolled.isdisjoint(id(h) for of in kept for h in of):
+            return
+        names = self.agree(model) if self._names is None else self._names
+        if new := [name for name, _ in modules.keys() - set(names)]:
+            raise ValueError(
+                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
+                "on every rank"
+            )
+        for name, module in modules.items():
+            found |= {
+                (name, side): h for side, h in histories_by_side(module).items() if not h.stays
+            }
+        # Histories lie where their layers ran; those of layers that did not run yet must not stay
+        # behind.
+        ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
+        device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
+        current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
+        none = torch.zeros(1, device=device)
+        slots = [(name, side) for name in names for side in _SIDES]
+        shared = reduce_amaxes([current.get(slot, none) for slot in slots], self._group)
+        torch_compat.copy_all(
+            [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
         )
-    for name, module in modules.items():
-        found |= {(name, side): h for side, h in histories_by_side(module).items() if not h.stays}
-    # Histories lie where their layers ran; those of layers that did not run yet must not stay
-    # behind.
-    ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
-    device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-    current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
-    none = torch.zeros(1, device=device)
-    slots = [(name, side) for name in names for side in _SIDES]
-    shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
-    torch_compat.copy_all(
-        [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
-    )
 
 
 def _recipe_text(model: nn.Module) -> str:
@@ -334,7 +337,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
     rank, world = _rank()
     by, of = (rank, 0) if saved_by is None else saved_by
     lost = of == world and by != rank and (own or moved)
-    if lost and not any(module in _SHARED for module in model.modules()):
+    if lost and not any(module in SHARED for module in model.modules()):
         raise ValueError(
             f"rank {rank} is given the state of rank {by}, and amax histories of activations are "
             'each rank\'s own: save fq.state_dict under a key per rank ({f"rank_{rank}": '
