@@ -313,8 +313,8 @@ class GroupedLinear(HasWeight):
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        seen = torch_compat.dispatch_is_watched() or current_autocast() is not None
-        if plan is not None and len(rows) and not seen:
+        plain = plan is not None and not torch_compat.dispatch_is_watched()
+        if plan is not None and plain and current_autocast() is None and len(rows):
             reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
