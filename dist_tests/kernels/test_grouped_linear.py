@@ -91,7 +91,7 @@ def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
 def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
     made = []
     for e, layer in enumerate(module.layers):
-        name = layer._name
+        name = layer.runtime.name
         made.append(
             fq.Linear(
                 K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name

@@ -109,7 +109,7 @@ def gathered_codes(net) -> dict[str, torch.Tensor]:
                 for direction in Direction:
                     storage = linear.weight.storage_for(direction)
                     found |= {
-                        f"{linear._name}.{direction.value}.{n}": b.clone()
+                        f"{linear.runtime.name}.{direction.value}.{n}": b.clone()
                         for n, b in storage.buffers().items()
                     }
         module.reshard()

@@ -26,7 +26,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FAMILIES, ROWWISE, Direction
-from fsdp_quant.modules.convert import converted_modules
+from fsdp_quant.modules.steps import converted_modules
 from fsdp_quant.ops.norm import ACTIVATIONS, GATED
 from fsdp_quant.ops.rng import tensor_id
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -417,7 +417,7 @@ def _check(
     layers = converted_modules(model)
     seen = {name: SimpleNamespace(name=name or "it", x=None) for name in layers}
     definitions = {
-        name: Definition(make(backward_override=None), layer._name, mode)
+        name: Definition(make(backward_override=None), layer.runtime.name, mode)
         for name, layer in layers.items()
     }
     for name, layer in layers.items():

@@ -207,7 +207,7 @@ def train(
 def expected_storages(module: fq.Linear, slot: str, x: Tensor):
     """The QuantizedTensor of one slot, from its quantizer alone."""
     key = torch.tensor(
-        [STEP.seed, STEP.step, tensor_id(f"{module._name}.{slot}"), STEP.micro_batch, 0]
+        [STEP.seed, STEP.step, tensor_id(f"{module.runtime.name}.{slot}"), STEP.micro_batch, 0]
     )
     return module.plan.hybrid(slot).quantize(x, key=key)
 
@@ -1007,7 +1007,7 @@ def test_layers_without_names_share_no_random_bits():
     for again, before in zip(gradients(), (first, second)):
         assert_same_bytes(again, before, "built again in the same order by a new process")
     names = [
-        m._name
+        m.runtime.name
         for m in (
             fq.Linear(16, 16),
             fq.LayerNormLinear(16, 16).linear,

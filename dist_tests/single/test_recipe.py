@@ -571,4 +571,9 @@ def test_experts_ask_a_recipe_as_grouped_linear():
     assert model["packed"].layers[0].plan.input.rowwise.fmt == blocks
     listed = fq.GroupedLinear(2, 16, 16)
     with fq.autocast(recipe):
-        assert listed.layers[0]._overriding_plan(current_autocast()).input.rowwise.fmt == blocks
+        assert (
+            listed.layers[0]
+            ._overriding_plan(current_autocast(), listed.layers[0].weight)
+            .input.rowwise.fmt
+            == blocks
+        )

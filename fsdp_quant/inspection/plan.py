@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..modules.convert import converted_modules, ids_of_embeddings
+from ..modules.convert import ids_of_embeddings
 from ..modules.fuse import fused_notes
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.multihead_attention import MultiheadAttention
-from ..modules.packed_experts import are_sharded, parts_of
+from ..modules.packed_experts import are_sharded, kind_of
 from ..modules.plan import PRODUCTS
+from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.expert_parallel import describe_experts
@@ -420,7 +421,7 @@ def _other_notes(model: nn.Module) -> list[str]:
                     else ""
                 )
                 hint = ", which fq.convert quantizes before fully_shard" * bool(
-                    parts_of(module) and are_sharded(module)
+                    kind_of(module) and are_sharded(module)
                 )
                 others[
                     type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which

@@ -6,30 +6,22 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..tensor import torch_compat
 
-
-class Tagged(Protocol):
-    """A module whose calls carry a number to the device
-    (`modules.grouped_linear.GroupedLinear`)."""
-
-    _name: str
-    _tag: int
-
-
 _TAGS = itertools.count(1)
-_TAGGED: weakref.WeakValueDictionary[int, Tagged] = weakref.WeakValueDictionary()
+_TAGGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def register_tag(module: Tagged) -> None:
-    """Give a module the number by which a device names it."""
-    module._tag = next(_TAGS)
-    _TAGGED[module._tag] = module
+def new_tag(module: object) -> int:
+    """The number by which a device names a module, in errors its `_name`."""
+    tag = next(_TAGS)
+    _TAGGED[tag] = module
+    return tag
 
 
 def raise_bad_splits() -> None:
@@ -38,11 +30,9 @@ def raise_bad_splits() -> None:
     if bad is None:
         return
     tag, rows = bad
-    name = (
-        _TAGGED[tag]._name
-        if tag in _TAGGED
-        else "experts of a compiled graph, or of a module that is gone"
-    )
+    name = "experts of a compiled graph, or of a module that is gone"
+    if (module := _TAGGED.get(tag)) is not None:
+        name = module._name
     raise ValueError(
         f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
         "its result is wrong, and the optimizer has not stepped since the device said so"

@@ -30,11 +30,11 @@ from .has_weight import (
     whole_shape,
 )
 from .layer_runtime import NO_HISTORIES, LayerRuntime
-from .linear_op import LinearCall
+from .linear_definition import LinearCall
 from .operands import weight_state
 from .plan import PRODUCTS, GemmPlan, plan_of_recipe
 from .traced_linear import traced_linear
-from .training_steps import TrainingSteps, note_forward
+from .training_steps import note_forward
 
 
 class BaseLinear(HasWeight, nn.Linear):
@@ -65,18 +65,14 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def attach_state(self, kind: type[WeightState] | None = None) -> None:
         runtime, state = self.runtime, known_state(self.weight)
-        if state is not None:
-            runtime.weight_state = state
-        else:
-            runtime.weight_state = new_weight_state(
-                f"{runtime.name}.weight",
-                runtime.plan.weight,
-                tuple(whole_shape(self.weight)),
-                runtime.recipe.compute_dtype,
-                kind=kind,
-            )
+        is_new = state is None
+        if state is None:
+            name, shape = f"{runtime.name}.weight", tuple(whole_shape(self.weight))
+            dtype = runtime.recipe.compute_dtype
+            state = new_weight_state(name, runtime.plan.weight, shape, dtype, kind=kind)
+        runtime.set_weight_state(state)
+        if is_new:
             register_weight(self)
-        runtime.weight_state.plan = runtime.plan
         self.prepare_graphs()
 
     @property
@@ -85,14 +81,6 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def set_weight_state(self, state: WeightState) -> None:
         self.runtime.weight_state = state
-
-    @property
-    def _training_steps(self) -> TrainingSteps | None:
-        return self.runtime.steps
-
-    @property
-    def _name(self) -> str:
-        return self.runtime.name
 
     @property
     def recipe(self) -> Recipe:
@@ -124,37 +112,32 @@ class BaseLinear(HasWeight, nn.Linear):
 
         weight:  that is multiplied; default: the module's.
         """
-        device, weight = x.device, self.weight if weight is None else weight
+        device, runtime = x.device, self.runtime
+        weight = self.weight if weight is None else weight
         if x.dtype not in FLOATING:
             raise ValueError(
-                f"{self.runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 "
-                "and fp32: "
-                "cast it first"
+                f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: cast "
+                "it first"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self.runtime.name}: input is {list(x.shape)}, its last dim must be "
-                f"{self.in_features}"
+                f"{runtime.name}: input is {list(x.shape)}, its last dim must be {self.in_features}"
             )
         if isinstance(weight, DTensor):
             raise NotImplementedError(
-                f"{self.runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did "
-                "not "
-                "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
-                "the module out of fq.convert"
+                f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; "
+                "tensor-parallel weights are not supported here: use fully_shard, or leave the "
+                "module out of fq.convert"
             )
         if weight.device != device:
             raise ValueError(
-                f"{self.runtime.name}: input is on {device} and the weight on {weight.device}; "
-                "move one "
-                "of them (a model made on meta: model.to_empty(device=...), then initialize or "
-                "load it)"
+                f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one of "
+                "them (a model made on meta: model.to_empty(device=...), then initialize or load "
+                "it)"
             )
-        return (
-            x.to(torch.get_autocast_dtype(device.type))
-            if torch.is_autocast_enabled(device.type)
-            else x
-        )
+        if torch.is_autocast_enabled(device.type):
+            return x.to(torch.get_autocast_dtype(device.type))
+        return x
 
     def call(self, x: Tensor, weight: Tensor, plan: GemmPlan, save: bool, grad: bool) -> LinearCall:
         """What this call of the layer has besides its tensors. Refuses what the plan did not print.
@@ -203,46 +186,51 @@ class BaseLinear(HasWeight, nn.Linear):
         plan: GemmPlan,
         save: bool,
         ranks: tuple | None = None,
-        training: bool | None = None,
     ) -> Tensor:
-        """`traced_linear` with what graphs of this layer are given, which are guarded one by one;
-        training: None: the layer's."""
+        """`traced_linear` with what graphs of this layer are given, which are guarded one by
+        one."""
         given, step, ids, guards, histories = self.runtime.graphs, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
             histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
-        training = self.training if training is None else training
         rank = None if ranks is None else given.rank
         return traced_linear(
-            x, weight, bias, plan.key, save, training, step, ids, guards, *histories, rank, ranks
+            x,
+            weight,
+            bias,
+            plan.key,
+            save,
+            self.training,
+            step,
+            ids,
+            guards,
+            *histories,
+            rank,
+            ranks,
         )
 
-    def _overriding_plan(self, override: Autocast) -> GemmPlan:
-        recipe = override.recipe
+    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
+        recipe, runtime = override.recipe, self.runtime
         if recipe is None:
             return self.plan
-        recomputed = (
-            override.checkpoint if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
-        )
+        tracing = torch.compiler.is_compiling()
+        recomputed = override.checkpoint if tracing else torch_compat.checkpoint_hook()
         if recomputed is not None and recomputed is not override.checkpoint:
             raise ValueError(
-                f"{self.runtime.name}: the backward would recompute this forward outside "
-                "fq.autocast, "
+                f"{runtime.name}: the backward would recompute this forward outside fq.autocast, "
                 "with another recipe; enter fq.autocast inside the checkpointed function"
             )
         if recipe.tail:
             raise ValueError(
-                f"{self.runtime.name}: fq.autocast({recipe}) cannot keep the last layers in high "
+                f"{runtime.name}: fq.autocast({recipe}) cannot keep the last layers in high "
                 "precision, because a module does not know which are last: tail is honoured by "
                 "fq.convert and fq.set_recipe"
             )
-        plan = plan_of_recipe(
-            recipe.key, self.runtime.name, arch_of(self.weight.device), self.runtime.module_type
-        )
-        if isinstance(self.weight, QuantizedTensor) and plan.weight != self.plan.weight:
+        arch = arch_of(weight.device)
+        plan = plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
+        if isinstance(weight, QuantizedTensor) and plan.weight != self.plan.weight:
             raise ValueError(
-                f"{self.runtime.name}: fq.autocast would change the weight from {self.plan.weight} "
-                "to "
+                f"{runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
                 f"{plan.weight}, but fully_shard gathers it outside any context; use fq.set_recipe "
                 "at a step boundary"
             )
@@ -255,10 +243,8 @@ class BaseLinear(HasWeight, nn.Linear):
             owner.recomputes = self.recomputes_forward
         elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
-        elif self.training:
-            owner.recomputes = (
-                True  # reentrant checkpointing runs the first forward without gradients
-            )
+        elif self.training:  # reentrant checkpointing runs the first forward without gradients
+            owner.recomputes = True
 
     def _check_domains(
         self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
@@ -277,15 +263,16 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _fallback(self, what: str) -> None:
         """The plan did not print this: raise under strict=True, else warn once and count."""
+        name = self.runtime.name
+        departure = name, what
         if self.recipe.strict:
             raise ValueError(
-                f"{self.runtime.name}: {what}; the plan says otherwise. Make it so, or pass "
-                "strict=False "
-                "to the recipe"
+                f"{name}: {what}; the plan says otherwise. Make it so, or pass strict=False to the "
+                "recipe"
             )
-        if (self.runtime.name, what) not in counters.of("departure"):
-            warnings.warn(f"{self.runtime.name}: {what}", stacklevel=4)
-        counters.add("departure", (self.runtime.name, what))
+        if departure not in counters.of("departure"):
+            warnings.warn(f"{name}: {what}", stacklevel=4)
+        counters.add("departure", departure)
 
     def _apply(self, fn, recurse: bool = True):
         applied = super()._apply(fn, recurse)

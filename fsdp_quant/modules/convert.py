@@ -22,15 +22,15 @@ from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear
 from .layernorm_mlp import check_recompute
-from .linear import Linear, make_quantized
+from .linear import Linear
 from .multihead_attention import MultiheadAttention, is_attention
-from .packed_experts import are_sharded, parts_of, products_of, take_over
+from .packed_experts import are_sharded, kind_of, products_of, take_over
 from .plan import build_plan
 from .progress import progress
 from .skip import AUTO, auto_skips
-from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
+from .steps import count_steps
 from .training_steps import SCHEDULED, Scheduled, steps_of
-from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
+from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
 
@@ -93,7 +93,7 @@ def convert(
     recipe = as_recipe(recipe, "fq.convert")
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
-    experts = {n: products_of(m, n) for n, m in targets.items() if parts_of(m)}
+    experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     read = {n: _weight_of(m) for n, m in targets.items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
@@ -120,25 +120,21 @@ def convert(
     recipes = _planned(recipe, units, steps_of(model).number)
     _agree(model, recipe, recipes)
     for name, module in progress(targets.items(), "fq.convert"):
-        if read[name].dim() == 3:
-            if not isinstance(module, GroupedLinear):
-                module.__class__ = _converted_class(type(module), GroupedLinear)
-            if isinstance(module, GroupedLinear):
-                module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
-        else:
-            made = _made_of(_own_class(type(module)))
-            cls = _converted_class(type(module), made)
-            if isinstance(module, nn.Linear):
-                make_quantized(module, cls, recipes[name], plain[name])
-            else:
-                adopt_transposed(module, cls, recipes[name], plain[name])
+        if not isinstance(module, GroupedLinear):
+            is_packed = read[name].dim() == 3
+            made = GroupedLinear if is_packed else _made_of(_own_class(type(module)))
+            module.__class__ = _converted_class(type(module), made)
+        if isinstance(module, GroupedLinear):
+            module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
+        elif isinstance(module, TransposedLinear):
+            module.adopt(recipes[name], plain[name])
+        elif isinstance(module, Linear):
+            module.make_quantized(recipes[name], plain[name])
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(m, OURS) for m in module.modules()
-        ):
-            module.activation_relu_or_gelu = (
-                0  # else its inference reads weights without a call of their layers
-            )
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(m, OURS) for m in module.modules()):
+                # else its inference reads weights without a call of their layers
+                module.activation_relu_or_gelu = 0
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -252,23 +248,17 @@ def _check_published(
     """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a
     later step."""
     for phase in recipe.phases:
-        for its, of in zip(phase.for_layers(list(units)), units.values()):
-            for module in of:
-                runtime, state = module.runtime, module.runtime.weight_state
-                plan = build_plan(
-                    its, runtime.name, arch_of(module.weight.device), runtime.module_type
+        for module, its in given_recipes(units, phase):
+            state, wanted = module.runtime.weight_state, its.compute_dtype
+            planned = state.quantizer, state.compute_dtype
+            plan = module.runtime.plan_of(its, module.weight.device)
+            if state.weight_sync is not None and (plan.weight, wanted) != planned:
+                raise ValueError(
+                    f"{module.runtime.name}.weight is published by a weight sync that was planned "
+                    f"for {planned[0]} of {planned[1]}, and {its} makes it {plan.weight} of "
+                    f"{wanted}; change activations and gradients only, or plan the sync of a model "
+                    "that has the new recipe, and refresh it with the masters"
                 )
-                wanted = plan.weight, its.compute_dtype
-                if state.weight_sync is not None and wanted != (
-                    planned := (state.quantizer, state.compute_dtype)
-                ):
-                    raise ValueError(
-                        f"{module.runtime.name}.weight is published by a weight sync that was "
-                        "planned for "
-                        f"{planned[0]} of {planned[1]}, and {its} makes it {wanted[0]} of "
-                        f"{wanted[1]}; change activations and gradients only, or plan the sync of "
-                        "a model that has the new recipe, and refresh it with the masters"
-                    )
 
 
 def _planned(
@@ -302,9 +292,8 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
 
 def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
     """Give a model the recipe that its schedule has in a step."""
-    units = converted_units(model)
-    wanted = schedule.at(step).for_layers(list(units))
-    if any(layer.recipe != its for of, its in zip(units.values(), wanted) for layer in of):
+    given = given_recipes(converted_units(model), schedule.at(step))
+    if any(layer.recipe != its for layer, its in given):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves the root gathered
@@ -328,6 +317,14 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
     return units
 
 
+def given_recipes(
+    units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer
+) -> list[tuple[Linear, Recipe]]:
+    """The layers of `converted_units`, and what a recipe without steps gives each."""
+    given = zip(units.values(), recipe.for_layers(list(units)))
+    return [(layer, its) for layers, its in given for layer in layers]
+
+
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
     linears = {
         n: m
@@ -341,7 +338,7 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     }
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
-    experts = {name: m for name, m in packed.items() if parts_of(m)}
+    experts = {name: m for name, m in packed.items() if kind_of(m)}
     skipped = _skipped(model, skip, linears | experts)
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
@@ -400,9 +397,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
     found = set()
     for pattern in patterns:
         if pattern == AUTO:
-            reasons = auto_skips(
-                model, {n: m for n, m in among.items() if isinstance(m, nn.Linear)}
-            )
+            reasons = auto_skips(model, among)
             for name, reason in reasons.items():
                 among[name].__dict__["_left_out"] = reason
             said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
@@ -453,17 +448,14 @@ def _is_packed(module: nn.Module) -> bool:
     """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of
     transformers or torchtitan."""
     own = module._parameters
-    if parts_of(module):
+    if kind_of(module):
         return True
     weight, bias = own.get("weight"), own.get("bias")
-    return (
-        not isinstance(module, GroupedLinear)
-        and set(own) <= {"weight", "bias"}
-        and weight is not None
-        and weight.dim() == 3
-        and (bias is None or bias.shape == weight.shape[:2])
-        and not module._modules
-    )
+    if isinstance(module, GroupedLinear) or module._modules or not set(own) <= {"weight", "bias"}:
+        return False
+    if weight is None or weight.dim() != 3:
+        return False
+    return bias is None or bias.shape == weight.shape[:2]
 
 
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
@@ -476,14 +468,13 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
     """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward,
     or of `_PLAIN`. not called: of nn.MultiheadAttention, which reads its weight."""
     cls = _own_class(type(module))
-    return (
-        isinstance(module, nn.Linear)
-        and issubclass(cls, nn.Linear)
-        and not is_lazy(module.weight)
-        and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
-        and not issubclass(cls, Linear)
-        and not (called and issubclass(cls, NonDynamicallyQuantizableLinear))
-    )
+    if not isinstance(module, nn.Linear) or not issubclass(cls, nn.Linear):
+        return False
+    if is_lazy(module.weight) or issubclass(cls, Linear):
+        return False
+    if called and issubclass(cls, NonDynamicallyQuantizableLinear):
+        return False
+    return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
 
 
 def _own_class(cls: type) -> type:
@@ -545,12 +536,8 @@ def _check_shared(
     weights = {id(_weight_of(m)): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if (
-                id(parameter) in weights
-                and module not in targets.values()
-                and module not in experts
-            ):
-                owner = weights[id(parameter)]
+            owner = weights.get(id(parameter))
+            if owner and module not in targets.values() and module not in experts:
                 raise ValueError(
                     f"{owner}.weight is shared with {name}.{attribute} ({type(module).__name__}), "
                     f"which does not multiply codes; pass skip=[{owner.rpartition('.')[2]!r}]"

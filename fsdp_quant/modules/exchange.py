@@ -21,6 +21,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,10 +41,13 @@ from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from .operands import SLOTS, slot_ids
 
+# Of a tensor, in errors; a function where a graph must not depend on it.
+Name = str | Callable[[], str]
+
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How the ranks of `group` share a linear layer (`shared_linear_op`, note "who holds what").
+    """How the ranks of `group` share a linear layer (`linear_definition`, note "who holds what").
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
@@ -89,7 +93,7 @@ class TensorParallel:
         return y
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`linear_op.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
+        """`operands.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
         those of the ranks before.
 
         shape:  [N, K] of this rank's part of the weight.
@@ -129,21 +133,21 @@ class SequenceCut:
 
     @classmethod
     def of_whole(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
         """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R
         does not divide its dim."""
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
-                f"{name}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
+                f"{_said(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
                 f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
             )
         return cls(group, (*shape[:dim], shape[dim] // group.size(), *shape[dim + 1 :]), dim)
 
     @classmethod
     def of_local(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
         """The cut of which each rank holds `shape`."""
         return cls(group, tuple(shape), _checked_dim(shape, dim, name))
@@ -167,11 +171,8 @@ class SequenceCut:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        return (
-            *self.shape[: self.dim],
-            self.shape[self.dim] * self.ranks,
-            *self.shape[self.dim + 1 :],
-        )
+        before, (size, *behind) = self.shape[: self.dim], self.shape[self.dim :]
+        return *before, size * self.ranks, *behind
 
     def travels(self, encoding: Encoding) -> bool:
         """Codes of the pieces are those of the whole (see the note)."""
@@ -197,10 +198,14 @@ def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     ) == 0
 
 
-def _checked_dim(shape: tuple[int, ...], dim: int, name: str) -> int:
+def _said(name: Name) -> str:
+    return name if isinstance(name, str) else name()
+
+
+def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
-            f"{name}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
+            f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
             "products contract"
         )
     return dim % len(shape)
@@ -244,32 +249,23 @@ def shared_statistics(
             crossing[d] = encoding
     if not crossing:
         return {}
-    unknown = {d: e for d, e in crossing.items() if d not in known}
-    own = known | dict(
-        zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype) if unknown else ())
-    )
+    own, unknown = dict(known), {d: e for d, e in crossing.items() if d not in known}
+    if unknown:
+        own |= zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype))
     counters.add("amax all-reduce", "activations")
-    reduce = (
-        (lambda amaxes, _: _reduce_amaxes_in_graph(amaxes, group))
-        if opaque.is_tracing()
-        else reduce_amaxes
-    )
-    return dict(
-        zip(crossing, share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce))
-    )
+    reduce = _reduce_amaxes_in_graph if opaque.is_tracing() else reduce_amaxes
+    shared = share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce)
+    return dict(zip(crossing, shared))
 
 
-def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
     """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is
     reduced once."""
     alike = list({id(a): a for a in amaxes}.values())
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
-    reduced = (
-        torch_compat.all_reduce(bits, "max", group)
-        .view(torch.float32)
-        .split([a.numel() for a in alike])
-    )
-    made = {id(a): r.view(a.shape) for a, r in zip(alike, reduced)}
+    reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
+    parts = reduced.split([a.numel() for a in alike])
+    made = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
     return [made[id(a)] for a in amaxes]
 
 
@@ -323,11 +319,10 @@ class Arriving:
         return {name: self._in_order(b) for name, b in self.received.items()}
 
     def _in_order(self, received: Tensor) -> Tensor:
-        shape, outer = received.shape[1:], self.cut.outer
-        rows = (
-            received.view(self.cut.ranks, outer, -1, *shape[1:]) if received.numel() else received
-        )
-        return (rows.transpose(0, 1) if outer > 1 else rows).reshape(-1, *shape[1:])
+        (_, _, *cols), outer = received.shape, self.cut.outer
+        if outer > 1 and received.numel():
+            received = received.view(self.cut.ranks, outer, -1, *cols).transpose(0, 1)
+        return received.reshape(-1, *cols)
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -144,10 +144,8 @@ class GraphedStep:
         self._given = spec, *map(_kind, given)
         self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in given]
         args, kwargs = torch_compat.tree_unflatten(self._inputs, spec)
-        self._layers, self._counts = (
-            list(converted_modules(self._model).values()),
-            steps_of(self._model),
-        )
+        self._layers = list(converted_modules(self._model).values())
+        self._counts = steps_of(self._model)
         graph, grads = torch.cuda.CUDAGraph(), [(p, p.grad) for p in self._model.parameters()]
         try:
             with (

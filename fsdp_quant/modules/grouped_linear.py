@@ -6,7 +6,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from .bad_splits import raise_bad_splits, register_tag
+from .bad_splits import new_tag, raise_bad_splits
 from .expert_weights import ExpertWeights
 from .grouped_op import ExpertsState, GroupedLinearCall, unsupported_reason
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -34,21 +35,16 @@ from .traced_experts import runs_in_graphs, traced_experts
 EXPERT = "grouped_linear"  # `Role.module_type`
 
 
-class HasValues(Protocol):
-    """A module that layers outside the tree multiply weights of."""
-
-    def values_of(self, index: int, /) -> tuple[Tensor, Tensor | None]: ...
-
-
 class Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
-    Its weight and bias are those that its module's forward gives it, in it, and else views of the
-    module's values of now.
+    Its weight, bias and mode are those of the module that it is part of, if it is of one; else
+    those that it is given.
     """
 
     _given: tuple[Tensor | None, Tensor | None] = (None, None)
-    _part_of: tuple[weakref.ref[HasValues], int] | None = None
+    _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
+    _mode = True
 
     def __init__(
         self,
@@ -67,13 +63,13 @@ class Expert(Linear):
         runtime.set_weight_state(WeightState(f"{name}.weight", runtime.plan.weight, shape, dtype))
         self.prepare_graphs()
 
-    def part_of(self, module: HasValues, index: int) -> None:
-        """Find weight and bias in a module, outside its forward."""
+    def part_of(self, module: Any, index: int) -> None:
+        """Find weight and bias by `module.values_of(index)`."""
         self.__dict__["_part_of"] = weakref.ref(module), index
         self.give(None, None)
 
     def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        """Multiply these from now on; None: the module's."""
+        """Multiply these from now on; None: those of the module."""
         self.__dict__["_given"] = weight, bias
 
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
@@ -90,6 +86,15 @@ class Expert(Linear):
     @property
     def bias(self) -> Tensor | None:
         return self._now()[1]
+
+    @property
+    def training(self) -> bool:
+        module = None if self._part_of is None else self._part_of[0]()
+        return self._mode if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_mode"] = mode
 
     def __getstate__(self) -> dict:
         return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
@@ -226,7 +231,7 @@ class GroupedLinear(HasWeight):
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
         self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
-        register_tag(self)
+        self._tag = new_tag(self)
 
     @property
     def _weight_state(self) -> WeightState:
@@ -245,11 +250,9 @@ class GroupedLinear(HasWeight):
         """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in
         shards."""
         weight, bias = self.matrices, self.bias
-        if (
-            not isinstance(weight, DTensor)
-            or self._packed_state.tensor_group is None
-            or weight.device_mesh.ndim > 1
-        ):
+        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
+            return weight, bias
+        if self._packed_state.tensor_group is None:
             return weight, bias
         return weight.to_local(), None if bias is None else local_of(bias)
 
@@ -263,8 +266,6 @@ class GroupedLinear(HasWeight):
     def layers(self) -> Sequence[Linear]:
         """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over
         none of its own."""
-        for layer in self._linears if self.packed else ():
-            layer.training = self.training
         return self._linears
 
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
@@ -300,26 +301,20 @@ class GroupedLinear(HasWeight):
         where they are on the host, else before an optimizer step or in a call that follows, when
         the device has said so.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling, plan = torch.compiler.is_compiling(), None
         if compiling and isinstance(splits, Tensor):
             whole = self._goes_into_graphs and not isinstance(self.weight, DTensor)
             whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
             return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
         if not compiling:
             raise_bad_splits()
-        plan, reason = (
-            None if compiling else self.common_plan,
-            "experts differ, or it is compiled, overridden or of no tokens",
-        )
+            plan = self.common_plan
+        reason = "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        if (
-            plan is not None
-            and not torch_compat.dispatch_is_watched()
-            and current_autocast() is None
-            and len(rows)
-        ):
+        plain = plan is not None and not torch_compat.dispatch_is_watched()
+        if plan is not None and plain and current_autocast() is None and len(rows):
             reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
@@ -333,38 +328,23 @@ class GroupedLinear(HasWeight):
                     (self._name, f"waits for the device to tell the token splits: {reason}"),
                 )
                 sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
-            parts = rows.split(sizes)
-            y = torch.cat(
-                self._traced(parts) if compiling and self.packed else self._one_by_one(parts)
-            )
+            y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """y of each part. Drops the views of the weight afterwards: they hold its AccumulateGrad
-        node, of this pass's stream."""
+        """y of each part."""
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
-        biases, made = [None] * len(parts) if bias is None else bias.unbind(), []
-        for layer, part, own, own_bias in zip(self.layers, parts, weight.unbind(), biases):
-            if not isinstance(layer, Expert):
-                raise TypeError(
-                    f"{self._name}: {type(layer).__name__} is no expert of a packed weight"
-                )
-            layer.give(own, own_bias)
-            try:
-                made.append(layer(part))
-            finally:
-                layer.give(None, None)
-        return made
+        biases = [None] * len(parts) if bias is None else bias.unbind()
+        of = zip(self._linears, parts, weight.unbind(), biases)
+        return [layer.times(part, own, own_bias) for layer, part, own, own_bias in of]
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
         first = self._linears[0]
         rows = first.checked(x, self.weight).reshape(-1, first.in_features)
-        save, guards = (
-            torch.is_grad_enabled() and self.weight.requires_grad,
-            first.runtime.graphs.guards,
-        )
+        save = torch.is_grad_enabled() and self.weight.requires_grad
+        guards = first.runtime.graphs.guards
         ends = ends if ends.device == rows.device else ends.to(rows.device)
         y = traced_experts(
             rows, ends, self.weight, self.bias, first.plan.key, save, self.transposed, guards
@@ -377,24 +357,6 @@ class GroupedLinear(HasWeight):
     )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
-
-    def _traced(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """y of each expert of packed weights, in a graph that is being traced."""
-        grad, (held, bias) = torch.is_grad_enabled(), self.held
-        save = grad and held.requires_grad
-        biases = bias.unbind() if bias is not None else [None] * len(parts)
-        made = []
-        for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears):
-
-            def product(x, weight=weight, bias=bias, layer=layer):
-                return layer.traced(x, weight, bias, layer.plan, save, training=self.training)
-
-            made.append(
-                product(part)
-                if layer.plan.boundary is None
-                else layer.bounded(product, part, layer.plan.boundary)
-            )
-        return made
 
     @property
     def common_plan(self) -> GemmPlan | None:
@@ -439,14 +401,11 @@ class GroupedLinear(HasWeight):
         held = [self._operand(owner) for owner in self.owners]
         weights, layers = [weight for weight, _ in held], self._linears
         # all calls say the same where no expert has histories or random bits of its own
-        if self.packed:
-            own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
-            layers = layers if own else layers[:1]
-            calls = [layer.call(rows, weights[0], plan, grad, grad) for layer in layers]
-        else:
-            calls = [
-                layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)
-            ]
+        own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        calls = [
+            layer.call(rows, weight, plan, grad, grad)
+            for layer, weight in zip(layers if own else layers[: len(weights)], cycle(weights))
+        ]
         on_host = not isinstance(sizes, Tensor)
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if on_host else sizes
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
@@ -510,7 +469,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._take_parts()
-        register_tag(self)
+        self._tag = new_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:

@@ -36,7 +36,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .bad_splits import bad_splits_flag
 from .expert_weights import TwoLevelCodes, grouped_operand, read_as
-from .linear_op import LinearCall, refuse_second_derivative
+from .linear_definition import LinearCall, refuse_second_derivative
 from .operands import (
     given_storage,
     lies_transposed,
@@ -287,7 +287,7 @@ class ExpertsState(NamedTuple):
     factors, grad_factors:  of the input, and of the gradient.
     amaxes, grad_amaxes:    where they are recorded; empty: nowhere.
     step, ids:              int64 [5] (`context.STEP_FIELDS`), and of each expert int64 [3]
-                            (`linear_op.slot_ids`).
+                            (`operands.slot_ids`).
     """
 
     factors: Sequence[Tensor] = ()

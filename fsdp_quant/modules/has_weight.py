@@ -46,12 +46,8 @@ class HasWeight(nn.Module):
         """Make what compiled graphs receive; called when the weight's ranks are known."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        registered = self.__dict__.get("_parameters")
-        if (
-            registered is None
-            or registered.get(name) is None
-            or not isinstance(value, nn.Parameter)
-        ):
+        registered = self.__dict__.get("_parameters") or {}
+        if registered.get(name) is None or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
         if name == "weight" and isinstance(value, DTensor) and not self.transposed:

@@ -19,10 +19,10 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from .convert import converted_modules
 from .has_weight import HasWeight
 from .linear import Linear
 from .operands import weight_storages
+from .steps import converted_modules
 
 
 @contextlib.contextmanager

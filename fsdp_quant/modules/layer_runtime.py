@@ -27,12 +27,12 @@ from .linear_op import HandedByInput
 from .operands import SLOTS, slot_ids
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
-from .training_steps import TrainingSteps
+from .training_steps import Runtime
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
 
-class LayerRuntime:
+class LayerRuntime(Runtime):
     """Plan, recipe, weight state, random ids, histories and guard of one layer.
 
     name:          keys random bits, names the layer in errors.
@@ -41,14 +41,9 @@ class LayerRuntime:
                    layouts a gather lays codes out in, which the guard does not move.
     ids:           int64 [3] (`slot_ids`), on the device that asked last.
     graphs:        the tensors that compiled graphs of the layer receive.
-    input_owner:   the layer that keeps the amax histories of the input, where several read one.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
-    steps:         who counts the steps of the layer's model; None: nobody yet.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
     """
-
-    weight_state: WeightState
-    graphs: GraphTensors
 
     def __init__(
         self,
@@ -59,17 +54,18 @@ class LayerRuntime:
         guard_owner: LayerRuntime | None = None,
     ):
         self.name, self.module_type = name, module_type
-        self.steps: TrainingSteps | None = None
         self.guard: Tensor | None = None
         self.backward_guard: Tensor | None = None
         self.guard_owner = guard_owner
         self.handed_by_input: HandedByInput | None = None
-        self.recipe, self.plan = self._planned(recipe, device)
+        self.recipe = as_recipe(recipe, name, Recipe)
+        self.plan = self.plan_of(self.recipe, device)
         self._make_tensors()
 
     def _make_tensors(self) -> None:
         """Make what no file holds."""
         self.input_owner: weakref.ref[LayerRuntime] | None = None
+        self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
 
@@ -83,18 +79,18 @@ class LayerRuntime:
 
     # Plans #
 
-    def _planned(self, recipe: Recipe | str, device: torch.device) -> tuple[Recipe, GemmPlan]:
-        its = as_recipe(recipe, self.name, Recipe)
-        return its, build_plan(its, self.name, arch_of(device), self.module_type)
+    def plan_of(self, recipe: Recipe, device: torch.device) -> GemmPlan:
+        """The plan that the layer would have of a recipe. Raises as `build_plan`."""
+        return build_plan(recipe, self.name, arch_of(device), self.module_type)
 
-    def set_recipe(self, recipe: Recipe | str, device: torch.device) -> None:
+    def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""
-        alone = self.plan.alone
-        self.recipe, plan = self._planned(recipe, device)
-        self.set_plan(replace(plan, alone=alone))
+        self.recipe = recipe
+        self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def set_plan(self, plan: GemmPlan) -> None:
-        self.plan = self.weight_state.plan = plan
+    def set_plan(self, plan: GemmPlan, of_weight: GemmPlan | None = None) -> None:
+        """of_weight: in whose layouts gathers lay codes out; default: the same."""
+        self.plan, self.weight_state.plan = plan, of_weight or plan
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
         """Product name -> rung of `plan`; others return to their first. Gathers keep their
@@ -142,8 +138,6 @@ class LayerRuntime:
     def prepare_graphs(self, device: torch.device | None = None) -> None:
         """Make what graphs receive, for the plan, the weight's state and the device as they are
         now. device: of the weight; None: not known, as it was."""
-        if "graphs" not in self.__dict__:
-            self.graphs = GraphTensors()
         self.graphs.prepare(self, device)
 
 

@@ -15,7 +15,7 @@ from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
-from .linear import Linear, handed_to, share_input
+from .linear import Linear, handed_to, share_input, takes_handed
 from .linear_op import GatedInput, Handed
 from .norm import Norm
 from .norm_op import activate, unmaterialized
@@ -68,28 +68,21 @@ class LayerNormMLP(nn.Module):
                 f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
         check_recompute(recompute)
-        self.activation, self.residual, self.return_layernorm_output = (
-            activation,
-            residual,
-            return_layernorm_output,
-        )
-        self.recompute = recompute
+        self.activation, self.recompute = activation, recompute
+        self.residual, self.return_layernorm_output = residual, return_layernorm_output
 
         def linear(rows: int, cols: int, part: str) -> Linear:
             return Linear(cols, rows, bias, device, dtype, recipe=recipe, name=f"{name}.{part}")
 
         self.norm = Norm(hidden_size, normalization, eps, zero_centered_gamma, device, dtype)
-        self.gate_proj = (
-            linear(ffn_size, hidden_size, "gate_proj") if ACTIVATIONS[activation].gated else None
-        )
+        gated = ACTIVATIONS[activation].gated
+        self.gate_proj = linear(ffn_size, hidden_size, "gate_proj") if gated else None
         self.up_proj = linear(ffn_size, hidden_size, "up_proj")
         self.down_proj = linear(hidden_size, ffn_size, "down_proj")
         self._share()
-
-        if recompute:
-            self.up_proj.recomputes_forward = True
-            if self.gate_proj is not None:
-                self.gate_proj.recomputes_forward = True
+        for layer in (self.gate_proj, self.up_proj):
+            if recompute and layer is not None:
+                layer.recomputes_forward = True
 
     def _share(self) -> None:
         """Gate and up have one history of n."""
@@ -125,11 +118,9 @@ def check_recompute(recompute: str | None) -> None:
 
 def recomputed(run: Callable, x: Tensor):
     """run(x), of which the backward keeps x and runs the rest again."""
-    return (
-        checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else run(x)
-    )
+    if not torch.is_grad_enabled():
+        return run(x)
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
 def mlp_hidden(
@@ -148,18 +139,12 @@ def mlp_hidden(
 
     handed:  with x.
     """
-    given, rows = handed_to(up, handed), x.numel() // max(x.shape[-1], 1)
-    grads: Tensor | None = None
-    if (
-        given
-        and native.runs(x)
-        and torch.is_grad_enabled()
-        and rows
-        and (gate is None or handed_to(gate, handed))
-    ):
-        grads = native.new_amaxes(x, rows, up.out_features, 1 if gate is None else 2)
+    layers, grads = [up] if gate is None else [gate, up], None
+    rows = x.numel() // max(x.shape[-1], 1)
+    if rows and native.runs(x) and torch.is_grad_enabled() and all(map(takes_handed, layers)):
+        grads = native.new_amaxes(x, rows, up.out_features, len(layers))
     made = []
-    for i, layer in enumerate([up] if gate is None else [gate, up]):
+    for i, layer in enumerate(layers):
         own = replace(handed, grad_amaxes=None if grads is None else grads[i])
         made.append(layer(x, **handed_to(layer, own)))
     g, u = (made[0], None) if gate is None else made

@@ -93,7 +93,7 @@ class Linear(BaseLinear):
         module's, or given ones."""
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
-            plan = self._overriding_plan(override)
+            plan = self._overriding_plan(override, weight)
         if plan.boundary is not None:
             return self.bounded(
                 lambda x: self._product(x, weight, bias, plan, None),
@@ -131,33 +131,26 @@ class Linear(BaseLinear):
     def can_fuse_activation(self, x: Tensor) -> bool:
         """An input like x may be made by the kernel that quantizes it: nothing else would see its
         values."""
-        if (
-            torch.compiler.is_compiling()
-            or torch_compat.has_hooks(self)
-            or type(self) is not Linear
-        ):
+        if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
-        overridden = (
-            "forward" in self.__dict__
-            or current_autocast() is not None
-            or torch.is_autocast_enabled(x.device.type)
-        )
-        overridden = overridden or self.plan.boundary is not None
-        shared = self.parallel is not None or isinstance(self.weight, DTensor)
-        return not (overridden or shared) and can_fuse_activation(
-            x, self.weight, self.bias, self.plan.on(x.dtype, x.device)
-        )
+        if current_autocast() is not None or torch.is_autocast_enabled(x.device.type):
+            return False
+        is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
+        if is_shared or self.plan.boundary is not None:
+            return False
+        return can_fuse_activation(x, self.weight, self.bias, self.plan.on(x.dtype, x.device))
+
+
+def takes_handed(layer: nn.Module) -> bool:
+    """It is an `fq.Linear` that multiplies its input itself, now and unseen by hooks."""
+    if not isinstance(layer, Linear) or torch.compiler.is_compiling():
+        return False
+    return not torch_compat.has_hooks(layer)
 
 
 def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
-    """The argument by which a layer takes `handed`; none where the layer is not an `fq.Linear` that
-    multiplies x itself."""
-    takes = (
-        isinstance(layer, Linear)
-        and not torch.compiler.is_compiling()
-        and not torch_compat.has_hooks(layer)
-    )
-    return {"handed": handed} if takes else {}
+    """The argument by which a layer takes `handed`, if it does (`takes_handed`)."""
+    return {"handed": handed} if takes_handed(layer) else {}
 
 
 def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:

@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one operator behind every linear layer, with its autograd.
+"""`linear`: y = x w^T + b of a linear layer that no ranks share, by one of its executors.
 
-    forward   x.rowwise, x.columnwise = quantize(x)         y  = gemm(x.rowwise, w.rowwise) + bias
-              w.rowwise, w.columnwise = quantize(w)
-    backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = gemm(dy.rowwise, w.columnwise)
-                                                            dw = gemm(dy.columnwise, x.columnwise)
-
-x [.., K], w [N, K], y [.., N]. A forward quantizes the weight that it multiplies, in both
-directions where a backward follows; the autograd node owns the codes that the backward reads. Under
-FSDP2 the weight is a `QuantizedTensor` of gathered codes, whose columnwise buffers are freed after
-the forward and filled again before the backward.
-
-Three executors give the same bytes: the definition here (`Definition`), one compiled call per pass
-(`native.linear_step`), and the functional operators of a traced graph (`traced_linear`).
+Three give the same bytes: the definition (`linear_definition`, which says the equations), one
+compiled call per pass (`native.linear_step`), and the functional operators of a traced graph
+(`traced_linear`).
 """
 
 from __future__ import annotations
@@ -26,29 +17,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..counters import counters
-from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..gemm import StaleWeightError, Watch, gemm
+from ..gemm import StaleWeightError
 from ..ops import native
-from ..storage import matrix_over
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.weight_state import (
-    WeightState,
-    values_of,
-)
+from ..tensor.weight_state import values_of
+from .linear_definition import LinearCall, defined_linear
 from .operands import (
     _state_of,
-    bias_gradient,
     buffers_of,
     codes_of_transposed,
     gathered_storage,
     lies_transposed,
-    quantize_slot,
-    record,
-    refuse_codes,
-    saved_columnwise,
     weight_storages,
 )
 from .plan import GemmPlan, Resolved
@@ -95,54 +77,6 @@ class HandedByInput:
         return self._handed
 
 
-class LinearCall(NamedTuple):
-    """What a call of a layer has besides its tensors: values, and memory in which amaxes are
-    recorded.
-
-    state:            the weight's: its name, tensor-parallel group, histories; None: of a plain
-                      tensor.
-    save:             the backward needs x.
-    records:          amaxes are recorded: in training, and not in a recomputation.
-    step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
-    guard:            fp32 [3, 2], to which products add what they lost to anchors
-                      (`modules.guard`); None: nobody asks.
-    factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of
-                                the gradient.
-    histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
-    """
-
-    plan: GemmPlan
-    state: WeightState | None
-    save: bool
-    records: bool
-    step: Tensor
-    ids: Tensor
-    guard: Tensor | None = None
-    factors: Sequence[Tensor] = ()
-    grad_factors: Sequence[Tensor] = ()
-    histories: Sequence[Tensor] = ()
-    grad_histories: Sequence[Tensor] = ()
-
-    def quantize(
-        self, slot: str, x: Tensor, directions, statistics=None
-    ) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
-        """`quantize_slot` with this call's values."""
-        factors = self.factors if slot == "input" else self.grad_factors
-        return quantize_slot(
-            self.plan, slot, x, list(directions), self.step, self.ids, factors, statistics
-        )
-
-    def watch(self, resolved: Resolved, product: int) -> Watch | None:
-        return (
-            None
-            if self.guard is None
-            else Watch(resolved.watched[product], self.step, self.guard, product)
-        )
-
-
-# The weight #
-
-
 # One compiled call per pass #
 
 
@@ -174,11 +108,9 @@ def _operands(
         layouts = resolved.layouts["weight"]
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
         columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
-        return (
-            None
-            if columnwise is None
-            else _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
-        )
+        if columnwise is None:
+            return None
+        return _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
     values = values_of(weight).detach()
     state = _state_of(call.state, plan, values)
     is_cast = values.dtype is not dtype and not all(
@@ -240,11 +172,9 @@ def _columnwise_buffers(
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call takes x [.., cols] and the other operand's n rows as they are."""
-    if (
-        resolved.call is None
-        or type(x) not in (Tensor, Parameter)
-        or not (bias is None or bias.dtype is x.dtype)
-    ):
+    if resolved.call is None or type(x) not in (Tensor, Parameter):
+        return False
+    if bias is not None and bias.dtype is not x.dtype:
         return False
     size, cols = x.numel(), x.shape[-1]
     return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
@@ -315,162 +245,6 @@ def _compiled(
     return y
 
 
-# The definition #
-
-
-def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool
-) -> tuple[Tensor, list[Tensor], EncodedMatrix | None]:
-    """(y, what the backward keeps of x, the codes of w that it reads) without autograd.
-
-    backward:  dgrad follows. A gathered weight's codes are not kept: they are filled again.
-    """
-    plan, x2 = call.plan, x.reshape(-1, x.shape[-1])
-    refuse_codes(x, plan, call.save)
-    resolved = plan.resolved(x.dtype, x.device)
-    saved = resolved.saved if call.save and plan.saves != "input" else None
-    made, amaxes = call.quantize(
-        "input", x2, [ROWWISE, *([COLUMNWISE] if saved is COLUMNWISE else [])]
-    )
-    both = backward and not isinstance(weight, QuantizedTensor)
-    w = weight_storages(
-        weight, [ROWWISE, *([COLUMNWISE] if both else [])], plan, call.state, x.dtype, call.records
-    )
-    y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    gemm(
-        made[ROWWISE],
-        w[ROWWISE],
-        out=y.view(-1, y.shape[-1]),
-        bias=bias,
-        domain=resolved.domains[0],
-        watch=call.watch(resolved, 0),
-    )
-    record(call.histories, amaxes)  # nothing can be refused any more
-    return y, [] if saved is None else buffers_of(made[saved]), w.get(COLUMNWISE)
-
-
-def multiply_backward(
-    dy: Tensor,
-    weight: Tensor,
-    columnwise: EncodedMatrix | None,
-    saved: list[Tensor],
-    call: LinearCall,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw, db; None where `needs` (of x, weight, bias) says so.
-
-    columnwise:  codes of the weight; None: it is gathered.
-    """
-    plan, dy2 = call.plan, dy.reshape(-1, dy.shape[-1])
-    (need_x, need_w, need_b), k = needs, weight.shape[1]
-    dx = dw = None
-    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-    resolved = plan.resolved(dy.dtype, dy.device)
-    db = bias_gradient(plan, dy2, directions) if need_b else None
-    made, amaxes = call.quantize("grad_output", dy2, directions) if directions else ({}, [])
-    if need_x:
-        w = (
-            columnwise
-            or weight_storages(weight, [COLUMNWISE], plan, call.state, dy.dtype)[COLUMNWISE]
-        )
-        dx = dy.new_empty(*dy.shape[:-1], k)
-        gemm(
-            made[ROWWISE],
-            w,
-            out=dx.view(-1, k),
-            domain=resolved.domains[1],
-            watch=call.watch(resolved, 1),
-        )
-    if need_w:
-        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, call.step, call.ids, call.factors)
-        dw = gemm(
-            made[COLUMNWISE],
-            x,
-            out_dtype=dy.dtype,
-            domain=resolved.domains[2],
-            watch=call.watch(resolved, 2),
-        )
-    record(call.grad_histories, amaxes)
-    return dx, dw, db
-
-
-class _Kept:
-    """What the definition's forward leaves for its backward (an object, which torch.func passes on
-    as it is).
-
-    saved: of x. columnwise: codes of the weight; None: it is gathered.
-    """
-
-    saved: list[Tensor]
-    columnwise: EncodedMatrix | None
-
-
-class Definition(torch.autograd.Function):
-    """The operator in Python: what the compiled call and traced graphs are compared with, and what
-    they do not take."""
-
-    @staticmethod
-    def forward(x, weight, bias, call, backward, kept):
-        """backward: dgrad follows. kept: `_Kept`, which is set."""
-        with torch.autocast(x.device.type, enabled=False):
-            y, kept.saved, kept.columnwise = multiply(x, weight, bias, call, backward)
-        return y
-
-    @staticmethod
-    def setup_context(ctx, inputs, y):
-        x, weight, bias, call, _, kept = inputs
-        columnwise = kept.columnwise
-        ctx.weight, ctx.call, ctx.bias_dtype = weight, call, None if bias is None else bias.dtype
-        ctx.layout = None if columnwise is None else columnwise.layout
-        saved = [x] if call.save and call.plan.saves == "input" else kept.saved
-        ctx.count = len(saved)
-        ctx.save_for_backward(*saved, *([] if columnwise is None else buffers_of(columnwise)))
-
-    @staticmethod
-    def backward(ctx, dy):
-        run = _Gradients.apply if torch.is_grad_enabled() else _Gradients.forward
-        rest = (
-            ctx.weight,
-            ctx.call,
-            ctx.layout,
-            ctx.count,
-            ctx.bias_dtype,
-            tuple(ctx.needs_input_grad[:3]),
-        )
-        return *run(dy, *rest, *ctx.saved_tensors), None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """dx, dw and db of the definition; an operator of its own under create_graph and torch.func,
-    without a derivative."""
-
-    @staticmethod
-    def forward(dy, weight, call, layout, count, bias_dtype, needs, *tensors):
-        columnwise = None
-        if layout is not None:
-            fmt = call.plan.operand("weight", COLUMNWISE)
-            columnwise = matrix_over(
-                tensors[count:], fmt, COLUMNWISE, tuple(weight.shape), dy.dtype, layout
-            )
-        with torch.autocast(dy.device.type, enabled=False):
-            dx, dw, db = multiply_backward(
-                dy, weight, columnwise, list(tensors[:count]), call, needs
-            )
-        return (
-            dx,
-            None if dw is None else dw.to(weight.dtype),
-            None if db is None else db.to(bias_dtype),
-        )
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        refuse_second_derivative(ctx)
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None
 ) -> Tensor:
@@ -515,11 +289,4 @@ def _product(
         raise ValueError(
             "the input of this layer was not made, as one call was to make it; see takes_source"
         )
-    return Definition.apply(x, weight, bias, call, backward, _Kept())
-
-
-def refuse_second_derivative(ctx, *grads):
-    raise NotImplementedError(
-        "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the "
-        "layers of a gradient penalty out of fq.convert"
-    )
+    return defined_linear(x, weight, bias, call, backward)

@@ -31,11 +31,9 @@ class _Projection:
 
 
 def _project(x: Tensor, weight: Tensor | _Projection, bias: Tensor | None = None) -> Tensor:
-    return (
-        weight.layer.times(x, weight.weight, bias)
-        if isinstance(weight, _Projection)
-        else F.linear(x, weight, bias)
-    )
+    if isinstance(weight, _Projection):
+        return weight.layer.times(x, weight.weight, bias)
+    return F.linear(x, weight, bias)
 
 
 _attend = torch_compat.multi_head_attention_over(_project)
@@ -68,9 +66,9 @@ class MultiheadAttention(TransposedLinear):
         is_batched = query.dim() == 3
 
         def turned(x: Tensor) -> Tensor:
-            return (
-                x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
-            )
+            if not is_batched:
+                return x.unsqueeze(1)
+            return x.transpose(0, 1) if self.batch_first else x
 
         q = turned(query)  # one tensor stays one
         k = q if key is query else turned(key)
@@ -84,7 +82,7 @@ class MultiheadAttention(TransposedLinear):
             v,
             self.embed_dim,
             self.num_heads,
-            _Projection(self.train_as_this(), self.read()),
+            _Projection(self._layer, self.read()),
             self.in_proj_bias,
             self.bias_k,
             self.bias_v,

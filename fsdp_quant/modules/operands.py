@@ -55,11 +55,9 @@ def slot_key(
 
     after:  as in `dispatch.random_key`.
     """
-    return (
-        dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
-        if plan.hybrid(slot).is_stochastic
-        else None
-    )
+    if not plan.hybrid(slot).is_stochastic:
+        return None
+    return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
 
 
 def slot_storages(
@@ -261,18 +259,6 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
         )
 
 
-def saved_columnwise(
-    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors
-) -> EncodedMatrix:
-    """The columnwise storage of the input [M, K], from what the plan saved."""
-    if plan.saves == "input":
-        x = saved[0].reshape(shape)
-        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, factors)[0][COLUMNWISE]
-    return columnwise_of_saved(
-        plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0])
-    )
-
-
 def columnwise_of_saved(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
 ) -> EncodedMatrix:
@@ -294,9 +280,9 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
     """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
     do both in one read."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
-    return (
-        dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
-    )
+    if quantized and not isinstance(dy, QuantizedTensor):
+        return dispatch.column_sums(dy)
+    return dy.sum(0)
 
 
 def weight_state(weight: Tensor) -> WeightState | None:

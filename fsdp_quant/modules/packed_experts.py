@@ -72,34 +72,21 @@ def kind_of(module: nn.Module) -> Kind | None:
     """Of packed experts that are not taken over yet; None of other modules."""
     cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
     weights = {name for name in own if not name.endswith("_bias")}
-    if (
-        hasattr(cls, "converted_from")
-        or not weights
-        or any(own[name].dim() != 3 for name in weights)
-    ):
+    packed = bool(weights) and all(own[name].dim() == 3 for name in weights)
+    if hasattr(cls, "converted_from") or not packed:
         return None
     if "down_proj" in weights:
         if cls.__name__ == "Llama4TextExperts":
             return Kind(("gate_up_proj", "down_proj"), _forward_of_all, True)
         parts = ("gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj")
-        return (
-            Kind(parts, _forward, bool(module.is_transposed))
-            if weights == set(parts) and _is_of_transformers(module)
-            else None
-        )
+        if weights != set(parts) or not _is_of_transformers(module):
+            return None
+        return Kind(parts, _forward, bool(module.is_transposed))
     named = {part.partition("_")[0]: part for part in own}
     parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
-    return (
-        Kind(parts, _forward_of_rows)
-        if set(own) == set(parts) and _is_of_torchtitan(module, parts)
-        else None
-    )
-
-
-def parts_of(module: nn.Module) -> tuple[str, ...]:
-    """The weights of packed experts that are not taken over yet; () of other modules."""
-    kind = kind_of(module)
-    return () if kind is None else kind.parts
+    if set(own) != set(parts) or not _is_of_torchtitan(module, parts):
+        return None
+    return Kind(parts, _forward_of_rows)
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -107,9 +94,8 @@ def _is_of_transformers(module: nn.Module) -> bool:
     may multiply it."""
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return False
-    if any(
-        getattr(module, flag, False) for flag in ("has_post_expert_norm", "_is_expert_parallel")
-    ):
+    others = "has_post_expert_norm", "_is_expert_parallel"
+    if any(getattr(module, flag, False) for flag in others):
         return False
     return hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
 
@@ -135,11 +121,9 @@ def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
         rows = x.float().view(experts, count, width)
         a, b = (rows @ w.float().mT for w in (w1, w3))
         want = ((torch.nn.functional.silu(a) * b) @ w2.float().mT).view(-1, width)
-    return (
-        isinstance(y, Tensor)
-        and y.shape == want.shape
-        and bool((y.float() - want).norm() < 0.02 * want.norm())
-    )
+    if not isinstance(y, Tensor) or y.shape != want.shape:
+        return False
+    return bool((y.float() - want).norm() < 0.02 * want.norm())
 
 
 def are_sharded(module: nn.Module) -> bool:
@@ -230,15 +214,12 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
             "skip='experts'"
         )
     (first, last), copies = self.packed_parts, top_k_index.shape[-1]
-    experts, gate = (
-        len(getattr(self, f"{first}_product").weight),
-        self._apply_gate if self.has_gate else self.act_fn,
-    )
+    experts = len(getattr(self, f"{first}_product").weight)
+    gate = self._apply_gate if self.has_gate else self.act_fn
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
-    back = torch.empty_like(order).index_copy(
-        0, order, torch.arange(len(order), device=order.device)
-    )
+    places = torch.arange(len(order), device=order.device)
+    back = torch.empty_like(order).index_copy(0, order, places)
     rows = _Routed.apply(hidden_states, order, back, copies)
     y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
     y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
@@ -252,13 +233,10 @@ def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
-    rows, experts = (
-        hidden_states.reshape(-1, hidden_states.shape[-1]),
-        len(self.gate_up_proj_product.weight),
-    )
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * (
-        len(rows) // experts
-    )
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts = len(self.gate_up_proj_product.weight)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device)
+    ends = ends * (len(rows) // experts)
     gate, up = _product(self, "gate_up_proj", rows, ends).chunk(2, -1)
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
 

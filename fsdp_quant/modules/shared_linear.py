@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward of a linear layer that ranks share: its input and output among the ranks, and the
-executor (`shared_linear_op` in eager mode, `traced_linear` in graphs)."""
+executor (`linear_definition` in eager mode, `traced_linear` in graphs)."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from ..tensor import torch_compat
 from .base_linear import BaseLinear
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
+from .linear_definition import check_travels, defined_linear
 from .plan import GemmPlan
-from .shared_linear_op import SharedCall, check_travels, multiply_in_eager_mode
 
 
 def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
@@ -51,9 +53,8 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
     if state.tensor_group is None or weight.device_mesh.ndim != 1:
         raise NotImplementedError(
             f"{layer.runtime.name}: the weight is a DTensor {weight.placements} that is gathered "
-            "by no "
-            "fully_shard and cut by no parallelize_module; use one of them, or leave the module "
-            "out of fq.convert"
+            "by no fully_shard and cut by no parallelize_module; use one of them, or leave the "
+            "module out of fq.convert"
         )
     mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
     wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
@@ -67,15 +68,11 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
         if layouts is not None and cut is not None:
             placement = layouts.output
         axis = TensorParallel(state.tensor_group, False, cut)
-    y = multiply_shared(
-        layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis
-    )
-    if (
-        layouts is not None
-        and layouts.use_local_output
-        and _same(layouts.output, placement, x.dim())
-    ):
-        return y
+    own_bias = None if bias is None else bias.to_local()
+    y = multiply_shared(layer, x, local, weight.to_local(), own_bias, axis)
+    if layouts is not None and layouts.use_local_output:
+        if _same(layouts.output, placement, x.dim()):
+            return y
     return DTensor.from_local(y, mesh, [placement], run_check=False)
 
 
@@ -124,18 +121,17 @@ def multiply_shared(
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., "
-            f"{weight.shape[1]}] "
-            f"of at least two dims, for a weight of which it holds {list(weight.shape)}"
+            f"{weight.shape[1]}] of at least two dims, for a weight of which it holds "
+            f"{list(weight.shape)}"
         )
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     override = current_autocast()
-    plan = layer.plan if override is None else layer._overriding_plan(override)
+    plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
     if plan.boundary is not None:
         raise NotImplementedError(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
-            "fq.Quantize "
-            "between modules"
+            "fq.Quantize between modules"
         )
     grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
@@ -165,13 +161,15 @@ def _multiply(
     grad: bool,
 ) -> Tensor:
     """Run the eager operator."""
-    call, runtime = layer.call(x, weight, plan, weight.requires_grad and grad, grad), layer.runtime
+    runtime, save = layer.runtime, weight.requires_grad and grad
+    call = layer.call(x, weight, plan, save, grad)._replace(
+        axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
+    )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
         call = call._replace(
             step=_step_of(axis, call.step), ids=axis.slot_ids(runtime.name, weight.shape, x.device)
         )
-    shared = SharedCall(call, runtime.name, axis, grad, runtime.recipe.require_native)
-    return multiply_in_eager_mode(shared, owner, x, weight, bias)
+    return defined_linear(x, weight, bias, call, grad and x.requires_grad, owner)
 
 
 def _check(
@@ -187,27 +185,19 @@ def _check(
 
     owner:  x, or the DTensor over it.
     """
-    slot, dim = axis.gathered_slot, axis.sequence_dim
-    if slot is None or dim is None:
+    slot, column = axis.gathered_slot, axis.column
+    if slot is None:
         return
-    shape = tuple(owner.shape) if axis.column else (*owner.shape[:-1], weight.shape[0])
-    is_whole, of_weight = (
-        not axis.column or isinstance(owner, DTensor),
-        weight.requires_grad and grad,
-    )
-    make, last = SequenceCut.of_whole if is_whole else SequenceCut.of_local, len(shape) - 1
-    if (
-        not -len(shape) <= dim < len(shape)
-        or dim % len(shape) == last
-        or (is_whole and shape[dim] % axis.group.size())
-    ):
-        make(shape, dim, axis.group, f"{layer.runtime.name} {'input' if axis.column else 'output'}")
+    shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
+    is_whole = not column or isinstance(owner, DTensor)
+    make = SequenceCut.of_whole if is_whole else SequenceCut.of_local
+    name = functools.partial(_described, layer, "input" if column else "output")
+    cut = make(shape, axis.cut_dim, axis.group, name)
     if layer.recipe.require_native:
-        read = (
-            (tuple(Direction) if of_weight else (ROWWISE,))
-            if axis.column
-            else tuple(Direction)
-            if grad
-            else ()
-        )
-        check_travels(layer.runtime, plan.hybrid(slot), slot, read, make(shape, dim, axis.group))
+        both = (weight.requires_grad and grad) if column else grad
+        read = tuple(Direction) if both else (ROWWISE,) if column else ()
+        check_travels(layer.runtime, plan.hybrid(slot), slot, read, cut)
+
+
+def _described(layer: BaseLinear, what: str) -> str:
+    return f"{layer.runtime.name} {what}"

@@ -28,8 +28,11 @@ SMALLEST, MULTIPLE = 128, 16
 
 
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Name -> reason of each layer, among nn.Linear modules by qualified name, that stays in high
-    precision."""
+    """Name -> reason of each layer that stays in high precision.
+
+    layers:  by qualified name; the rules are of nn.Linear alone.
+    """
+    layers = {n: m for n, m in layers.items() if isinstance(m, nn.Linear)}
     embeddings = {
         (e.num_embeddings, e.embedding_dim) for e in model.modules() if isinstance(e, nn.Embedding)
     }
@@ -39,8 +42,6 @@ def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, s
     }
     found = {}
     for name, layer in layers.items():
-        if not isinstance(layer, nn.Linear):
-            continue
         parts, shape = name.split("."), (layer.out_features, layer.in_features)
         is_numbered = any(part.isdigit() for part in parts)
         siblings = model.get_submodule(name.rpartition(".")[0])._modules

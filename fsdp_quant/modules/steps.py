@@ -21,7 +21,7 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .training_steps import TrainingSteps, continued, histories_of
+from .training_steps import TrainingSteps, continued, histories_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
@@ -58,6 +58,14 @@ def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLi
     }
 
 
+def name_of(module: nn.Module) -> str:
+    """The name by which errors and random bits know a module; of another one its class."""
+    if isinstance(module, GroupedLinear):
+        return module._name
+    layer = module.layer if isinstance(module, TransposedLinear) else module
+    return layer.runtime.name if isinstance(layer, Linear) else type(module).__name__
+
+
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
     """Qualified name -> name in a state, of each module that has layers; the naming of new states,
     then those of older ones.
@@ -67,7 +75,7 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
     not in them. Else it has places without known wrappers.
     """
     owners = _owners(model)
-    own = {n: (m.layer if isinstance(m, TransposedLinear) else m)._name for n, m in owners.items()}
+    own = {n: name_of(m) for n, m in owners.items()}
     plain = torch_compat.unwrapped_names(owners)
     placed = all(f".{plain[n]}".endswith(f".{name}") for n, name in own.items())
     found = [plain, {n: n for n in owners}]
@@ -91,18 +99,18 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     Part of a model that counts has the steps of that model.
     """
     layers = list(converted_modules(model).values())
-    own = _steps(model)
+    own = own_steps(model)
     inside = [
         m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())
     ]
     outer = {id(s): s for m in layers if (s := m.runtime.steps) is not None and s.is_counting}
     for m in inside:
-        outer.pop(id(_steps(m)), None)
+        outer.pop(id(own_steps(m)), None)
     is_part = bool(outer) and model not in inside
     if is_part:
         steps = next(iter(outer.values()))
     else:
-        begun = [s for m in inside if (s := _steps(m)) is not None and s.has_run]
+        begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
         steps = own or next(iter(begun), None) or continued(model)
         for m in inside:
             _remove_hook(m)
@@ -111,7 +119,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
         if steps.is_counting:
             model.register_forward_pre_hook(_begin, prepend=True)
     for m in {*inside, model, *layers}:
-        _set_steps(m, steps)
+        set_steps(m, steps)
     steps.layers = None
     every = {id(h): h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()}
     rolls = {id(h) for h in histories_of(layers)}  # not those of quantized parameters
@@ -122,18 +130,6 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
-
-
-def _steps(model: nn.Module) -> TrainingSteps | None:
-    return getattr(model, "_training_steps", None)
-
-
-def _set_steps(model: nn.Module, steps: TrainingSteps) -> None:
-    """A layer has its steps in its runtime, a model as an attribute."""
-    if isinstance(model, Linear):
-        model.runtime.steps = steps
-    else:
-        model.__dict__["_training_steps"] = steps
 
 
 def _remove_hook(model: nn.Module) -> None:
@@ -151,7 +147,7 @@ def begins_first(model: nn.Module) -> None:
 
 def _begin(model: nn.Module, args: tuple) -> None:
     """The forward pre-hook of a model that counts its steps."""
-    tracing, steps = torch.compiler.is_compiling(), _steps(model)
+    tracing, steps = torch.compiler.is_compiling(), own_steps(model)
     if steps is None:
         return
     if not tracing and next(iter(model._forward_pre_hooks.values())) is not _begin:

@@ -15,6 +15,7 @@ one of each an expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from ..tensor.storage_pair import StoragePair
 from .bad_splits import bad_splits_flag
 from .expert_weights import operand_of_codes, packed_operand, read_as, shown_codes
 from .grouped_op import bias_gradients, group_of, unsupported_reason
-from .linear_op import LinearCall, multiply, multiply_backward
+from .linear_definition import LinearCall, multiply, multiply_backward
 from .operands import buffers_of, slot_ids
 from .plan import GemmPlan, plan_of
 
@@ -46,13 +47,9 @@ def runs_in_graphs(plan: GemmPlan | None) -> bool:
     if plan is None or plan.boundary is not None:
         return False
     sides = [plan.hybrid(slot).side(d) for slot in SLOTS for d in Direction]
-    apart = (
-        plan.input.is_stochastic
-        or plan.grad_output.is_stochastic
-        or plan.input.is_derived
-        or plan.weight.is_derived
-    )
-    return not apart and not any(s.is_delayed or s.fmt.tensor_scale for s in sides)
+    rounded = plan.input.is_stochastic or plan.grad_output.is_stochastic
+    derived = plan.input.is_derived or plan.weight.is_derived
+    return not (rounded or derived or any(s.is_delayed or s.fmt.tensor_scale for s in sides))
 
 
 @torch.compiler.allow_in_graph
@@ -87,28 +84,14 @@ class _TracedExperts(torch.autograd.Function):
             torch_compat.save_by_reference([weight])
             if torch_compat.is_recomputed_in_graph():
                 RECOMPUTED_IN_GRAPHS.add(plan_of(plan).weight)
-        y, *made = _experts(
-            x,
-            ends,
-            values,
-            _codes_in(None if weight is values else weight, ROWWISE),
-            shape,
-            bias,
-            plan,
-            save,
-            turned,
-            bool(guards),
-        )
+        ctx.gathered = weight if values is None else None
+        codes = _codes_in(ctx.gathered, ROWWISE)
+        of = x, ends, values, codes, shape, bias, plan, save, turned
+        y, *made = _experts(*of, bool(guards))
         if guards:
             guards[0].add_(made.pop())
-        ctx.plan, ctx.turned, ctx.guards, ctx.shape, ctx.dtype = (
-            plan,
-            turned,
-            guards,
-            shape,
-            weight.dtype,
-        )
-        ctx.gathered = weight if values is None else None
+        ctx.plan, ctx.turned, ctx.guards, ctx.shape = plan, turned, guards, shape
+        ctx.dtype = weight.dtype
         groups, *codes = made or [ends]
         ctx.save_for_backward(values, groups, *((codes or [x]) if save else []))
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -118,21 +101,9 @@ class _TracedExperts(torch.autograd.Function):
     def backward(ctx, dy):
         weight, groups, *saved = ctx.saved_tensors
         need_x, _, need_w, need_b, *_ = ctx.needs_input_grad
-        needs = need_x, need_w, need_b
-        made = iter(
-            _experts_backward(
-                dy,
-                groups,
-                weight,
-                _codes_in(ctx.gathered, COLUMNWISE),
-                ctx.shape,
-                saved,
-                ctx.plan,
-                *needs,
-                ctx.turned,
-                bool(ctx.guards),
-            )
-        )
+        codes = _codes_in(ctx.gathered, COLUMNWISE)
+        of = dy, groups, weight, codes, ctx.shape, saved, ctx.plan, need_x, need_w, need_b
+        made = iter(_experts_backward(*of, ctx.turned, bool(ctx.guards)))
         dx = next(made) if need_x else None
         dw = next(made).to(ctx.dtype) if need_w else None
         db = next(made).to(ctx.bias_dtype) if need_b else None
@@ -148,45 +119,38 @@ def _codes_in(weight: QuantizedTensor | None, direction: Direction) -> list[Tens
     return [] if weight is None else shown_codes(weight, direction)
 
 
-def _weight_of(
-    values: Tensor | None,
-    turned: bool,
-    codes: list[Tensor],
-    shape: list[int],
-    plan: GemmPlan,
-    direction: Direction,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The weight [E, N, K] of values, or of codes of one direction (`_codes_in`)."""
-    if values is not None:
-        return values.mT if turned else values
-    experts, n, k = shape
-    source = direction if direction in plan.weight.encodings else ROWWISE
-    fmt = plan.weight.side(source).fmt
-    fields = [t.unflatten(0, (experts, -1)) for t in codes]
-    storages = [
-        Storage.over([t[e] for t in fields], fmt, source, (n, k), dtype) for e in range(experts)
-    ]
-    own = [s if source is direction else s.as_direction(direction) for s in storages]
-    parts = [
-        StoragePair(rowwise=s) if direction is ROWWISE else StoragePair(columnwise=s) for s in own
-    ]
-    return QuantizedTensor(slots=StoragePair(parts=parts), shape=tuple(shape))
+class _Weights(NamedTuple):
+    """Weights [E, N, K] as the operators are given them: values, or codes of one direction.
 
+    turned:  the values are [E, K, N].
+    shape:   [E, N, K].
+    """
 
-def _operand_of(
-    values: Tensor | None,
-    turned: bool,
-    codes: list[Tensor],
-    shape: list[int],
-    plan: GemmPlan,
-    direction: Direction,
-    dtype: torch.dtype,
-) -> Operand:
-    """`_weight_of` as products of groups read it."""
-    if values is None:
-        return operand_of_codes(codes, direction, shape, plan, dtype)
-    return packed_operand(values.mT if turned else values, direction, plan, dtype)
+    values: Tensor | None
+    turned: bool
+    codes: list[Tensor]
+    shape: list[int]
+
+    def whole(self, plan: GemmPlan, direction: Direction, dtype: torch.dtype) -> Tensor:
+        """As products of one expert each read it."""
+        if self.values is not None:
+            return self.values.mT if self.turned else self.values
+        experts, n, k = self.shape
+        source = direction if direction in plan.weight.encodings else ROWWISE
+        fmt = plan.weight.side(source).fmt
+        fields = [t.unflatten(0, (experts, -1)) for t in self.codes]
+        parts = []
+        for e in range(experts):
+            storage = Storage.over([t[e] for t in fields], fmt, source, (n, k), dtype)
+            own = storage if source is direction else storage.as_direction(direction)
+            parts.append(StoragePair(own) if direction is ROWWISE else StoragePair(None, own))
+        return QuantizedTensor(slots=StoragePair(parts=parts), shape=tuple(self.shape))
+
+    def operand(self, plan: GemmPlan, direction: Direction, dtype: torch.dtype) -> Operand:
+        """As products of groups read it."""
+        if self.values is None:
+            return operand_of_codes(self.codes, direction, self.shape, plan, dtype)
+        return packed_operand(self.whole(plan, direction, dtype), direction, plan, dtype)
 
 
 # One product for all #
@@ -208,20 +172,15 @@ def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> int | No
 def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple, torch.dtype]:
     """(codes, scales, their dtype) that the backward reads of x: of groups that begin at multiples
     of 128."""
-    resolved, encoding = (
-        plan.resolved(x.dtype, x.device),
-        plan.input.side(COLUMNWISE).encoding(COLUMNWISE),
-    )
-    layout = resolved.layouts["input"][COLUMNWISE]
-    reading = native.operand_spec_of(
-        encoding, layout, resolved.domains[2], arch_of(x.device), False, None
-    )
+    resolved = plan.resolved(x.dtype, x.device)
+    encoding = plan.input.side(COLUMNWISE).encoding(COLUMNWISE)
+    layout, domain = resolved.layouts["input"][COLUMNWISE], resolved.domains[2]
+    reading = native.operand_spec_of(encoding, layout, domain, arch_of(x.device), False, None)
     if reading is None:
         raise ValueError(f"the compiled step makes no {encoding} of the input")
     run = reading.run if reading.run >= 0 else None
-    of = native.encoding_shapes(
-        reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run
-    )
+    shape = native.TILE * _tiles(x.shape[0], experts), x.shape[1]
+    of = native.encoding_shapes(reading.side, True, shape, run=run)
     if run is not None:
         return of.data, of.scale, torch.float32
     # a set of scales a group
@@ -245,22 +204,19 @@ def _tiles(tokens: int, experts: int) -> int:
 
 
 def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
-    plan, seen = plan_of(plan), _counts(x, counts)
+    plan, seen, weights = plan_of(plan), _counts(x, counts), _Weights(values, turned, codes, shape)
     compiled = _in_one(x, shape, bias is not None, plan.of_groups)
     if compiled is None:
-        weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
-        call, biases = (
-            _call(plan, x.device, save, seen),
-            [None] * len(weight) if bias is None else bias,
-        )
-        parts = zip(_parts(x, ends), weight.unbind(), biases)
+        matrices = weights.whole(plan, ROWWISE, x.dtype).unbind()
+        call = _call(plan, x.device, save, seen)
+        biases = [None] * len(matrices) if bias is None else bias
+        parts = zip(_parts(x, ends), matrices, biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
-    operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     y, groups, kept = native.grouped_step(
         x,
         ends,
-        operand,
+        weights.operand(plan, ROWWISE, x.dtype),
         compiled,
         save,
         next(iter(seen), None),
@@ -294,38 +250,26 @@ def _run_backward(
     dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts
 ):
     plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
+    weights, needs = _Weights(values, turned, codes, shape), (need_x, need_w, need_b)
     compiled = _in_one(dy, shape, need_b, plan.of_groups)
     if compiled is None:
-        weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
+        matrices = weights.whole(plan, COLUMNWISE, dy.dtype).unbind()
         call = _call(plan, dy.device, need_w, seen)
         inputs = _parts(saved[0], groups) if need_w else [None] * shape[0]
-        needs = need_x, need_w, need_b
         made = [
             multiply_backward(part, w, None, _saved(call, x) if need_w else [], call, needs)
-            for part, w, x in zip(_parts(dy, groups), weight.unbind(), inputs)
+            for part, w, x in zip(_parts(dy, groups), matrices, inputs)
         ]
         dx, dw, db = zip(*made)
         dw = [w.t() for w in dw] if turned and need_w else dw
-        return [
-            make(of)
-            for make, of, need in (
-                (torch.cat, dx, need_x),
-                (torch.stack, dw, need_w),
-                (torch.stack, db, need_b),
-            )
-            if need
-        ] + seen
+        grads = zip((torch.cat, torch.stack, torch.stack), (dx, dw, db), needs)
+        return [*(join(of) for join, of, needed in grads if needed), *seen]
     plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        operand = (
-            _operand_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
-            if need_x
-            else None
-        )
         dx, dw = native.grouped_step_backward(
             dy,
             groups,
-            operand,
+            weights.operand(plan, COLUMNWISE, dy.dtype) if need_x else None,
             saved if need_w else [],
             compiled,
             next(iter(seen), None),
@@ -341,14 +285,11 @@ def _fake_backward(
     dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts
 ):
     experts, n, k = shape
-    shapes = (
-        [(dy.shape[0], k)] * need_x
-        + [(experts, k, n) if turned else (experts, n, k)] * need_w
-        + [(experts, n)] * need_b
-    )
-    return [dy.new_empty(s) for s in shapes] + (
-        [dy.new_empty((3, 2), dtype=torch.float32)] if counts else []
-    )
+    shapes = [(dy.shape[0], k)] * need_x
+    shapes += [(experts, k, n) if turned else (experts, n, k)] * need_w
+    shapes += [(experts, n)] * need_b
+    counted = [dy.new_empty((3, 2), dtype=torch.float32)] if counts else []
+    return [dy.new_empty(s) for s in shapes] + counted
 
 
 # One after the other #

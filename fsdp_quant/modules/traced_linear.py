@@ -12,7 +12,7 @@ Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`
 and counts of the guard are written by functionalized in-place operators.
 
 [Note: layers that ranks share]
-Functional collectives stand around the same operators (`exchange`; `shared_linear_op` has the
+Functional collectives stand around the same operators (`exchange`; `linear_definition` has the
 equations):
 
     column, cut   forward    all_reduce(amax(x)), quantize(x, rowwise), all_gather(codes, scales),
@@ -92,20 +92,15 @@ def _saved_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
     key = saved.pop() if ctx.keeps_key else None
     if ctx.saved_codes is not None and cut is None:
         return lambda: columnwise_of_saved(plan, saved, shape, dy, lambda: key)
-    gathered, made = {} if ctx.shared is None else ctx.shared.backward, None
-    if (alike := _shares_codes(plan)) and (
-        made := gathered.get((plan.input, plan.saves))
-    ) is not None:
-        return lambda: made.take(COLUMNWISE)
+    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
+    if (before := shared.get((plan.input, plan.saves))) is not None:
+        return lambda: before.take(COLUMNWISE)
     if ctx.saved_codes is None:
         x = saved[0].reshape(shape)
     else:
         x = Storage.over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype)
-    made = GraphOperands(
-        plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut, dy.dtype, dy.device
-    )
-    if alike:
-        gathered[plan.input, plan.saves] = made
+    made = GraphOperands(plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut)
+    shared[plan.input, plan.saves] = made
     return lambda: made.take(COLUMNWISE)
 
 
@@ -128,9 +123,8 @@ class _SharedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         with opaque.tracing():
-            return Scattering(dx.reshape(-1, dx.shape[-1]), ctx.cut).wait().view(
-                ctx.cut.shape
-            ), None
+            rows = Scattering(dx.reshape(-1, dx.shape[-1]), ctx.cut).wait()
+            return rows.view(ctx.cut.shape), None
 
 
 # AOTAutograd calls `traced_linear` of layers that read one tensor with one object, so they find
@@ -146,9 +140,8 @@ class _SharedInput:
     """
 
     def __init__(self, x: Tensor, cut: SequenceCut):
-        self.gradient = (
-            _SharedGradient.apply(x, cut) if torch.is_grad_enabled() and x.requires_grad else None
-        )
+        trains = torch.is_grad_enabled() and x.requires_grad
+        self.gradient = _SharedGradient.apply(x, cut) if trains else None
         self.forward: dict[tuple, tuple[dict[Direction, Statistics], GraphOperands]] = {}
         self.backward: dict[tuple, GraphOperands] = {}
 
@@ -197,10 +190,8 @@ class _TracedLinear(torch.autograd.Function):
             cut = None if axis is None else axis.cut_of("input", x)
             ctx.plan, ctx.weight, ctx.training, ctx.call = plan, weight, training, call
             ctx.axis, ctx.shared, ctx.cut = axis, shared, cut
-            ctx.rows, ctx.shape = (
-                tuple(rows.shape),
-                tuple(x.shape) if cut is None else cut.whole_shape,
-            )
+            ctx.rows = tuple(rows.shape)
+            ctx.shape = tuple(x.shape) if cut is None else cut.whole_shape
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(call.tensors())
             torch_compat.save_current_values(
@@ -217,31 +208,16 @@ class _TracedLinear(torch.autograd.Function):
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
                 found = slot_statistics(plan, "input", rows, passes, axis, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-                read[plan.input, save] = (
-                    found,
-                    GraphOperands(
-                        plan,
-                        "input",
-                        rows,
-                        directions,
-                        key,
-                        call,
-                        found,
-                        cut,
-                        x.dtype,
-                        x.device,
-                        "forward",
-                    ),
+                made = GraphOperands(
+                    plan, "input", rows, directions, key, call, found, cut, "forward"
                 )
+                read[plan.input, save] = found, made
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
             if group_of_weight is not None and not isinstance(weight, QuantizedTensor):
+                values, seen = values_of(weight), plan.compute_dtype
                 ctx.of_weight = shared_amaxes(
-                    plan.weight,
-                    values_of(weight),
-                    Direction,
-                    group_of_weight,
-                    dtype=plan.compute_dtype,
+                    plan.weight, values, Direction, group_of_weight, dtype=seen
                 )
             w, of_weight = weight_operand(
                 plan, weight, ROWWISE, x.dtype, ctx.of_weight, call.factors[1]
@@ -256,12 +232,8 @@ class _TracedLinear(torch.autograd.Function):
                 watch=call.watch(resolved, 0),
             )
             amaxes = operands.amaxes
-            if (
-                COLUMNWISE in plan.input.delayed_directions
-                and save
-                and plan.saves == "columnwise"
-                and cut is not None
-            ):
+            gathers_columnwise = save and plan.saves == "columnwise" and cut is not None
+            if gathers_columnwise and COLUMNWISE in plan.input.delayed_directions:
                 known = ctx.of_input.get(COLUMNWISE)
                 amaxes = amaxes | {COLUMNWISE: rows.abs().amax() if known is None else known.amax}
             if training:
@@ -286,7 +258,7 @@ class _TracedLinear(torch.autograd.Function):
         with opaque.tracing(), torch.autocast(dy.device.type, enabled=False):
             dx, dw, db = _gradients(ctx, dy)
             dx = (dx, None) if not ctx.needs_input_grad[1] else (None, dx)
-            return *dx, dw, db, None, None, None, None, None, None, None
+            return *dx, dw, db, *[None] * 7
 
 
 def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
@@ -312,9 +284,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
         return None, None, db
     key = call.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
     statistics = slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
-    operands = GraphOperands(
-        plan, "grad_output", rows, directions, key, call, statistics, cut, dy.dtype, dy.device
-    )
+    operands = GraphOperands(plan, "grad_output", rows, directions, key, call, statistics, cut)
     if need_w and ctx.cut is not None:
         x = _saved_input(ctx, dy)
     if need_x:

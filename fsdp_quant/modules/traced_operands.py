@@ -174,12 +174,11 @@ class GraphOperands:
         call: GraphCall,
         statistics: dict[Direction, Statistics],
         cut: SequenceCut | None,
-        dtype: torch.dtype,
-        device: torch.device,
         phase: str = "backward",
     ):
         hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
-        self._layouts = plan.resolved(dtype, device).layouts[slot]
+        device = x.device if isinstance(x, Tensor) else x.data.device
+        self._layouts = plan.resolved(x.dtype, device).layouts[slot]
         if cut is not None:
             self._gather = Gather(
                 x,
@@ -233,21 +232,15 @@ def weight_operand(
         values = values.clone()
     source = direction if direction in hybrid.encodings else ROWWISE
     encoding = hybrid.encodings[source]
-    if hybrid.shares_storage and direction is COLUMNWISE:
-        encoding = (
-            hybrid.side(COLUMNWISE).encoding(COLUMNWISE)
-            if wanted != COMPACT and is_encoded_as(encoding.fmt, wanted)
-            else encoding
-        )
+    is_laid_out = wanted != COMPACT and is_encoded_as(encoding.fmt, wanted)
+    if hybrid.shares_storage and direction is COLUMNWISE and is_laid_out:
+        encoding = hybrid.side(COLUMNWISE).encoding(COLUMNWISE)
     seen = plan.compute_dtype if encoding.fmt.is_quantized else dtype
     delayed = hybrid.delayed_directions
     factor = factors[delayed.index(source)] if source in delayed else None
     laid_out = wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT
-    if (
-        source not in statistics
-        and is_anchored_as_encoded(encoding.fmt, laid_out)
-        and native.runs(values)
-    ):
+    is_anchored = is_anchored_as_encoded(encoding.fmt, laid_out)
+    if source not in statistics and is_anchored and native.runs(values):
         whole = Encoding(operand_format(encoding.fmt, laid_out), source)
         (found,) = dispatch.statistics(values, [whole], dtype=seen)
         alike = [
@@ -264,21 +257,16 @@ def weight_operand(
         layouts=[laid_out],
     )
     amax = encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax
-    if (
-        source in (spans := _whole_formats(hybrid))
-        and source not in statistics
-        and amax is not None
-    ):
+    spans = _whole_formats(hybrid)
+    if source in spans and source not in statistics and amax is not None:
         statistics |= _of_whole(spans, amax)
     made = encoded_matrix(encoded, encoding, weight.shape, dtype)
     recorded = None if factor is None else encoded.amax
     amaxes = {} if recorded is None else {source: recorded}
-    if made.direction is not direction:
-        made = (
-            to_storage(made).as_direction(direction)
-            if hybrid.shares_storage
-            else hybrid.derive_columnwise(made, plan.compute_dtype)
-        )
+    if made.direction is not direction and hybrid.shares_storage:
+        made = to_storage(made).as_direction(direction)
+    elif made.direction is not direction:
+        made = hybrid.derive_columnwise(made, plan.compute_dtype)
     return to_layout(made, wanted), amaxes
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,23 +16,19 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint import SAVED_BY, fingerprints
 from ..context import STEP
 from ..formats import Direction
-from ..ops.capability import arch_of
+from ..recipe import Recipe
 from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, DelayedScaling, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
 from ..tensor.quantized_weight import QuantizedWeightState
-from .convert import converted_units, schedules_of, switch
+from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .plan import EXACT, PRODUCTS, build_plan, ladder_of
+from .plan import EXACT, PRODUCTS, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
 from .training_steps import SHARED, restart_steps, steps_of
 
-# Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
-_SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = (
-    weakref.WeakKeyDictionary()
-)
 SKIPPED = "skipped"  # a key of `moved`, beside SAVED_BY
 _SIDES = [
     f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction
@@ -61,9 +56,9 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     """
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
-    _SHARED[model], SHARED[model] = (group, None), _share
+    SHARED[model] = sharing = _Sharing(group)
     if dist.is_available() and dist.is_initialized():
-        _agree(model)
+        sharing.agree(model)
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
@@ -74,54 +69,57 @@ def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
     }
 
 
-def _agree(model: nn.Module) -> tuple[dist.ProcessGroup, list[str]]:
-    group = _SHARED[model][0] or dist.group.WORLD
-    if group is None:
-        raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
-    of_ranks: list = [None] * group.size()
-    dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
-    agreed = group, list(dict.fromkeys(name for names in of_ranks for name in names))
-    _SHARED[model] = agreed
-    return agreed
+class _Sharing:
+    """What `share_amaxes` has a step of a model begin with.
 
+    group:  of ranks; None: all.
+    """
 
-@torch.no_grad()
-def _share(model: nn.Module, histories: Collection[AmaxHistory]) -> None:
-    """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
-    is about to roll."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    rolled = set(map(id, histories))
-    modules, found = _by_name(model), {}
-    if not any(
-        id(h) in rolled
-        for module in modules.values()
-        for h in module.runtime.weight_state.histories.values()
-    ):
-        return
-    group, names = _SHARED[model]
-    if names is None:
-        group, names = _agree(model)
-    if new := [name for name, _ in modules.keys() - set(names)]:
-        raise ValueError(
-            f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
-            "on every rank"
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group, self._names = group, None
+
+    def agree(self, model: nn.Module) -> list[tuple[str, str]]:
+        """The names of the layers of all ranks, which every rank calls for."""
+        self._group = group = self._group or dist.group.WORLD
+        if group is None:
+            raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
+        of_ranks: list = [None] * group.size()
+        dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
+        self._names = names = list(dict.fromkeys(name for names in of_ranks for name in names))
+        return names
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
+        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
+        is about to roll."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        rolled = set(map(id, histories))
+        modules, found = _by_name(model), {}
+        kept = [m.runtime.weight_state.histories.values() for m in modules.values()]
+        if rolled.isdisjoint(id(h) for of in kept for h in of):
+            return
+        names = self.agree(model) if self._names is None else self._names
+        if new := [name for name, _ in modules.keys() - set(names)]:
+            raise ValueError(
+                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
+                "on every rank"
+            )
+        for name, module in modules.items():
+            found |= {
+                (name, side): h for side, h in histories_by_side(module).items() if not h.stays
+            }
+        # Histories lie where their layers ran; those of layers that did not run yet must not stay
+        # behind.
+        ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
+        device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
+        current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
+        none = torch.zeros(1, device=device)
+        slots = [(name, side) for name in names for side in _SIDES]
+        shared = reduce_amaxes([current.get(slot, none) for slot in slots], self._group)
+        torch_compat.copy_all(
+            [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
         )
-    for name, module in modules.items():
-        found |= {(name, side): h for side, h in histories_by_side(module).items() if not h.stays}
-    # Histories lie where their layers ran; those of layers that did not run yet must not stay
-    # behind.
-    ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
-    device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-    current, none = (
-        {key: h.to(device).amaxes[:1] for key, h in found.items()},
-        torch.zeros(1, device=device),
-    )
-    slots = [(name, side) for name in names for side in _SIDES]
-    shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
-    torch_compat.copy_all(
-        [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
-    )
 
 
 def _recipe_text(model: nn.Module) -> str:
@@ -143,12 +141,8 @@ def fingerprint(
     names = names or layer_names(model)[0]
     modules = converted_modules(model, names)
     recipes = {id(m): m.recipe for m in modules.values()}
-    for scheduled, schedule in schedules_of(model).items():
-        units = converted_units(scheduled)
-        if step is None:
-            break
-        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
-            recipes |= {id(m): recipe for m in layers}
+    if step is not None:
+        recipes |= {id(m): recipe for m, recipe in _scheduled(model, step)}
     texts = {name: recipes[id(m)].fingerprint() for name, m in modules.items()}
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear) and isinstance(
@@ -158,6 +152,15 @@ def fingerprint(
             texts |= {f"{names[name]}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
     lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _scheduled(model: nn.Module, step: int) -> list[tuple[Linear, Recipe]]:
+    """The layers that follow schedules, and their recipes in a step."""
+    return [
+        given
+        for scheduled, schedule in schedules_of(model).items()
+        for given in given_recipes(converted_units(scheduled), schedule.at(step))
+    ]
 
 
 def _schedule_text(model: nn.Module) -> str | None:
@@ -173,11 +176,9 @@ def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
 
 def _rank() -> list[int]:
     """[rank, world size]."""
-    return (
-        [dist.get_rank(), dist.get_world_size()]
-        if dist.is_available() and dist.is_initialized()
-        else [0, 1]
-    )
+    if dist.is_available() and dist.is_initialized():
+        return [dist.get_rank(), dist.get_world_size()]
+    return [0, 1]
 
 
 def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
@@ -235,8 +236,8 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
 # Loading #
 
 
-class _SavedLayers(NamedTuple):
-    """The saved state of a model's layers, of the recipe that the model has.
+class _Saved(NamedTuple):
+    """A state that a model accepts; without modules if it is of another recipe.
 
     modules:   by their names in the state; names: qualified name -> that name.
     codes:     weight name -> fingerprint, or None.
@@ -244,20 +245,14 @@ class _SavedLayers(NamedTuple):
     skipped:   the step was skipped: its histories do not roll when it begins again.
     """
 
-    modules: dict[str, Linear]
-    names: Mapping[str, str]
-    histories: dict[str, dict]
-    codes: dict[str, int] | None
-    moved: dict[str, dict[str, str]]
-    skipped: bool
-
-
-class _Checked(NamedTuple):
-    """A state that a model accepts. layers: None if it is of another recipe."""
-
     step: int
     seed: int
-    layers: _SavedLayers | None
+    modules: Mapping[str, Linear] = {}
+    names: Mapping[str, str] = {}
+    histories: Mapping[str, dict] = {}
+    codes: dict[str, int] | None = None
+    moved: Mapping[str, dict[str, str]] = {}
+    skipped: bool = False
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
@@ -276,45 +271,42 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     >>> state = fq.state_dict(model)
     >>> fq.load_state_dict(model, state)  # after the weights: it compares their codes
     """
-    checked = error = None
+    saved = error = None
     try:
-        checked = _check(model, state, allow_recipe_change)
+        saved = _check(model, state, allow_recipe_change)
     except ValueError as caught:
         error = caught
     agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
-    if checked is None:
+    if saved is None:
         return  # `agree` has raised
-    layers = checked.layers
-    if layers is not None:
-        _restore(model, checked.step, layers)
-    STEP.seed = checked.seed
-    skipped = layers is not None and layers.skipped
-    _go_to(model, checked.step, skipped)
-    for module in () if layers is None else layers.modules.values():
+    if saved.modules:
+        _restore(model, saved)
+    STEP.seed = saved.seed
+    restart_steps(model, saved.step, saved.skipped)
+    _follow(model, saved.step)
+    for module in model.modules():
+        begins_first(module)
+    for module in saved.modules.values():
         for history in histories_by_side(module).values():
-            if _is_of_codes(module, history) and not skipped:
+            if _is_of_codes(module, history) and not saved.skipped:
                 history.roll()  # saved with high-precision parameters, the step that ran is open
-        weight = module.runtime.weight_state
-        if isinstance(weight, QuantizedWeightState):
-            weight.drop_codes()
+    _drop_codes(saved.modules.values())
 
 
-def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
+def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
     """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take,
     but for other codes."""
     if not isinstance(state, dict):
         raise ValueError(
             f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
         )
-    step, seed = (
-        _integer(state, "step", range(2**62)),
-        _integer(state, "seed", range(-(2**63), 2**63)),
-    )
+    step = _integer(state, "step", range(2**62))
+    seed = _integer(state, "seed", range(-(2**63), 2**63))
     digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
     names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
     if names is None:
         if allow_recipe_change:
-            return _Checked(step, seed, None)
+            return _Saved(step, seed)
         why = (
             f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} "
             f"({fingerprint(model, step)})"
@@ -350,16 +342,14 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     rank, world = _rank()
     by, of = (rank, 0) if saved_by is None else saved_by
     lost = of == world and by != rank and (own or moved)
-    if lost and not any(module in _SHARED for module in model.modules()):
+    if lost and not any(module in SHARED for module in model.modules()):
         raise ValueError(
-            f"rank {rank} is given the state of rank {by}, and amax histories of "
-            "activations are each rank's own: save "
-            'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since '
-            "under one key the last to write "
-            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the "
-            "JSON of state['moved']"
+            f"rank {rank} is given the state of rank {by}, and amax histories of activations are "
+            'each rank\'s own: save fq.state_dict under a key per rank ({f"rank_{rank}": '
+            "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
+            f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
-    return _Checked(step, seed, _SavedLayers(modules, names, histories, codes, moved, skipped))
+    return _Saved(step, seed, modules, names, histories, codes, moved, skipped)
 
 
 def _part(state: dict, key: str, kind: type):
@@ -384,15 +374,10 @@ def _integer(state: dict, key: str, among: range) -> int:
 
 def _difference(state: dict, model: nn.Module) -> str:
     """Names of weights that the state, or the model, has alone."""
-    saved, here = (
-        set(state.get("codes") or ()),
-        {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()},
-    )
-    alone = [
-        f"{', '.join(sorted(names)[:3])} {where} alone"
-        for names, where in ((saved - here, "the saved one has"), (here - saved, "the model has"))
-        if names
-    ]
+    saved = set(state.get("codes") or ())
+    here = {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()}
+    sides = (saved - here, "the saved one has"), (here - saved, "the model has")
+    alone = [f"{', '.join(sorted(names)[:3])} {who} alone" for names, who in sides if names]
     return "; ".join(alone) or "their recipes are exchanged, or experts others"
 
 
@@ -416,8 +401,7 @@ def _read_moved(
         # of a file from before there were rungs
         moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of
     whole = isinstance(found, dict) and all(
-        isinstance(of, dict)
-        and all(product in ladders and rung in ladders[product] for product, rung in of.items())
+        isinstance(of, dict) and all(rung in ladders.get(p, ()) for p, rung in of.items())
         for of in moved.values()
     )
     whole &= isinstance(skipped, bool)
@@ -438,15 +422,8 @@ def _sides_at(
     """(module name, "slot.direction", a history of its length) of each delayed side, as of that
     step of schedules."""
     plans = {id(m): m.plan for m in modules.values()}
-    for scheduled, schedule in schedules_of(model).items():
-        units = converted_units(scheduled)
-        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
-            plans |= {
-                id(m): build_plan(
-                    recipe, m.runtime.name, arch_of(m.weight.device), m.runtime.module_type
-                )
-                for m in layers
-            }
+    for m, recipe in _scheduled(model, step):
+        plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
     for name, module in modules.items():
         for slot in QUANTIZED_TYPES:
             hybrid = plans[id(module)].hybrid(slot)
@@ -469,7 +446,7 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
     return saved
 
 
-def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
+def _restore(model: nn.Module, saved: _Saved) -> None:
     """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises
     ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(saved.modules.values()), steps_of(model).number
@@ -483,7 +460,7 @@ def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
         for key, history in of.items()
     ]
     plans = [(m.plan, m.runtime.weight_state.plan) for m in modules]
-    _follow(model, to_step)
+    _follow(model, saved.step)
     for name, module in saved.modules.items():
         for side, history in histories_by_side(module).items():
             history.load_state_dict(saved.histories[f"{name}.{side}"])
@@ -495,7 +472,7 @@ def _restore(model: nn.Module, to_step: int, saved: _SavedLayers) -> None:
         return
     _follow(model, step)
     for module, (plan, of_weight) in zip(modules, plans):
-        module.runtime.plan, module.runtime.weight_state.plan = plan, of_weight
+        module.runtime.set_plan(plan, of_weight)
     for of, key, history, values in before:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)
@@ -511,14 +488,6 @@ def _follow(model: nn.Module, step: int) -> None:
         switch(scheduled, schedule, step)
 
 
-def _go_to(model: nn.Module, step: int, skipped: bool) -> None:
-    """The next step of the model is `step`, and its schedules follow."""
-    restart_steps(model, step, skipped)
-    _follow(model, step)
-    for module in model.modules():
-        begins_first(module)
-
-
 def _drop_codes(modules: Iterable[Linear]) -> None:
     """Of quantized parameters, whose delayed scale is another now."""
     for module in modules:
@@ -527,7 +496,7 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
             state.drop_codes()
 
 
-def _wrong_codes(model: nn.Module, saved: _SavedLayers) -> list[str]:
+def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
     """Weights whose codes have another fingerprint than the saved one: the same list on every
     rank."""
     if saved.codes is None:

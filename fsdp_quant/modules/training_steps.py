@@ -37,15 +37,18 @@ from . import guard
 from .bad_splits import raise_bad_splits
 
 
-class Runtime(Protocol):
-    """The part of `modules.layer_runtime.LayerRuntime` that steps read."""
+class Runtime:
+    """The part of `modules.layer_runtime.LayerRuntime` that steps read.
+
+    steps:        who counts the steps of the layer's model; None: nobody yet.
+    input_owner:  gives the layer that keeps the amax histories of the input, where several read
+                  one.
+    """
 
     name: str
-    steps: TrainingSteps | None
+    steps: TrainingSteps | None = None
     weight_state: WeightState
-
-    @property
-    def input_owner(self) -> Callable[[], Runtime | None] | None: ...
+    input_owner: Callable[[], Runtime | None] | None
 
 
 class Layer(Protocol):
@@ -82,7 +85,7 @@ def _after_step_begins(model: nn.Module | None, step: int) -> None:
     layers that run without one."""
     guard.apply_underflow_policy()
     for other, (schedule, switch) in list(SCHEDULED.items()):
-        begins = STEP.counted_by_hand if model is None else _steps(other) is _steps(model)
+        begins = STEP.counted_by_hand if model is None else own_steps(other) is own_steps(model)
         if begins:
             switch(other, schedule, step)
 
@@ -281,11 +284,8 @@ class _LooseLayers(threading.local):
 
     def run(self, layer: Layer) -> None:
         self.catch_up()
-        is_new, ran_in, current = (
-            layer not in self.layers,
-            layer.__dict__.get("_ran_in"),
-            self._pass,
-        )
+        is_new, ran_in = layer not in self.layers, layer.__dict__.get("_ran_in")
+        current = self._pass
         if is_new:
             self.layers.add(layer)
         if STEP.counted_by_hand or current is None or ran_in == current:
@@ -316,8 +316,20 @@ class _LooseLayers(threading.local):
 _LOOSE = _LooseLayers()
 
 
-def _steps(module: object) -> TrainingSteps | None:
-    return getattr(module, "_training_steps", None)
+def own_steps(module: nn.Module) -> TrainingSteps | None:
+    """Who counts the steps of this module: of a layer its runtime knows, of a model it does."""
+    runtime = module.__dict__.get("runtime")
+    if isinstance(runtime, Runtime):
+        return runtime.steps
+    return module.__dict__.get("_training_steps")
+
+
+def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
+    runtime = module.__dict__.get("runtime")
+    if isinstance(runtime, Runtime):
+        runtime.steps = steps
+    else:
+        module.__dict__["_training_steps"] = steps
 
 
 def note_forward(layer: Layer, grad: bool) -> None:
@@ -334,8 +346,7 @@ def note_forward(layer: Layer, grad: bool) -> None:
     if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
         raise ValueError(
             f"{layer.runtime.name}: its model follows a schedule and runs by pieces, so nobody "
-            "knows when "
-            "a step begins; call fq.begin_step(step), or the model"
+            "knows when a step begins; call fq.begin_step(step), or the model"
         )
     _LOOSE.run(layer)
 
@@ -344,16 +355,13 @@ def steps_of(model: nn.Module) -> TrainingSteps:
     """The steps of a model, of a model inside it, or of its layers if they run without one."""
     _LOOSE.catch_up()
     modules = list(model.modules())
-    counted = [steps for m in modules if (steps := _steps(m)) is not None]
+    counted = [steps for m in modules if (steps := own_steps(m)) is not None]
     # experts of one weight are no submodules
     packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
     if any(m in _LOOSE.layers for m in (*modules, *packed)):
         counted.append(_LOOSE.steps)
-    return (
-        next((steps for steps in counted if steps.has_run), None)
-        or next(iter(counted), None)
-        or TrainingSteps()
-    )
+    run = [steps for steps in counted if steps.has_run]
+    return next(iter([*run, *counted]), None) or TrainingSteps()
 
 
 def continued(model: nn.Module) -> TrainingSteps:
@@ -368,7 +376,7 @@ def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
     """Let the next training forward of a model, or of layers without one, begin `step` (see
     `TrainingSteps.restart`)."""
     for module in model.modules():
-        if (steps := _steps(module)) is not None:
+        if (steps := own_steps(module)) is not None:
             steps.restart(step, skipped)
     STEP.step = step
     if skipped:

@@ -9,7 +9,6 @@ the weight as `fq.Linear` multiplies its own, by a layer that is no module of th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
@@ -44,7 +43,6 @@ class TransposedLinear(nn.Module):
     @property
     def layer(self) -> Linear:
         """The `fq.Linear` of it, over the values of now."""
-        self._layer.training = self.training
         return self._layer
 
     def read(self) -> Tensor:
@@ -55,14 +53,8 @@ class TransposedLinear(nn.Module):
         """The weight [out, in], without gradients."""
         return self.read().detach(), None
 
-    def train_as_this(self) -> Linear:
-        """The layer, in the mode of this module."""
-        if not torch.compiler.is_compiling():
-            self._layer.training = self.training
-        return self._layer
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.train_as_this().times(x, self.read(), self.bias)
+        return self._layer.times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
         applied = super()._apply(fn, recurse)
@@ -72,12 +64,3 @@ class TransposedLinear(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._layer.part_of(self, 0)
-
-
-def adopt_transposed(
-    module: nn.Module, cls: type[TransposedLinear], recipe: Recipe, name: str
-) -> None:
-    """Turn a module into one of class `cls`, in place."""
-    module.__class__ = cls
-    if isinstance(module, TransposedLinear):
-        module.adopt(recipe, name)

@@ -9,6 +9,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from ..context import current_autocast
 from ..formats import ROWWISE, Direction
 from ..modules.grouped_linear import EXPERT, GroupedLinear
 from ..modules.plan import GemmPlan, build_plan
+from ..modules.steps import name_of
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -32,23 +34,19 @@ from .sequence import travelling_bytes
 from .token_route import route_tokens
 
 
-class _Operand:
-    """How one dispatch of a module travels: None in high precision, with the reason, else as codes
-    of these directions."""
+class _Operand(NamedTuple):
+    """How one dispatch of a module travels: in high precision, for a reason (hybrid is None), or as
+    codes of these directions."""
 
-    def __init__(
-        self, hybrid: HybridQuantizer | None, directions: tuple[Direction, ...], reason: str | None
-    ):
-        self.hybrid, self.directions, self.reason = hybrid, directions, reason
+    hybrid: HybridQuantizer | None
+    directions: tuple[Direction, ...]
+    reason: str | None = None
 
     def __str__(self) -> str:
         if self.hybrid is None:
             return f"in high precision ({self.reason})"
-        encodings = (
-            self.hybrid.encodings[d]
-            for d in gathered_directions(self.hybrid, frozenset(self.directions))
-        )
-        return "as " + ", ".join(f"{e.direction.value} {e.fmt}" for e in encodings)
+        sent = gathered_directions(self.hybrid, frozenset(self.directions))
+        return "as " + ", ".join(f"{d.value} {self.hybrid.encodings[d].fmt}" for d in sent)
 
 
 class ExpertDispatch:
@@ -62,13 +60,8 @@ class ExpertDispatch:
         experts: int,
         name: str,
     ):
-        self.module, self.style, self.group, self.experts, self.name = (
-            module,
-            style,
-            group,
-            experts,
-            name,
-        )
+        self.module, self.style, self.group = module, style, group
+        self.experts, self.name = experts, name
         self._under_way: list[tuple] = []
         module.register_forward_pre_hook(self.before)
         module.register_forward_hook(self.behind)
@@ -85,9 +78,8 @@ class ExpertDispatch:
         if not self.style.pad:
             return 1
         hybrids = [h for slot in ("input", "grad_output") for h, _ in self._quantizers(slot)]
-        return math.lcm(
-            1, *(e.fmt.row_alignment(d) for h in hybrids for d, e in h.encodings.items())
-        )
+        encodings = [e for h in hybrids for e in h.encodings.values()]
+        return math.lcm(1, *(e.fmt.row_alignment(e.direction) for e in encodings))
 
     def _quantizers(self, slot: str) -> set[tuple[HybridQuantizer, str]]:
         """(hybrid, what the backward keeps) of this slot, of all experts of its layers, on
@@ -130,23 +122,19 @@ class ExpertDispatch:
         ):
             forced = "the gradient of a bias is its sum in high precision"
         else:
-            cols = layers[0].first.in_features if slot == "input" else layers[0].first.out_features
-            rule = functools.partial(
-                why_high_precision, hybrid, directions, self.alignment, cols, dtype
-            )
-            forced = rule(transport="codes")
-            reason = forced or rule(transport=transport)
-            if (
-                reason is None
-                and transport == "auto"
-                and layers[0].unsupported_reason(dtype, layers[0].weight.device) is None
-            ):
+            first, device = layers[0].first, layers[0].weight.device
+            cols = first.in_features if slot == "input" else first.out_features
+            of = hybrid, directions, self.alignment, cols, dtype
+            forced = why_high_precision(*of, transport="codes")
+            reason = forced or why_high_precision(*of, transport=transport)
+            in_one = transport == "auto" and layers[0].unsupported_reason(dtype, device) is None
+            if reason is None and in_one:
                 reason = (
                     "one product serves all experts, and between GPUs of one machine making codes "
                     "took longer than they save"
                 )
             if reason is None:
-                return _Operand(hybrid, directions, None)
+                return _Operand(hybrid, directions)
             if forced is None:
                 return _Operand(None, directions, reason)
         required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
@@ -272,7 +260,7 @@ class ExpertParallel(ParallelStyle):
         return (self.reads if slot == "input" else self.writes) or []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = getattr(module, "_name", type(module).__name__)
+        name = name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} "
@@ -281,10 +269,8 @@ class ExpertParallel(ParallelStyle):
             )
         style, parameters, error = copy.copy(self), dict(module.named_parameters()), None
         own = [""] if "weight" in module._parameters else []
-        style.reads, style.writes = (
-            own if self.reads is None else self.reads,
-            own if self.writes is None else self.writes,
-        )
+        style.reads = own if self.reads is None else self.reads
+        style.writes = own if self.writes is None else self.writes
         experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
         try:
             _check_experts(name, parameters, experts, device_mesh)
@@ -313,12 +299,8 @@ def _check_experts(
     divide."""
     for key, p in parameters.items():
         is_packed = p.dim() == 3 or (p.dim() == 2 and key.rpartition(".")[2] == "bias")
-        if (
-            isinstance(p, DTensor)
-            or not is_packed
-            or p.shape[0] != experts
-            or experts % mesh.size()
-        ):
+        fits = is_packed and p.shape[0] == experts and experts % mesh.size() == 0
+        if isinstance(p, DTensor) or not fits:
             raise ValueError(
                 f"{name}: ExpertParallel cuts packed parameters [experts, ..] between {experts} "
                 f"experts, over {mesh.size()} ranks, and {key} is "
@@ -347,12 +329,10 @@ def planned_dispatch(
     counts:  [E] of this rank's tokens.
     """
     its: ExpertDispatch = getattr(module, "expert_dispatch")
-    rows, planned = sum(-(-n // its.alignment) * its.alignment for n in counts), {}
-    k, n = (its.converted(slot)[0].first for slot in ("input", "grad_output"))
-    for phase, slot, cols in (
-        ("forward", "input", k.in_features),
-        ("backward", "grad_output", n.out_features),
-    ):
+    rows, planned = sum(-(-count // its.alignment) * its.alignment for count in counts), {}
+    k = its.converted("input")[0].first.in_features
+    n = its.converted("grad_output")[0].first.out_features
+    for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
         operand = its.operand(slot, dtype)
         if operand.hybrid is None:
             planned[phase, "both", "high precision"] = rows * cols * dtype.itemsize
@@ -361,8 +341,8 @@ def planned_dispatch(
                 encoding = operand.hybrid.encodings[d]
                 size = travelling_bytes(encoding, rows, cols, dtype, its.alignment)
                 planned[phase, d.value, encoding.fmt.name] = size
-    planned["forward", "sum", "high precision"] = rows * n.out_features * dtype.itemsize
-    planned["backward", "sum", "high precision"] = rows * k.in_features * dtype.itemsize
+    planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
+    planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
     return planned
 
 

@@ -42,9 +42,6 @@ from .token_route import TokenRoute, route_tokens
 TRANSPORTS = ("auto", "codes", "high_precision")
 
 
-# Who sends what to whom #
-
-
 # The rule #
 
 
@@ -67,17 +64,13 @@ def why_high_precision(
         return f"{hybrid} scales by histories of the experts"
     for e in encoded:
         if not codes_travel(e, alignment, in_one_piece=False):
+            said = f"{e.direction.value} {e.fmt}"
+            if e.stochastic:
+                return f"{said} is rounded stochastically by an expert's rows"
             rows = e.fmt.row_alignment(e.direction)
-            return (
-                f"{e.direction.value} {e.fmt} is rounded stochastically by an expert's rows"
-                if e.stochastic
-                else f"{e.direction.value} {e.fmt} has blocks of {rows} tokens, and ranks send "
-                f"multiples of {alignment}"
-            )
-    size, high = (
-        sum(travelling_bytes(e, alignment, cols, dtype, alignment) for e in encoded),
-        alignment * cols * dtype.itemsize,
-    )
+            return f"{said} has blocks of {rows} tokens, and ranks send multiples of {alignment}"
+    size = sum(travelling_bytes(e, alignment, cols, dtype, alignment) for e in encoded)
+    high = alignment * cols * dtype.itemsize
     if transport == "auto" and size >= high:
         return f"codes of {len(encoded)} directions are {size / high:.2f} of its bytes"
     return None
@@ -98,17 +91,14 @@ def _dispatched(
     made = _encoded(placed, route, hybrid, gathered_directions(hybrid, frozenset(directions)))
     buffers, moving = [], []
     for d, storages in made.items():
+        fmt = storages[0].fmt
         for name, placement in storages[0].placements(route.alignment).items():
             if placement is Placement.SHARD:
                 of = [getattr(one, name) for one in storages]
-                buffers.append(
-                    (
-                        torch.cat(of) if len(of) > 1 else of[0],
-                        storages[0].fmt.dims(d)[0] if name == "scale" else 1,
-                    )
-                )
+                buffer = torch.cat(of) if len(of) > 1 else of[0]
+                buffers.append((buffer, fmt.dims(d)[0] if name == "scale" else 1))
                 moving.append((d, name))
-                _count(route, phase, d.value, storages[0].fmt.name, buffers[-1][0])
+                _count(route, phase, d.value, fmt.name, buffer)
     came = list(zip(moving, route.spread(buffers), (n for _, n in buffers)))
     parts, start = [], 0
     for e, rows in enumerate(route.splits, route.own_experts.start):
@@ -182,12 +172,8 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return (
-            _dispatched(dy, ctx.route, ctx.quantizer, ctx.directions, "backward"),
-            None,
-            None,
-            None,
-        )
+        dy_e = _dispatched(dy, ctx.route, ctx.quantizer, ctx.directions, "backward")
+        return dy_e, None, None, None
 
 
 def dispatch_tokens(
@@ -272,6 +258,3 @@ def _quantizer_of_transport(
             "pass transport='auto'"
         )
     return hybrid if reason is None else None
-
-
-# A module of experts #

@@ -10,7 +10,7 @@ import torch
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..modules.exchange import SequenceCut, TensorParallel
 from ..modules.linear import Linear
-from ..modules.shared_linear_op import LEAST_ROWS, LEAST_WEIGHT, PIECES
+from ..modules.linear_definition import LEAST_ROWS, LEAST_WEIGHT, PIECES
 from ..tensor.gathered_weight import gathered_directions
 from .sequence import travelling_bytes
 
@@ -30,17 +30,13 @@ def planned_gathers(
         raise ValueError(f"planned_gathers: {layer.runtime.name} is not shared between ranks")
     cut = SequenceCut.of_local(tuple(shape), dim, axis.group, layer.runtime.name)
     planned: dict[tuple, int] = {}
-    hybrid = layer.plan.input if axis.column else layer.plan.grad_output
-    passes = (
-        [("forward", [ROWWISE]), ("backward", [COLUMNWISE])]
-        if axis.column
-        else [("backward", list(Direction))]
-    )
+    hybrid, passes = layer.plan.grad_output, [("backward", list(Direction))]
+    if axis.column:
+        hybrid, passes = layer.plan.input, [("forward", [ROWWISE]), ("backward", [COLUMNWISE])]
+    whole = cut.ranks * cut.rows * shape[-1] * dtype.itemsize
     for phase, directions in passes:
         if not cut.all_travel(hybrid, directions):
-            planned[phase, "both", "high precision"] = (
-                cut.ranks * cut.rows * shape[-1] * dtype.itemsize
-            )
+            planned[phase, "both", "high precision"] = whole
             continue
         for d in gathered_directions(hybrid, frozenset(directions)):
             size = travelling_bytes(hybrid.encodings[d], cut.rows, shape[-1], dtype, cut.chunk)
@@ -52,11 +48,9 @@ def _axis_of(layer: Linear, dim: int | None) -> TensorParallel | None:
     if isinstance(layer.parallel, TensorParallel):
         return layer.parallel
     state = layer.runtime.weight_state
-    return (
-        None
-        if state.tensor_group is None
-        else TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
-    )
+    if state.tensor_group is None:
+        return None
+    return TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
 
 
 def describe(layer: Linear) -> str | None:
@@ -64,15 +58,11 @@ def describe(layer: Linear) -> str | None:
     axis = _axis_of(layer, None)
     if axis is None:
         return None
-    hybrid, slot = (
-        (layer.plan.input, "input") if axis.column else (layer.plan.grad_output, "grad_output")
-    )
-    said = []
-    for d, encoding in hybrid.encodings.items():
-        rows = encoding.fmt.row_alignment(d)
-        unless = (
-            f" (in high precision unless a rank has a multiple of {rows} rows)" if rows > 1 else ""
-        )
+    slot, said = "input" if axis.column else "grad_output", []
+    for d, encoding in layer.plan.hybrid(slot).encodings.items():
+        rows, unless = encoding.fmt.row_alignment(d), ""
+        if rows > 1:
+            unless = f" (in high precision unless a rank has a multiple of {rows} rows)"
         said.append(f"{d.value} {encoding.fmt}{unless}")
     kind, pieces = "column" if axis.column else "row", ""
     if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:

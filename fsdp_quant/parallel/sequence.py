@@ -34,9 +34,6 @@ def travelling_bytes(
     return size
 
 
-# Functions of their own #
-
-
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, hybrid, directions, cut, key):
@@ -47,15 +44,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return (
-            Scattering(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut)
-            .wait()
-            .view(ctx.cut.shape),
-            None,
-            None,
-            None,
-            None,
-        )
+        rows = Scattering(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut).wait()
+        return rows.view(ctx.cut.shape), None, None, None, None
 
 
 def gather_sequence(
@@ -96,9 +86,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cut):
         ctx.cut = cut
-        return torch_compat.reshaped(
-            Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait(), cut.shape
-        )
+        rows = Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait()
+        return torch_compat.reshaped(rows, cut.shape)
 
     @staticmethod
     def backward(ctx, dy):

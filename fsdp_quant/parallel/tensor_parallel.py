@@ -23,6 +23,7 @@ from ..context import quantized_init_recipe
 from ..counters import counters
 from ..modules.exchange import Layouts, TensorParallel
 from ..modules.linear import Linear, make_quantized
+from ..modules.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
@@ -52,7 +53,7 @@ class _Style:
         self.recipe = None if recipe is None else as_recipe(recipe, type(self).__name__, Recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        style, name = type(self).__name__, getattr(module, "_name", type(module).__name__)
+        style, name = type(self).__name__, name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} "
@@ -65,11 +66,9 @@ class _Style:
                 self._check(name, module, device_mesh)
             except ValueError as caught:
                 error = caught
-            weight = (
-                f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, "
-                f"{style}"
-            )
-            agree({f"{name}.weight": weight}, device_mesh.get_all_groups(), error)
+            shape, dtype = list(module.weight.shape), module.weight.dtype
+            fact = f"{shape} {dtype} of {recipe_text(module)}, {style}"
+            agree({f"{name}.weight": fact}, device_mesh.get_all_groups(), error)
             # an nn.Linear has it as fq.convert makes it an fq.Linear
             vars(module)["parallel"] = Layouts(
                 self.input_layouts[0], self.output_layouts[0], self.use_local_output
@@ -82,22 +81,14 @@ class _Style:
     def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
         weight, style = module.weight, type(self).__name__
         if isinstance(weight, DTensor):
-            managed = any(m.registered is weight for m in torch_compat.all_managed_params())
-            raise ValueError(
-                f"{name}.weight is a DTensor {weight.placements} already; "
-                + (
-                    f"apply {style} before fully_shard"
-                    if managed
-                    else f"apply one style to a layer, and {style} to none before"
-                )
-            )
+            remedy = f"apply one style to a layer, and {style} to none before"
+            if any(m.registered is weight for m in torch_compat.all_managed_params()):
+                remedy = f"apply {style} before fully_shard"
+            raise ValueError(f"{name}.weight is a DTensor {weight.placements} already; {remedy}")
         if isinstance(weight, QuantizedWeight) and weight.device.type != "meta":
             weight.check_not_taken()
-        cut, size = (
-            ("out_features", module.out_features)
-            if self._dim == 0
-            else ("in_features", module.in_features)
-        )
+        cut = "in_features" if self._dim else "out_features"
+        size = getattr(module, cut)
         if size % mesh.size():
             raise ValueError(
                 f"{name}: {style} cuts {cut}={size} over {mesh.size()} ranks, which do not divide "
@@ -137,11 +128,8 @@ class _Style:
         x = styles.ColwiseParallel._prepare_input_fn(
             input_layouts, desired_input_layouts, mod, inputs, device_mesh
         )
-        return (
-            x
-            if x.placements == tuple(desired_input_layouts)
-            else x.redistribute(placements=desired_input_layouts)
-        )
+        wanted = tuple(desired_input_layouts)
+        return x if x.placements == wanted else x.redistribute(placements=wanted)
 
 
 class ColwiseParallel(_Style, styles.ColwiseParallel):
@@ -223,21 +211,18 @@ class _ParallelLinear(Linear):
                 f"{name}: group is {group!r}; wanted the process group of tensor parallelism: call "
                 "torch.distributed.init_process_group, and pass mesh.get_group()"
             )
-        cut, ranks = (
-            ("out_features", out_features) if self._column else ("in_features", in_features),
-            group.size(),
-        )
-        if cut[1] % ranks:
+        cut, size = ("out_features", out_features) if self._column else ("in_features", in_features)
+        ranks = group.size()
+        if size % ranks:
             raise ValueError(
-                f"{name}: {type(self).__name__} cuts {cut[0]}={cut[1]} over {ranks} ranks, which "
-                f"do not divide it; choose a multiple of {ranks}"
+                f"{name}: {type(self).__name__} cuts {cut}={size} over {ranks} ranks, which do not "
+                f"divide it; choose a multiple of {ranks}"
             )
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         dim, rank = 0 if self._column else 1, group.rank()
         with torch.no_grad():
-            self.weight = nn.Parameter(
-                self.weight.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
-            )
+            own = self.weight.chunk(ranks, dim)[rank]
+            self.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
             if self.bias is not None and self._column:
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,31 +75,22 @@ class TokenRoute:
 
         buffers:  ([rows / n, ..], n): row-major, a row of which serves n of those that are sent.
         """
-        experts = len(self.arriving[0])
-        to = [sum(self.sent[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
-        row_bytes = [
-            b[:1].nbytes if len(b) else b.new_empty(1, *b.shape[1:]).nbytes for b, _ in buffers
-        ]
+        experts, to = len(self.arriving[0]), self._sent_to()
+        row_bytes = [_row_bytes(b) for b, _ in buffers]
         cut = [
             _as_bytes(b).split([rows // n * size for rows in to])
             for (b, n), size in zip(buffers, row_bytes)
         ]
-        packed = (
-            torch.cat([b[r] for r in range(self.ranks) for b in cut])
-            if len(buffers) > 1
-            else _as_bytes(buffers[0][0])
-        )
+        packed = _as_bytes(buffers[0][0])
+        if len(buffers) > 1:
+            packed = torch.cat([b[r] for r in range(self.ranks) for b in cut])
         sizes = [
             [sum(of) // n * size for (_, n), size in zip(buffers, row_bytes)]
             for of in self.arriving
         ]
         came = packed.new_empty(sum(map(sum, sizes)))
-        self._exchange(
-            came,
-            packed,
-            list(map(sum, sizes)),
-            [sum(b[r].numel() for b in cut) for r in range(self.ranks)],
-        )
+        sent = [sum(b[r].numel() for b in cut) for r in range(self.ranks)]
+        self._exchange(came, packed, list(map(sum, sizes)), sent)
         came = came.split([size for of in sizes for size in of])
         result = []
         for i, ((buffer, n), size) in enumerate(zip(buffers, row_bytes)):
@@ -113,17 +105,21 @@ class TokenRoute:
     def returned(self, y: Tensor) -> Tensor:
         """Rows of y [sum of splits, N], which lie by expert, then by rank, where they came from:
         [sum of sent, N]."""
-        experts = len(self.arriving[0])
-        size = y[:1].nbytes if len(y) else y.new_empty(1, y.shape[1]).nbytes
+        experts, size = len(self.arriving[0]), _row_bytes(y)
         pieces = _as_bytes(y).split([of[e] * size for e in range(experts) for of in self.arriving])
         packed = torch.cat(
             [pieces[e * self.ranks + r] for r in range(self.ranks) for e in range(experts)]
         )
-        back = [sum(self.sent[r * experts : (r + 1) * experts]) * size for r in range(self.ranks)]
+        back = [rows * size for rows in self._sent_to()]
         # no view: users may write in place what FSDP2 hooks
         rows = y.new_empty(sum(self.sent), y.shape[1])
         self._exchange(_as_bytes(rows), packed, back, [sum(of) * size for of in self.arriving])
         return rows
+
+    def _sent_to(self) -> list[int]:
+        """[R] rows that each rank is sent."""
+        experts = len(self.arriving[0])
+        return [sum(self.sent[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
 
     def _exchange(
         self, came: Tensor, packed: Tensor, arriving: list[int], sizes: list[int]
@@ -132,6 +128,10 @@ class TokenRoute:
             came.copy_(packed)
         else:
             dist.all_to_all_single(came, packed, arriving, sizes, group=self.group)
+
+
+def _row_bytes(t: Tensor) -> int:
+    return t.itemsize * math.prod(t.shape[1:])
 
 
 def _as_bytes(t: Tensor) -> Tensor:

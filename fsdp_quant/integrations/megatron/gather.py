@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ...context import STEP
 from ...gemm import StaleWeightError
+from ...modules.steps import name_of
 from ...tensor import torch_compat
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from ...weight_sync.plan import plan_weight_sync
@@ -197,7 +198,7 @@ class GroupCodes:
         """Raise StaleWeightError if a state dict would hold stale values."""
         if self._whole_at != STEP.weight_events:
             raise StaleWeightError(
-                f"{module._name}: its codes were gathered since the last step, not its values, so "
+                f"{name_of(module)}: its codes were gathered since the last step, not its values, so "
                 "this rank's state dict would be stale; call start_param_sync(force_sync=True) of "
                 "Megatron's DDP first"
             )
@@ -292,7 +293,7 @@ def gather_codes(
         plans = [layer.plan for layer in getattr(module, "layers", [module])]
         if any(plan.is_delayed or plan.weight.delayed_directions for plan in plans):
             raise ValueError(
-                f"{module._name}: delayed scaling was not tested with gathers of codes; use "
+                f"{name_of(module)}: delayed scaling was not tested with gathers of codes; use "
                 "current scaling"
             )
     if not planned:

@@ -130,10 +130,10 @@ class ParallelLinear(Linear):
         if isinstance(self.parallel, TensorParallel):
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
-        plan = self.plan if override is None else self._overriding_plan(override)
+        plan = self.plan if override is None else self._overriding_plan(override, self.weight)
         if plan.boundary is not None:
             raise NotImplementedError(
-                f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between "
+                f"{self.runtime.name}: Megatron's layers have no boundary slots; put fq.Quantize between "
                 "modules"
             )
         grad, plan = torch.is_grad_enabled(), plan.on(x.dtype, x.device)
@@ -248,7 +248,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.output_size_per_partition = self.out_features
         if gather_output and self.explicit_expert_comm:
             raise ValueError(
-                f"{self._name}: gather_output=True of an expert, whose ranks the dispatcher joins; "
+                f"{self.runtime.name}: gather_output=True of an expert, whose ranks the dispatcher joins; "
                 "leave it out"
             )
 
@@ -264,7 +264,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         if weight is not None:
             raise ValueError(
-                f"{self._name}: forward(weight=...) of another layer's weight; {_OWN_WEIGHT}"
+                f"{self.runtime.name}: forward(weight=...) of another layer's weight; {_OWN_WEIGHT}"
             )
         y = self._multiplied(input_, None if self.skip_bias_add else self.bias)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -323,12 +323,12 @@ class RowParallelLinear(ParallelLinear):
         self.input_size_per_partition = self.in_features
         if self.sequence_parallel and not input_is_parallel:
             raise ValueError(
-                f"{self._name}: sequence_parallel without input_is_parallel; pass "
+                f"{self.runtime.name}: sequence_parallel without input_is_parallel; pass "
                 "input_is_parallel=True"
             )
         if self.explicit_expert_comm and not skip_bias_add:
             raise ValueError(
-                f"{self._name}: the dispatcher sums what ranks of an expert make; pass "
+                f"{self.runtime.name}: the dispatcher sums what ranks of an expert make; pass "
                 "skip_bias_add=True"
             )
         if bias:
