@@ -101,8 +101,8 @@ def test_experts_are_multiplied_one_by_one():
 
 
 def test_operands_of_experts_are_anchored_in_tiles():
-    """If false, quantizing tokens or weights of experts takes a pass for the exponents, or a layer of
-    one matrix multiplies with slower scales."""
+    """If false, quantizing tokens or weights of experts takes a pass for the exponents, or a layer
+    of one matrix multiplies with slower scales."""
     with hopper.emulated():
         alone = build_plan(recipes.mxfp8(), "m")
         plan = replace(alone, alone=False).of_groups

@@ -126,7 +126,7 @@ def worst(run: Run) -> list[Suffering]:
 
 
 def write(paths: Sequence[str | Path], out: str | Path) -> None:
-    """Write one page about one or several runs or ranks. Raises ValueError for files without data."""
+    """Write one page about runs or ranks. Raises ValueError for files without data."""
     runs = [read(path) for path in paths]
     if not any(run.steps or run.scalars for run in runs):
         raise ValueError(
@@ -148,10 +148,12 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
     title = escape(", ".join(r.name for r in runs))
     Path(out).write_text(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_CSS}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>{_CSS}</style></head>\n"
         f"<body><h1>{title}</h1>\n{''.join(parts)}"
         f'<script type="application/json" '
-        f'id="data">{text}</script>\n<script>const ramp = {[list(c) for c in _RAMP]};{_JS}</script></body></html>\n'
+        f'id="data">{text}</script>\n<script>'
+        f"const ramp = {[list(c) for c in _RAMP]};{_JS}</script></body></html>\n"
     )
 
 
@@ -304,7 +306,8 @@ polyline{fill:none;stroke-width:1.5;stroke-linecap:round;vector-effect:non-scali
 .y,.x{display:flex;justify-content:space-between}.y{flex-direction:column;padding-right:6px;
 text-align:right}.x{grid-column:2}.legend{margin:2px 0 0 72px}
 .legend span{margin-right:16px}.legend span:before{content:"\\2014  "}
-#key{white-space:nowrap;margin:0 12px}#ramp{display:inline-block;width:120px;height:10px;background:linear-gradient(90deg,RAMP)}
+#key{white-space:nowrap;margin:0 12px}
+#ramp{display:inline-block;width:120px;height:10px;background:linear-gradient(90deg,RAMP)}
 select{max-width:100%}#value{min-height:1.4em}
 .wide{overflow-x:auto}table{border-collapse:collapse;margin:8px 0;font-size:13px}
 td,th{border:1px solid #ddd;padding:2px 8px;text-align:left;white-space:nowrap}
@@ -361,7 +364,8 @@ function draw() {
     context.fillText(fitted(layer, left - 10), 4, top0 + y * row + 13);
     of.forEach((v, x) => {
       const t = v === null ? null : (scale(v) - least) / ((most - least) || 1);
-      context.fillStyle = v === null || !Number.isFinite(t) ? "#ddd" : color(low(quantity) ? 1 - t : t);
+      const known = v !== null && Number.isFinite(t);
+      context.fillStyle = known ? color(low(quantity) ? 1 - t : t) : "#ddd";
       context.fillRect(left + x * width, top0 + y * row, Math.max(width - (width > 4), 1), row - 1);
     });
   });

@@ -116,7 +116,8 @@ class BaseLinear(HasWeight, nn.Linear):
         weight = self.weight if weight is None else weight
         if x.dtype not in FLOATING:
             raise ValueError(
-                f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: cast "
+                f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and "
+                "fp32: cast "
                 "it first"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -125,13 +126,15 @@ class BaseLinear(HasWeight, nn.Linear):
             )
         if isinstance(weight, DTensor):
             raise NotImplementedError(
-                f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; "
+                f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
+                "gather; "
                 "tensor-parallel weights are not supported here: use fully_shard, or leave the "
                 "module out of fq.convert"
             )
         if weight.device != device:
             raise ValueError(
-                f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one of "
+                f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one "
+                "of "
                 "them (a model made on meta: model.to_empty(device=...), then initialize or load "
                 "it)"
             )

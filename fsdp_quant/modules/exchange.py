@@ -140,7 +140,8 @@ class SequenceCut:
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
-                f"{_said(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
+                f"{_said(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the "
+                f"{group.size()} "
                 f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
             )
         return cls(group, (*shape[:dim], shape[dim] // group.size(), *shape[dim + 1 :]), dim)
@@ -205,7 +206,8 @@ def _said(name: Name) -> str:
 def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
-            f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
+            f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
+            "which "
             "products contract"
         )
     return dim % len(shape)

@@ -3,9 +3,10 @@
 ones, then to none.
 
 Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` (of groups
-of tokens in runs of 128, `PROBED_STEPS_OF_RUNS`) what the product lost to its anchors, over the error of its formats: from where along the contraction either
-has the codes that underflowed, and the other its energy (`ops.product_error`). As a step
-begins the sums start for the host without being waited for, and are judged at a later one, when
+of tokens in runs of 128, `PROBED_STEPS_OF_RUNS`) what the product lost to its anchors, over the
+error of its formats: from where along the contraction either has the codes that underflowed, and
+the other its energy (`ops.product_error`). As a step begins the sums start for the host without
+being waited for, and are judged at a later one, when
 they have arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and
 collectives do not change. What one layer shows is decided for all layers of its model that have the
 same recipe and plan: a compiled model is traced once more for a product, not once per layer.

@@ -90,8 +90,8 @@ class _Sharing:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
-        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its histories
-        is about to roll."""
+        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its
+        histories is about to roll."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         rolled = set(map(id, histories))

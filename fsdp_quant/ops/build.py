@@ -35,7 +35,8 @@ GLUE = ("api", "step", "bindings.cpp")
 # Of builds, each FSDP_QUANT_<name>=1 when it is installed:
 #   LINE_TABLES     for profilers, which show source lines; they double the size
 #   RANDOM_SLEEPS   products on Hopper wait at random at their barriers, so that tests find a race
-#   SOFTWARE_CASTS  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties there
+#   SOFTWARE_CASTS  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties
+# there
 OPTIONS = ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
 NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 CXX_FLAGS = ("-O3", "-fPIC", "-DNDEBUG")

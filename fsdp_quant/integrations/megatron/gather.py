@@ -198,7 +198,8 @@ class GroupCodes:
         """Raise StaleWeightError if a state dict would hold stale values."""
         if self._whole_at != STEP.weight_events:
             raise StaleWeightError(
-                f"{name_of(module)}: its codes were gathered since the last step, not its values, so "
+                f"{name_of(module)}: its codes were gathered since the last step, not its values, "
+                "so "
                 "this rank's state dict would be stale; call start_param_sync(force_sync=True) of "
                 "Megatron's DDP first"
             )

@@ -133,7 +133,8 @@ class ParallelLinear(Linear):
         plan = self.plan if override is None else self._overriding_plan(override, self.weight)
         if plan.boundary is not None:
             raise NotImplementedError(
-                f"{self.runtime.name}: Megatron's layers have no boundary slots; put fq.Quantize between "
+                f"{self.runtime.name}: Megatron's layers have no boundary slots; put fq.Quantize "
+                "between "
                 "modules"
             )
         grad, plan = torch.is_grad_enabled(), plan.on(x.dtype, x.device)
@@ -248,7 +249,8 @@ class ColumnParallelLinear(ParallelLinear):
         self.output_size_per_partition = self.out_features
         if gather_output and self.explicit_expert_comm:
             raise ValueError(
-                f"{self.runtime.name}: gather_output=True of an expert, whose ranks the dispatcher joins; "
+                f"{self.runtime.name}: gather_output=True of an expert, whose ranks the dispatcher "
+                "joins; "
                 "leave it out"
             )
 
