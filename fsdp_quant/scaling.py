@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .formats import Encoding, ceil_div, value_class
-from .ops import dispatch, reference, runs
+from .ops import dispatch, flat_codes, reference
 from .ops.dispatch import Statistics
 from .ops.reference import known
 
@@ -151,7 +151,7 @@ class Fragment:
 
     @functools.cached_property
     def _covering_rows(self) -> Tensor:
-        return runs.rows_covering(
+        return flat_codes.rows_covering(
             self.values, self.start % self.cuts.row_units, self.cuts.row_units
         )
 

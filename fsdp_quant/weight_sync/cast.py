@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import dispatch, runs
+from ..ops import dispatch, flat_codes
 from ..ops.dispatch import Statistics
 from ..scaling import Fragment, share_statistics
 
@@ -26,7 +26,7 @@ from ..scaling import Fragment, share_statistics
 class Cast(NamedTuple):
     """One encoding of a piece.
 
-    codes:        uint8, the bytes that hold the codes of the piece (`ops.runs.codes_of_run`).
+    codes:        uint8, the bytes that hold the codes of the piece (`ops.flat_codes.codes_of_run`).
     scale:        scales of the block rows that the piece touches, or of the whole tensor; None for
                   identity.
     tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
@@ -73,7 +73,7 @@ def cast_master_weights(
             [f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype
         )
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
-            codes = runs.codes_of_run(
+            codes = flat_codes.codes_of_run(
                 one.data,
                 encoding.fmt.bits,
                 fragment.start,

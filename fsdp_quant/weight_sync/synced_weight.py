@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
-from ..ops import dispatch, runs
+from ..ops import dispatch, flat_codes
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
@@ -209,7 +209,7 @@ class SyncedWeight:
                 pass  # gathered in place
             elif self.shape[1] % fmt.element.packing[0]:  # rows begin inside packed bytes
                 made.append(
-                    (room["data"], runs.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
+                    (room["data"], flat_codes.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
                 )
             else:
                 made += codes.writes(room["data"])
