@@ -353,7 +353,7 @@ def test_captured_steps_equal_eager_ones(pair):
             step = graph.replay
         for _ in range(3):
             step()
-        slots = [net[i].weight._slots for i in (0, 2)]  # as the graph left them, not made anew
+        slots = [net[i].weight._pair for i in (0, 2)]  # as the graph left them, not made anew
         codes = [
             b.clone()
             for s in slots
@@ -365,7 +365,7 @@ def test_captured_steps_equal_eager_ones(pair):
             want = fq.HybridQuantizer(*pair).quantize(master.to(BF16))
             for d in Direction:
                 for name, buffer in getattr(want, d.value).buffers().items():
-                    got = getattr(net[i].weight._slots, d.value).buffers()[name]
+                    got = getattr(net[i].weight._pair, d.value).buffers()[name]
                     laws.assert_same_bytes(got, buffer, f"captured {captured}: {d} {name}")
         results.append(masters + codes + [s["step"].clone() for s in optimizer.state.values()])
     for got, want in zip(results[1], results[0]):
@@ -403,7 +403,7 @@ def test_captured_steps_of_masters_write_their_codes(pair, kind):
             want = fq.HybridQuantizer(*pair).quantize(net[i].weight.inner.to(BF16))
             for d in Direction:
                 for name, buffer in getattr(want, d.value).buffers().items():
-                    got = getattr(net[i].weight._slots, d.value).buffers()[name]
+                    got = getattr(net[i].weight._pair, d.value).buffers()[name]
                     laws.assert_same_bytes(got, buffer, f"{pair}: {d} {name}")
 
 

@@ -514,8 +514,8 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
     ends = torch.tensor(sizes).cumsum(0).int().cuda()
 
     def encode(slot: str, t: Tensor) -> QuantizedTensor:
-        parts = [plan.hybrid(slot).quantize(part)._slots for part in t.split(sizes)]
-        return QuantizedTensor(slots=StoragePair(parts=parts), shape=t.shape)
+        parts = [plan.hybrid(slot).quantize(part)._pair for part in t.split(sizes)]
+        return QuantizedTensor(pair=StoragePair(parts=parts), shape=t.shape)
 
     results = []
     for codes in (False, True):

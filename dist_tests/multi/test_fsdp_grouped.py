@@ -128,7 +128,7 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
         assert len({(phase, d) for phase, d, _ in gathers}) == 2, "a direction a pass"
         sharded.unshard()
         for e, matrix in enumerate(sharded.weight.unbind()):
-            state = matrix._slots.owner
+            state = matrix._pair.owner
             module = fq.GroupedLinear(1, K, N, packed=True, recipe=recipe, name="experts")
             (alone,) = module.layers
             with torch.no_grad():

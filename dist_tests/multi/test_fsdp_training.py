@@ -513,7 +513,7 @@ def _written_while_gathered(rank: int, world: int) -> None:
         with torch.no_grad():
             before = net(x)
             assert isinstance(net.head.weight, QuantizedTensor)  # the root's group stays gathered
-            state = net.head.weight._slots.owner
+            state = net.head.weight._pair.owner
             for m in _managed(net):
                 if getattr(m.local, "state", None) is state:
                     m.local.mul_(2.0)

@@ -525,7 +525,7 @@ def _skipped(rank: int, world: int) -> None:
         sides = [
             side
             for w in weights
-            for side in (w._slots.rowwise, w._slots.columnwise)
+            for side in (w._pair.rowwise, w._pair.columnwise)
             if side is not None
         ]
         histories = [

@@ -152,7 +152,7 @@ def loaded_by_torch(
     tensor: fq.QuantizedTensor, damage: Callable[[Storage], Storage], weights_only: bool
 ) -> fq.QuantizedTensor:
     made = fq.QuantizedTensor(tensor.rowwise)
-    made._slots.rowwise = damage(tensor.rowwise)
+    made._pair.rowwise = damage(tensor.rowwise)
     file = io.BytesIO()
     torch.save({"weight": made}, file)
     file.seek(0)

@@ -169,7 +169,7 @@ def test_freeze_refuses_what_it_cannot_hold():
 def held_bytes(tensor: QuantizedTensor) -> int:
     """Of all memory behind a weight, each storage once."""
     content = getattr(tensor, "_content", None)
-    slots = tensor._slots
+    slots = tensor._pair
     held = [
         b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()
     ]

@@ -529,7 +529,7 @@ def bytes_of(sync: WeightSync, weights: list[QuantizedWeight]) -> list[Tensor]:
         if t is not None
     ]
     kept += [t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.enc)]
-    kept += [b for w in weights for d in Direction for b in w._slots.get(d).buffers().values()]
+    kept += [b for w in weights for d in Direction for b in w._pair.get(d).buffers().values()]
     return [as_bytes(t) for t in kept]
 
 
@@ -787,9 +787,7 @@ def test_passes_gather_what_they_multiply_and_let_it_go(pair):
                 with pytest.raises(StaleWeightError, match="before their gather"):
                     sync.finish([d])
         whole = [
-            b
-            for s in (weight._slots.rowwise, weight._slots.columnwise)
-            for b in s.buffers().values()
+            b for s in (weight._pair.rowwise, weight._pair.columnwise) for b in s.buffers().values()
         ]
         assert all(b.untyped_storage().size() == 0 for b in whole) and all(
             c.buffer is None for c in sync._channels

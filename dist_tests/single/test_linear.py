@@ -769,7 +769,7 @@ def test_a_quantized_parameter_keeps_the_directions_that_it_has(name: str):
                 y = model.train(trains)(x)
                 if trains:
                     y.sum().backward()
-            codes = vars(layer.weight._slots)
+            codes = vars(layer.weight._pair)
             now = {d for d in layer.plan.weight.encodings if codes.get(d.value) is not None}
             assert held <= now, f"{context.__name__} dropped {held - now}"
             held = now

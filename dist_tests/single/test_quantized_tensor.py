@@ -416,7 +416,7 @@ def test_a_tensor_decodes_without_its_quantizer():
     """Otherwise a tensor that was saved, sent or handed on decodes only where its recipe is."""
     for name, quantizer in QUANTIZERS.items():
         tensor = quantizer.quantize(values(33, 48))
-        found, seen = [tensor._slots], set()
+        found, seen = [tensor._pair], set()
         while found:  # all that it holds
             held = found.pop()
             assert not isinstance(held, Quantizer | HybridQuantizer), f"{name} holds {held}"

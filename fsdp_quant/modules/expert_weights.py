@@ -245,14 +245,14 @@ def _of_gathered(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
 ) -> Operand | TwoLevelCodes:
     """Of a weight [E, N, K] that `fully_shard` gathered."""
-    slots, layout = weight._slots, plan.resolved(dtype, weight.device).layouts["weight"][direction]
+    slots, layout = weight._pair, plan.resolved(dtype, weight.device).layouts["weight"][direction]
     in_one = not (
         slots.shown is None
         or plan.operand("weight", direction).tensor_scale
         or plan.weight.is_derived
     )
     in_one = in_one and not code_check.checking
-    parts = [QuantizedTensor(slots=part) for part in slots.parts[: 1 if in_one else None]]
+    parts = [QuantizedTensor(pair=part) for part in slots.parts[: 1 if in_one else None]]
     # refuses freed codes and other formats
     compact = [to_storage(gathered_storage(part, direction, plan, COMPACT)) for part in parts]
     if in_one:
@@ -267,7 +267,7 @@ def _of_gathered(
 def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
     """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all
     matrices."""
-    shown = weight._slots.shown or {}
+    shown = weight._pair.shown or {}
     source = direction if f"{direction.value}_data" in shown else ROWWISE
     return [
         shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown

@@ -133,7 +133,7 @@ def given_operand(
     """Codes of x, a storage a group, as a product of groups reads them: what each group's own
     operand holds."""
     storages = [
-        given_storage(plan, slot, QuantizedTensor(slots=part), direction) for part in x._slots.parts
+        given_storage(plan, slot, QuantizedTensor(pair=part), direction) for part in x._pair.parts
     ]
     layout = plan.resolved(x.dtype, x.device).layouts[slot][direction]
     if storages[0].fmt.tensor_scale:

@@ -288,5 +288,5 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
 def weight_state(weight: Tensor) -> WeightState | None:
     """The `WeightState` behind a sharded or gathered weight, or None for a plain tensor."""
     if isinstance(weight, QuantizedTensor):
-        return getattr(weight, "state", weight._slots.owner)
+        return getattr(weight, "state", weight._pair.owner)
     return getattr(weight, "state", None)

@@ -47,7 +47,7 @@ def bytes_apart(a: Tensor, b: Tensor) -> int:
 def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard
     as it is now."""
-    pair = weight._slots
+    pair = weight._pair
     state = pair.owner
     if not isinstance(state, WeightState) or state.managed is None:
         return

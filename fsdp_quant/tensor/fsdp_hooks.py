@@ -59,7 +59,7 @@ class FSDPHooks(WeightTensor):
                 metadata.receive()
         if out is None:
             shape = managed.global_shape if gathered.pair.parts else None
-            return QuantizedTensor(slots=gathered.pair, shape=shape), managed.inner_buffers
+            return QuantizedTensor(pair=gathered.pair, shape=shape), managed.inner_buffers
 
 
 class PreHook:

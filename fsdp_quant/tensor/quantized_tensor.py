@@ -61,7 +61,7 @@ class QuantizedTensor(Tensor):
     (torch.Size([32, 64]), 2048.0)
     """
 
-    _slots: StoragePair
+    _pair: StoragePair
     _decoded_by = "dequantize()"
 
     if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class QuantizedTensor(Tensor):
         columnwise: EncodedMatrix | None = None,
         *,
         shape: Sequence[int] | None = None,
-        slots: StoragePair | None = None,
+        pair: StoragePair | None = None,
     ) -> QuantizedTensor:
-        pair = slots or StoragePair(rowwise, columnwise)
+        pair = pair or StoragePair(rowwise, columnwise)
         pairs = pair.parts or [pair]
         storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
         if not storages:
@@ -98,18 +98,18 @@ class QuantizedTensor(Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
         )
-        self._slots = pair
+        self._pair = pair
         return self
 
     @property
     def rowwise(self) -> EncodedMatrix | None:
         """What forwards multiply: a `Storage`, a `GemmOperand` of a frozen weight, or None."""
-        return self._slots.rowwise
+        return self._pair.rowwise
 
     @property
     def columnwise(self) -> EncodedMatrix | None:
         """What backwards multiply, or None."""
-        return self._slots.columnwise
+        return self._pair.columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
         """The compact storage of that direction; raises as `matrix_for` does."""
@@ -120,7 +120,7 @@ class QuantizedTensor(Tensor):
 
         Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
         """
-        storage = self._slots.get(direction)
+        storage = self._pair.get(direction)
         if storage is None:
             raise ValueError(
                 f"this tensor has no {direction.value} storage: it was dropped or never made "
@@ -129,7 +129,7 @@ class QuantizedTensor(Tensor):
         return self._readable(storage)
 
     def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
-        owner = self._slots.owner
+        owner = self._pair.owner
         if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
         elif owner is not None and storage.is_freed:
@@ -142,7 +142,7 @@ class QuantizedTensor(Tensor):
 
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
-        cached = self._slots.laid_out.get((direction, layout))
+        cached = self._pair.laid_out.get((direction, layout))
         if cached is None:
             return to_layout(self.matrix_for(direction), layout)
         return self._readable(cached)
@@ -153,7 +153,7 @@ class QuantizedTensor(Tensor):
         dtype:    of the result (default: of the tensor).
         Raises StaleWeightError if every storage was freed.
         """
-        if self._slots.parts:
+        if self._pair.parts:
             parts = [part.dequantize(dtype) for part in self._parts()]
             return torch.cat(parts).view(self.shape)
         for storage in (self.rowwise, self.columnwise):
@@ -188,19 +188,19 @@ class QuantizedTensor(Tensor):
         return [*_buffers(self)]
 
     def _parts(self) -> list[QuantizedTensor]:
-        return [QuantizedTensor(slots=part) for part in self._slots.parts]
+        return [QuantizedTensor(pair=part) for part in self._pair.parts]
 
     def with_storages(
         self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape: Sequence[int] | None = None
     ) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
         return QuantizedTensor(
-            slots=self._slots.map(fn), shape=self.shape if shape is None else shape
+            pair=self._pair.map(fn), shape=self.shape if shape is None else shape
         )
 
     def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
         """Rows [start, start + length) of a 2-D tensor; of groups, one whole group."""
-        pairs = self._slots.parts
+        pairs = self._pair.parts
         if (start, length) == (0, self.shape[dim]) and not pairs:
             return self._aliased()
         if dim % self.dim() != 0 or self.dim() != 2:
@@ -221,11 +221,11 @@ class QuantizedTensor(Tensor):
         )
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
-        return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
+        return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
 
     def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
-        pair = self._slots
+        pair = self._pair
         cached, storage = pair.laid_out.get((direction, layout)), pair.get(direction)
         if cached is not None:
             return cached
@@ -236,7 +236,7 @@ class QuantizedTensor(Tensor):
     def _operands(self) -> dict[str, EncodedMatrix]:
         """The storages that a graph sees by name: per direction the laid-out operands, else the
         codes; shared buffers once."""
-        pair, shown = self._slots, {}
+        pair, shown = self._pair, {}
         for direction in Direction:
             laid_out = {
                 _shown_as(d, layout): s
@@ -251,22 +251,22 @@ class QuantizedTensor(Tensor):
         return shown
 
     def _shown_buffers(self) -> dict[str, Tensor]:
-        if self._slots.shown is None:
-            self._slots.shown = {
+        if self._pair.shown is None:
+            self._pair.shown = {
                 f"{name}_{b}": t
                 for name, s in self._operands().items()
                 for b, t in s.buffers().items()
             }
-        return self._slots.shown
+        return self._pair.shown
 
     def __tensor_flatten__(self):
         """The buffers that GEMMs read, of both directions; FSDP2 fills and frees each per pass."""
-        if self._slots.parts and self._slots.shown is None:
+        if self._pair.parts and self._pair.shown is None:
             raise NotImplementedError(
                 f"{self!r} is of groups that are each quantized by themselves, which torch.compile "
                 "does not take apart; give a compiled region their values"
             )
-        return list(self._shown_buffers()), NoDynamoGuard(self._slots)
+        return list(self._shown_buffers()), NoDynamoGuard(self._pair)
 
     _stable_hash_for_caching = stable_text
 
@@ -278,12 +278,12 @@ class QuantizedTensor(Tensor):
         which GEMMs do not read."""
         pair = context.value
         if pair.parts:
-            return QuantizedTensor(slots=replace(pair, shown=dict(inner)), shape=outer_size)
+            return QuantizedTensor(pair=replace(pair, shown=dict(inner)), shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
                 {b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner}
             )
-            for name, s in QuantizedTensor(slots=pair, shape=outer_size)._operands().items()
+            for name, s in QuantizedTensor(pair=pair, shape=outer_size)._operands().items()
         }
         result = StoragePair(
             rebuilt.get("rowwise", pair.rowwise),
@@ -294,7 +294,7 @@ class QuantizedTensor(Tensor):
             result.share_rowwise()
         for d, layout in pair.laid_out:
             result.keep(d, layout, rebuilt[_shown_as(d, layout)])
-        return QuantizedTensor(slots=result, shape=outer_size)
+        return QuantizedTensor(pair=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -313,7 +313,7 @@ class QuantizedTensor(Tensor):
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        pair = self._slots.parts[0] if self._slots.parts else self._slots
+        pair = self._pair.parts[0] if self._pair.parts else self._pair
         sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := pair.get(d)) is not None)
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
@@ -336,7 +336,7 @@ def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
 
 
 def _buffer_property(name: str) -> property:
-    return property(lambda self: (self._slots.shown or self._shown_buffers())[name])
+    return property(lambda self: (self._pair.shown or self._shown_buffers())[name])
 
 
 for _direction in Direction:
@@ -390,7 +390,7 @@ def _view(func, tensor, size):
     if (
         not size
         or size[-1] != tensor.shape[-1]
-        or (tensor._slots.parts and size != list(tensor.shape))
+        or (tensor._pair.parts and size != list(tensor.shape))
     ):
         raise NotImplementedError(
             f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call "
@@ -436,7 +436,7 @@ def _split(func, tensor, sizes, dim=0):
 
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
-    if dim != 0 or not tensor._slots.parts or tensor.dim() != 3:
+    if dim != 0 or not tensor._pair.parts or tensor.dim() != 3:
         raise NotImplementedError(
             f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
             "first"
@@ -491,7 +491,7 @@ def _copy_(func, target, source, non_blocking=False):
         )
     for into, of in _buffer_pairs(target, source):
         into.copy_(of, non_blocking=non_blocking)
-    target._slots.drop_laid_out()
+    target._pair.drop_laid_out()
     return target
 
 
@@ -499,7 +499,7 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
     """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes,
     parts, formats or layouts."""
     into, out_of = list(_storages(target)), list(_storages(source))
-    same = target.shape == source.shape and target._slots.owner is None
+    same = target.shape == source.shape and target._pair.owner is None
     if (
         not same
         or [key for key, _ in into] != [key for key, _ in out_of]
@@ -514,7 +514,7 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
     """((part, direction), storage) of every storage."""
-    for part, pair in enumerate((tensor._slots, *tensor._slots.parts)):
+    for part, pair in enumerate((tensor._pair, *tensor._pair.parts)):
         for direction in Direction:
             if (storage := pair.get(direction)) is not None:
                 yield (part, direction), storage

@@ -75,15 +75,15 @@ class QuantizedWeight(WeightCodes):
             self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
         )
         if not whole or self.state.weight_sync is not None:
-            return self._slots
+            return self._pair
         version = self.version
         if self.is_current(ROWWISE, version) and self.is_current(COLUMNWISE, version):
-            return self._slots
+            return self._pair
         with torch_compat.outside_inference_mode(), torch.no_grad():
             if self.state.pending and self.state.spans_parts:
                 refresh_codes([self])
             encode_stale([(self, None)])
-        return self._slots
+        return self._pair
 
     def refresh_shard(self, managed: ManagedParam) -> None:
         """Encode the shard for a gather if its values were written since."""
@@ -165,7 +165,7 @@ class QuantizedWeight(WeightCodes):
         content.adopt(context.value)
         content.pair = QuantizedTensor.__tensor_unflatten__(
             inner, NoDynamoGuard(content.pair), outer_size, outer_stride
-        )._slots
+        )._pair
         like = content.pair.first
         return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
 

@@ -99,7 +99,7 @@ def encode_stale(weights: Sequence[tuple[WeightCodes, ManagedParam | None]]) -> 
     for weight, managed in changed:
         quantizer = weight.state.quantizer
         if quantizer.is_derived and managed is None:
-            rowwise = weight._slots.storage(ROWWISE)
+            rowwise = weight._pair.storage(ROWWISE)
             derived = quantizer.derive_columnwise(rowwise, weight.state.compute_dtype)
             weight.store(
                 COLUMNWISE, Encoded(derived.data, derived.scale, derived.tensor_amax, None), 0

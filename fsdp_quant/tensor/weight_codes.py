@@ -79,7 +79,7 @@ class CodesState(WeightState):
     def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
         if not self.quantizer.encodings[direction].fmt.is_quantized:
             return None
-        storage = local._slots.storage(direction)
+        storage = local._pair.storage(direction)
         return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
 
 
@@ -165,7 +165,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
     @property
     def saved(self) -> Tensor:
         """What a state dict stores: `inner`, or the decoded codes if the values are gone."""
-        if self.has_values or self.state.weight_sync is not None or self._slots.rowwise is None:
+        if self.has_values or self.state.weight_sync is not None or self._pair.rowwise is None:
             return self.inner
         return self.dequantize()
 
@@ -262,7 +262,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
 
         memory:  uint8; place: their first byte.
         """
-        pair, storage = self._slots, self._slots.storage(direction)
+        pair, storage = self._pair, self._pair.storage(direction)
         # An alias without the version counter: gathers of other codes do not write these.
         data = storage.data
         data = data.new_empty(0).set_(
@@ -276,27 +276,27 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
         borrows = direction in self._content.borrowed
-        buffers = self._slots.storage(direction).buffers()
+        buffers = self._pair.storage(direction).buffers()
         return [b for name, b in buffers.items() if name != "data" or not borrows]
 
     def allocate_codes(self, direction: Direction) -> Storage:
         """Allocate the storage of one direction for the sync to write; drops derived layouts."""
         for buffer in self._own_buffers(direction):
             torch_compat.alloc_storage(buffer)
-        self._slots.drop_laid_out()
-        return self._slots.storage(direction)
+        self._pair.drop_laid_out()
+        return self._pair.storage(direction)
 
     def free(self, directions: Iterable[Direction]) -> None:
         """Free the memory of published codes until they are written again."""
         for direction in directions:
             for buffer in self._own_buffers(direction):
                 torch_compat.free_storage(buffer)
-        self._slots.drop_laid_out()
+        self._pair.drop_laid_out()
 
     # The codes #
 
     @property
-    def _slots(self) -> StoragePair:
+    def _pair(self) -> StoragePair:
         return self._content.pair
 
     def is_current(self, direction: Direction, version: object = None) -> bool:
