@@ -616,7 +616,7 @@ def _laid_out(rank: int, world: int) -> None:
                             if isinstance(m.local, WeightShard)
                         ]
                         kept += [
-                            s for one in slots for s in one.laid_out.values() if not s.is_freed
+                            s for one in slots for s in one.operands.values() if not s.is_freed
                         ]
                         net.set_reshard_after_backward(reshard or micro_batch == 1)
                         y.float().square().mean().backward()

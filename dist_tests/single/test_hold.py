@@ -173,7 +173,7 @@ def held_bytes(tensor: QuantizedTensor) -> int:
     held = [
         b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()
     ]
-    held += [b for s in slots.laid_out.values() for b in s.buffers().values()]
+    held += [b for s in slots.operands.values() for b in s.buffers().values()]
     held += [content.values] if content is not None and content.values is not None else []
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values()

@@ -162,7 +162,7 @@ def _columnwise_buffers(
     """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed
     it until then."""
     slots = weight._pair
-    kept = slots.laid_out.get((COLUMNWISE, layout)) or slots.columnwise
+    kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
         return buffers_of(kept)
     if kept is None or kept.is_freed:

@@ -372,7 +372,7 @@ class _Operands:
                 [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
             for (i, storage, layout), operand in zip(of, made):
-                members[i].pair.keep(d, layout, operand)
+                members[i].pair.cache_operand(d, layout, operand)
                 self._made.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
         self.unread = []

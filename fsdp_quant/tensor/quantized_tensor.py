@@ -142,7 +142,7 @@ class QuantizedTensor(Tensor):
 
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
-        cached = self._pair.laid_out.get((direction, layout))
+        cached = self._pair.operands.get((direction, layout))
         if cached is None:
             return to_layout(self.matrix_for(direction), layout)
         return self._readable(cached)
@@ -226,7 +226,7 @@ class QuantizedTensor(Tensor):
     def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
         """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
         pair = self._pair
-        cached, storage = pair.laid_out.get((direction, layout)), pair.get(direction)
+        cached, storage = pair.operands.get((direction, layout)), pair.get(direction)
         if cached is not None:
             return cached
         if storage is None:
@@ -240,7 +240,7 @@ class QuantizedTensor(Tensor):
         for direction in Direction:
             laid_out = {
                 _shown_as(d, layout): s
-                for (d, layout), s in pair.laid_out.items()
+                for (d, layout), s in pair.operands.items()
                 if d is direction
             }
             storage = pair.get(direction)
@@ -292,8 +292,8 @@ class QuantizedTensor(Tensor):
         )
         if pair.shares_data:
             result.share_rowwise()
-        for d, layout in pair.laid_out:
-            result.keep(d, layout, rebuilt[_shown_as(d, layout)])
+        for d, layout in pair.operands:
+            result.cache_operand(d, layout, rebuilt[_shown_as(d, layout)])
         return QuantizedTensor(pair=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
@@ -491,7 +491,7 @@ def _copy_(func, target, source, non_blocking=False):
         )
     for into, of in _buffer_pairs(target, source):
         into.copy_(of, non_blocking=non_blocking)
-    target._pair.drop_laid_out()
+    target._pair.drop_operands()
     return target
 
 

@@ -108,7 +108,7 @@ class QuantizedWeight(WeightCodes):
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
         pair, operand = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and operand.fmt.is_quantized:
-            pair.keep(direction, layout, operand)
+            pair.cache_operand(direction, layout, operand)
         return operand
 
     # As a tensor #
@@ -152,7 +152,7 @@ class QuantizedWeight(WeightCodes):
         layouts, pair = self.state.layouts(self.dtype, self.device), self._current()
         if pair.rowwise is not None and layouts is not None and self.state.weight_sync is None:
             for direction, layout in layouts.items():  # graphs see the same buffers in every step
-                if layout != COMPACT and (direction, layout) not in pair.laid_out:
+                if layout != COMPACT and (direction, layout) not in pair.operands:
                     self.operand_for(direction, layout)
         return super().__tensor_flatten__()[0], NoDynamoGuard(self._content)
 

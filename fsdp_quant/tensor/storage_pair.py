@@ -19,7 +19,7 @@ class StoragePair:
     """The storages that aliases of one quantized tensor share.
 
     owner:    the state of a weight; None for other tensors.
-    laid_out: storages in the layouts that GEMMs read, cached until the codes are written.
+    operands: storages in the layouts that GEMMs read, cached until the codes are written.
     parts:    pairs of the matrices of a packed tensor [matrices, N, K], or of row groups of [M, K]
               that are quantized separately (tokens per expert); then there is no own storage.
     shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced; for a
@@ -29,26 +29,26 @@ class StoragePair:
     rowwise: EncodedMatrix | None = None
     columnwise: EncodedMatrix | None = None
     owner: WeightState | None = None
-    laid_out: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
+    operands: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
     parts: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
 
     def put(self, direction: Direction, storage: EncodedMatrix) -> None:
         """Replace a storage, and drop the layouts derived from the one before."""
         setattr(self, direction.value, storage)
-        self.drop_laid_out()
+        self.drop_operands()
 
     def share_rowwise(self) -> None:
         """Let the rowwise storage serve both directions."""
         self.put(COLUMNWISE, self.storage(ROWWISE).as_direction(COLUMNWISE))
 
-    def keep(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
+    def cache_operand(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
         """Cache a storage of the codes in a layout."""
-        self.laid_out[direction, layout] = storage
+        self.operands[direction, layout] = storage
         self.shown = None
 
-    def drop_laid_out(self) -> None:
-        self.laid_out.clear()
+    def drop_operands(self) -> None:
+        self.operands.clear()
         self.shown = None
 
     def get(self, direction: Direction) -> EncodedMatrix | None:

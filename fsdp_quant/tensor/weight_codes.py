@@ -283,7 +283,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         """Allocate the storage of one direction for the sync to write; drops derived layouts."""
         for buffer in self._own_buffers(direction):
             torch_compat.alloc_storage(buffer)
-        self._pair.drop_laid_out()
+        self._pair.drop_operands()
         return self._pair.storage(direction)
 
     def free(self, directions: Iterable[Direction]) -> None:
@@ -291,7 +291,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         for direction in directions:
             for buffer in self._own_buffers(direction):
                 torch_compat.free_storage(buffer)
-        self._pair.drop_laid_out()
+        self._pair.drop_operands()
 
     # The codes #
 
@@ -335,7 +335,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         old = pair.get(direction)
         if old is not None and encoded.data is old.data and encoded.scale is old.scale:
             # the encoder wrote in place
-            pair.drop_laid_out()
+            pair.drop_operands()
             if encoded.tensor_amax is not None and old.tensor_amax is not None:
                 old.tensor_amax.copy_(encoded.tensor_amax)
         else:
