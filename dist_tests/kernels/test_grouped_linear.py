@@ -515,7 +515,7 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
 
     def encode(slot: str, t: Tensor) -> QuantizedTensor:
         parts = [plan.hybrid(slot).quantize(part)._pair for part in t.split(sizes)]
-        return QuantizedTensor(pair=StoragePair(parts=parts), shape=t.shape)
+        return QuantizedTensor(pair=StoragePair(groups=parts), shape=t.shape)
 
     results = []
     for codes in (False, True):

@@ -675,7 +675,7 @@ def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
         def encode(slot: str, t: Tensor) -> QuantizedTensor:
             parts = [plan.hybrid(slot).quantize(part) for part in t.split(splits)]
             return QuantizedTensor(
-                pair=StoragePair(parts=[part._pair for part in parts]), shape=t.shape
+                pair=StoragePair(groups=[part._pair for part in parts]), shape=t.shape
             )
 
         encoders = {slot: lambda t, slot=slot: encode(slot, t) for slot in ("input", "grad_output")}

@@ -69,7 +69,7 @@ class LocalWeight:
                 "only; save the masters, and write codes from a model without it"
             )
         local = None if self.managed is None else self.managed.local
-        if isinstance(local, WeightTensor) and local.state.parts:
+        if isinstance(local, WeightTensor) and local.state.packed:
             raise NotImplementedError(
                 f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have "
                 "no form as DTensors; save the high-precision weight, of which a load makes the "
@@ -121,14 +121,14 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         rows, world, rank = (
             (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
         )
-        group = state.tensor_group if state.parts else None
+        group = state.tensor_group if state.packed else None
         experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, RowCuts.chunked(rows, world), rank, every=True)
         weights += [
             LocalWeight(
-                f"{name}.{e}" if state.parts else name,
+                f"{name}.{e}" if state.packed else name,
                 piece,
                 m,
                 state.statistics or {},

@@ -252,7 +252,7 @@ def _of_gathered(
         or plan.weight.is_derived
     )
     in_one = in_one and not code_check.checking
-    parts = [QuantizedTensor(pair=part) for part in slots.parts[: 1 if in_one else None]]
+    parts = [QuantizedTensor(pair=part) for part in slots.groups[: 1 if in_one else None]]
     # refuses freed codes and other formats
     compact = [to_storage(gathered_storage(part, direction, plan, COMPACT)) for part in parts]
     if in_one:

@@ -215,7 +215,7 @@ class GroupedLinear(HasWeight):
             first = first or layer
             layer.runtime.weight_state.histories = state.histories
             layer.prepare_graphs()
-            state.parts.append(layer.runtime.weight_state)
+            state.packed.append(layer.runtime.weight_state)
             self._linears.append(layer)
         self._take_parts()
 

@@ -133,7 +133,7 @@ def given_operand(
     """Codes of x, a storage a group, as a product of groups reads them: what each group's own
     operand holds."""
     storages = [
-        given_storage(plan, slot, QuantizedTensor(pair=part), direction) for part in x._pair.parts
+        given_storage(plan, slot, QuantizedTensor(pair=part), direction) for part in x._pair.groups
     ]
     layout = plan.resolved(x.dtype, x.device).layouts[slot][direction]
     if storages[0].fmt.tensor_scale:

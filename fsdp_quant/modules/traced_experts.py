@@ -144,7 +144,7 @@ class _Weights(NamedTuple):
             storage = Storage.over([t[e] for t in fields], fmt, source, (n, k), dtype)
             own = storage if source is direction else storage.as_direction(direction)
             parts.append(StoragePair(own) if direction is ROWWISE else StoragePair(None, own))
-        return QuantizedTensor(pair=StoragePair(parts=parts), shape=tuple(self.shape))
+        return QuantizedTensor(pair=StoragePair(groups=parts), shape=tuple(self.shape))
 
     def operand(self, plan: GemmPlan, direction: Direction, dtype: torch.dtype) -> Operand:
         """As products of groups read it."""

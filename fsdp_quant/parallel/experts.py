@@ -110,7 +110,7 @@ def _dispatched(
             part[d.value] = replace(storages[e % len(storages)], shape=(rows, x.shape[1]), **fields)
         parts.append(StoragePair(**part))
         start += rows
-    return QuantizedTensor(pair=StoragePair(parts=parts), shape=(start, x.shape[1]))
+    return QuantizedTensor(pair=StoragePair(groups=parts), shape=(start, x.shape[1]))
 
 
 def _encoded(

@@ -58,7 +58,7 @@ class FSDPHooks(WeightTensor):
             with torch_compat.preserved_versions([t for inner in metadata.inner for t in inner]):
                 metadata.receive()
         if out is None:
-            shape = managed.global_shape if gathered.pair.parts else None
+            shape = managed.global_shape if gathered.pair.groups else None
             return QuantizedTensor(pair=gathered.pair, shape=shape), managed.inner_buffers
 
 
@@ -183,7 +183,7 @@ def check_layout(managed: ManagedParam) -> None:
     cuts = cuts_of(managed)
     for encoding in quantizers[0].encodings.values():
         if (
-            not state.parts
+            not state.packed
             and encoding.fmt.rotated
             and encoding.direction is COLUMNWISE
             and len(set(cuts.bounds)) > 2

@@ -171,7 +171,7 @@ class GatherPlan:
             for d in chosen.directions:
                 for matrix, s in enumerate(member.shards(shard, d)):
                     asked.append((i, d, s))
-                    whose.append((i, matrix if member.state.parts else None))
+                    whose.append((i, matrix if member.state.packed else None))
         launches: list[tuple[RecordedEncode, list[int]]] = []
         made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
         for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
@@ -182,10 +182,10 @@ class GatherPlan:
             own_inputs, own_metadata = [], {}
             for d in chosen.directions:
                 of = made.get((i, d), [])
-                own = [e for piece, e in of if piece.values.shape[0] or not member.state.parts]
+                own = [e for piece, e in of if piece.values.shape[0] or not member.state.packed]
                 copies += member.replicated(d, own)
                 rows_sent = member.rows_sent(d, own)
-                is_repeatable &= len(of) == (len(local[i]) if member.state.parts else 1)
+                is_repeatable &= len(of) == (len(local[i]) if member.state.packed else 1)
                 for buffer, rows in zip(member.wire[d], rows_sent):
                     fields = [getattr(e, buffer.name) for e in own]
                     if not all(_is_view(rows, field) for field in fields):
@@ -278,7 +278,7 @@ def _facts(
     """Key of the launches of a weight's gather: values that must be equal, and tensors that must be
     identical."""
     state = member.state
-    delayed = () if state.parts else state.quantizer.delayed_directions
+    delayed = () if state.packed else state.quantizer.delayed_directions
     same: tuple[Tensor | None, ...] = ()
     for d in chosen.directions:
         same += (state.statistics or {}).get((state.name, d)) or ()
@@ -362,7 +362,7 @@ class _Operands:
         for d in Direction:
             of: list[tuple[int, Storage, str]] = []
             for i, member in enumerate(members):
-                if member.state.parts:
+                if member.state.packed:
                     continue
                 layouts = member.state.layouts(member.dtype, member.managed.device) or {}
                 layout, storage = layouts.get(d, COMPACT), member.pair.get(d)

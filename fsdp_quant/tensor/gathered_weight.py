@@ -186,14 +186,14 @@ class GatheredWeight:
                 else:
                     storage = self.buffers[ROWWISE].storages[i].as_direction(direction)
                 pair.put(direction, storage)
-        for matrix in state.parts:
+        for matrix in state.packed:
             matrix.managed, matrix.gathered = managed, self
         shown = {
             f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()
         }
         self.pair = (
-            StoragePair(owner=state, parts=self.pairs, shown=shown)
-            if state.parts
+            StoragePair(owner=state, groups=self.pairs, shown=shown)
+            if state.packed
             else self.pairs[0]
         )
 
@@ -253,7 +253,7 @@ class GatheredWeight:
         rows, shape = output.view(-1, buffer.row_bytes), (self.rows, self.cols)
         matrices = len(self.matrices)
         if buffer.name == "data":
-            count = fmt.padded_shape(shape, direction)[0] if self.state.parts else self.rows
+            count = fmt.padded_shape(shape, direction)[0] if self.state.packed else self.rows
             return (rows if fmt.is_quantized else rows.view(self.dtype))[: matrices * count]
         if buffer.name == "tensor_amax":
             return rows.view(torch.float32).flatten()[:matrices]

@@ -78,7 +78,7 @@ class QuantizedTensor(Tensor):
         pair: StoragePair | None = None,
     ) -> QuantizedTensor:
         pair = pair or StoragePair(rowwise, columnwise)
-        pairs = pair.parts or [pair]
+        pairs = pair.groups or [pair]
         storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
         if not storages:
             raise ValueError(
@@ -153,8 +153,8 @@ class QuantizedTensor(Tensor):
         dtype:    of the result (default: of the tensor).
         Raises StaleWeightError if every storage was freed.
         """
-        if self._pair.parts:
-            parts = [part.dequantize(dtype) for part in self._parts()]
+        if self._pair.groups:
+            parts = [part.dequantize(dtype) for part in self._groups()]
             return torch.cat(parts).view(self.shape)
         for storage in (self.rowwise, self.columnwise):
             if storage is not None and not storage.is_freed:
@@ -187,8 +187,8 @@ class QuantizedTensor(Tensor):
         """Every buffer, to be shared between processes."""
         return [*_buffers(self)]
 
-    def _parts(self) -> list[QuantizedTensor]:
-        return [QuantizedTensor(pair=part) for part in self._pair.parts]
+    def _groups(self) -> list[QuantizedTensor]:
+        return [QuantizedTensor(pair=part) for part in self._pair.groups]
 
     def with_storages(
         self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape: Sequence[int] | None = None
@@ -200,7 +200,7 @@ class QuantizedTensor(Tensor):
 
     def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
         """Rows [start, start + length) of a 2-D tensor; of groups, one whole group."""
-        pairs = self._pair.parts
+        pairs = self._pair.groups
         if (start, length) == (0, self.shape[dim]) and not pairs:
             return self._aliased()
         if dim % self.dim() != 0 or self.dim() != 2:
@@ -211,7 +211,7 @@ class QuantizedTensor(Tensor):
             return self.with_storages(
                 lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
             )
-        parts = self._parts()
+        parts = self._groups()
         for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
             if (end - len(part), len(part)) == (start, length):
                 return part
@@ -261,7 +261,7 @@ class QuantizedTensor(Tensor):
 
     def __tensor_flatten__(self):
         """The buffers that GEMMs read, of both directions; FSDP2 fills and frees each per pass."""
-        if self._pair.parts and self._pair.shown is None:
+        if self._pair.groups and self._pair.shown is None:
             raise NotImplementedError(
                 f"{self!r} is of groups that are each quantized by themselves, which torch.compile "
                 "does not take apart; give a compiled region their values"
@@ -277,7 +277,7 @@ class QuantizedTensor(Tensor):
         """The tensor over other buffers. Codes whose operands are shown in their place keep theirs,
         which GEMMs do not read."""
         pair = context.value
-        if pair.parts:
+        if pair.groups:
             return QuantizedTensor(pair=replace(pair, shown=dict(inner)), shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
@@ -313,7 +313,7 @@ class QuantizedTensor(Tensor):
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        pair = self._pair.parts[0] if self._pair.parts else self._pair
+        pair = self._pair.groups[0] if self._pair.groups else self._pair
         sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := pair.get(d)) is not None)
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
@@ -390,7 +390,7 @@ def _view(func, tensor, size):
     if (
         not size
         or size[-1] != tensor.shape[-1]
-        or (tensor._pair.parts and size != list(tensor.shape))
+        or (tensor._pair.groups and size != list(tensor.shape))
     ):
         raise NotImplementedError(
             f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call "
@@ -436,12 +436,12 @@ def _split(func, tensor, sizes, dim=0):
 
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
-    if dim != 0 or not tensor._pair.parts or tensor.dim() != 3:
+    if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
         raise NotImplementedError(
             f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
             "first"
         )
-    return tensor._parts()
+    return tensor._groups()
 
 
 @_TABLE.implements(aten.clone.default)
@@ -514,7 +514,7 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
     """((part, direction), storage) of every storage."""
-    for part, pair in enumerate((tensor._pair, *tensor._pair.parts)):
+    for part, pair in enumerate((tensor._pair, *tensor._pair.groups)):
         for direction in Direction:
             if (storage := pair.get(direction)) is not None:
                 yield (part, direction), storage

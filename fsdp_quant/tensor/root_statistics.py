@@ -64,7 +64,7 @@ class Sharded(NamedTuple):
             cuts, rank = RowCuts((0, self.local.shape[0])), 0
         else:
             cuts, rank = cuts_of(self.managed), self.managed.rank
-        if self.state.parts and not self.state.shares_statistics(cuts):
+        if self.state.packed and not self.state.shares_statistics(cuts):
             return []
         return self.state.pieces(values_of(self.local), cuts, rank)
 
@@ -201,7 +201,7 @@ class Collective:
     def replay(self, weights: Sequence[Sharded]) -> bool:
         """Reduce the statistics of the same weights again. Returns False, before any collective, if
         more than values differs."""
-        if self._key != _key(weights) or any(state.parts for state, _ in self._of):
+        if self._key != _key(weights) or any(state.packed for state, _ in self._of):
             return False
         by_state = {id(weight.state): weight for weight in weights}
         for fragment, (state, _) in zip(self._crossing, self._of):

@@ -20,17 +20,17 @@ class StoragePair:
 
     owner:    the state of a weight; None for other tensors.
     operands: storages in the layouts that GEMMs read, cached until the codes are written.
-    parts:    pairs of the matrices of a packed tensor [matrices, N, K], or of row groups of [M, K]
+    groups:   pairs of the matrices of a packed tensor [matrices, N, K], or of row groups of [M, K]
               that are quantized separately (tokens per expert); then there is no own storage.
     shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced; for a
-              packed weight that FSDP2 gathers, the concatenated codes of all parts.
+              packed weight that FSDP2 gathers, the concatenated codes of all matrices.
     """
 
     rowwise: EncodedMatrix | None = None
     columnwise: EncodedMatrix | None = None
     owner: WeightState | None = None
     operands: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
-    parts: list[StoragePair] = field(default_factory=list)
+    groups: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
 
     def put(self, direction: Direction, storage: EncodedMatrix) -> None:
@@ -79,8 +79,8 @@ class StoragePair:
 
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each storage, for the same owner; a shared storage is mapped once."""
-        if self.parts:
-            return StoragePair(owner=self.owner, parts=[part.map(fn) for part in self.parts])
+        if self.groups:
+            return StoragePair(owner=self.owner, groups=[group.map(fn) for group in self.groups])
         rowwise = None if self.rowwise is None else fn(self.rowwise)
         if rowwise is not None and self.shares_data:
             return StoragePair(rowwise, to_storage(rowwise).as_direction(COLUMNWISE), self.owner)

@@ -46,9 +46,9 @@ class WeightState:
     """Formats and histories of one weight. Its layers, shards and gathered codes share the state.
 
     name:          qualified name of the module and ".weight", for messages and random keys.
-    quantizer:     `HybridQuantizer`; None for packed matrices, whose `parts` have one each.
+    quantizer:     `HybridQuantizer`; None for packed matrices, whose `packed` states have one each.
     shape:         of the unsharded weight, [N, K] or [matrices, N, K].
-    parts:         states of the matrices of a packed weight.
+    packed:        states of the matrices of a packed weight.
     compute_dtype: dtype that quantized formats see (None: the weight's own).
     plan:          `modules.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
                    gathered codes. None: compact.
@@ -77,7 +77,7 @@ class WeightState:
         self.shape = tuple(shape)
         self.plan: Any = None
         self.recomputes = False
-        self.parts: list[WeightState] = []
+        self.packed: list[WeightState] = []
         self.tensor_group: dist.ProcessGroup | None = None
         self.tensor_dim = 0
         self.histories: dict[tuple, AmaxHistory] = {}
@@ -120,11 +120,11 @@ class WeightState:
     @property
     def matrices(self) -> list[WeightState]:
         """States with a quantizer: of each matrix of a packed weight, else this one."""
-        return self.parts or [self]
+        return self.packed or [self]
 
     @property
     def is_recomputed(self) -> bool:
-        return self.recomputes or any(part.recomputes for part in self.parts)
+        return self.recomputes or any(part.recomputes for part in self.packed)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class WeightState:
     def spans_parts(self) -> bool:
         """Some scale spans the ranks of tensor parallelism (never that of packed matrices)."""
         return (
-            not self.parts
+            not self.packed
             and self.part[1] > 1
             and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
         )
@@ -193,9 +193,9 @@ class WeightState:
     def shares_statistics(self, cuts: RowCuts) -> bool:
         """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices
         no cut divides, only those of histories do."""
-        if self.parts:
+        if self.packed:
             return len(cuts.bounds) > 2 and any(
-                part.quantizer.delayed_directions for part in self.parts
+                part.quantizer.delayed_directions for part in self.packed
             )
         return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
 
@@ -206,16 +206,16 @@ class WeightState:
         every:  include matrices without rows on the rank; always with delayed scaling, whose
                 histories all ranks keep.
         """
-        if not self.parts:
+        if not self.packed:
             return [Piece(self, values, cuts, rank)]
         first, last = cuts.bounds[rank], cuts.bounds[rank + 1]
         everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
-        for e in range(len(self.parts)) if every or everywhere else range(first, last):
+        for e in range(len(self.packed)) if every or everywhere else range(first, last):
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
             # nothing before the rank that holds it
             ends = [rows if e < end else 0 for end in cuts.bounds[1:]]
             of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
-            made.append(Piece(self.parts[e], matrix, of, at))
+            made.append(Piece(self.packed[e], matrix, of, at))
         return made
 
 
