@@ -143,7 +143,7 @@ def gemm(
             result = _reference(a, b, out_dtype, bias, alpha)
         else:
             compact = to_storage(a), to_storage(b)
-            if tracing and not native.runs(a.data):
+            if tracing and not native.is_available_for(a.data):
                 result = _recorded(*compact, out_dtype, bias, alpha, domain)
             else:
                 result = _DOMAINS[domain](*compact, out_dtype, bias, alpha)
@@ -245,7 +245,12 @@ def _bf16(
             )
     (x, scale_x), (w, scale_w) = a.factored_operand(), b.factored_operand()
     factors = [f for f in (scale_x, scale_w, alpha) if f is not None]
-    if native.runs(x) and all(f.numel() == 1 for f in factors) and x.numel() and w.numel():
+    if (
+        native.is_available_for(x)
+        and all(f.numel() == 1 for f in factors)
+        and x.numel()
+        and w.numel()
+    ):
         if (
             not factors
             and out_dtype is torch.bfloat16

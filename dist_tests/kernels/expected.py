@@ -266,7 +266,7 @@ def encode(
 ) -> list[dispatch.Encoded]:
     """`dispatch.encode`, and a failure where the reference would stand in for a kernel."""
     for e in encodings:
-        assert native.runs(x) and native.encodes(e, x.dtype, row0 % native.TILE == 0), (
+        assert native.is_available_for(x) and native.encodes(e, x.dtype, row0 % native.TILE == 0), (
             f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
         )
     return dispatch.encode(x, encodings, stats, row0, [key] * len(encodings), encs, dtype)

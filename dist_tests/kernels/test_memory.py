@@ -22,7 +22,7 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.norm import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not native.runs_on(torch.device("cuda")),
+    not torch.cuda.is_available() or not native.is_available_on(torch.device("cuda")),
     reason="needs the compiled kernels and a GPU",
 )
 BF16 = torch.bfloat16

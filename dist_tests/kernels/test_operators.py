@@ -271,7 +271,7 @@ def test_a_tensor_of_another_device_is_refused():
         run(x, row)
     with pytest.raises(NotImplementedError, match="CPU"):
         native.statistics(x, [row], 0, False)
-    assert not native.runs(x)
+    assert not native.is_available_for(x)
 
 
 def test_errors_of_statistics_and_of_anchors_say_what_was_got():

@@ -1949,8 +1949,8 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
         replaced = {
-            id(native.runs): lambda x: x.numel() > 0,
-            id(native.runs_on): lambda device: True,
+            id(native.is_available_for): lambda x: x.numel() > 0,
+            id(native.is_available_on): lambda device: True,
         }
         replace_in_native(patch, replaced)
         give_operators(patch, Traced(operators))

@@ -269,7 +269,7 @@ def test_work_of_the_reference_on_a_gpu_is_said_once(monkeypatch):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             extension.runs_on(x.device)  # a question, not work
-            assert not seen and not native.runs(x) and not native.runs(x)
+            assert not seen and not native.is_available_for(x) and not native.is_available_for(x)
         assert len(seen) == want and all(
             reason in str(w.message) and "doctor" in str(w.message) for w in seen
         )

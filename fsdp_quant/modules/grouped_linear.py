@@ -438,7 +438,7 @@ class GroupedLinear(HasWeight):
                 f"{self._name}: splits is {splits.dtype} {list(splits.shape)}; wanted integers "
                 f"[{experts}], the row behind each expert's last"
             )
-        if splits.device.type != "cpu" or native.runs_on(splits.device):
+        if splits.device.type != "cpu" or native.is_available_on(splits.device):
             return splits
         return self._checked(_sizes_of(splits.tolist()), len(rows))
 

@@ -56,7 +56,7 @@ def unsupported_reason(
 ) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
     arch = arch_of(device)
-    if arch not in ARCHITECTURES or not native.runs_on(device):
+    if arch not in ARCHITECTURES or not native.is_available_on(device):
         return f"no grouped kernel on {arch}"
     # values are torch's
     if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):

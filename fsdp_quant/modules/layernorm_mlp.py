@@ -141,7 +141,12 @@ def mlp_hidden(
     """
     layers, grads = [up] if gate is None else [gate, up], None
     rows = x.numel() // max(x.shape[-1], 1)
-    if rows and native.runs(x) and torch.is_grad_enabled() and all(map(takes_handed, layers)):
+    if (
+        rows
+        and native.is_available_for(x)
+        and torch.is_grad_enabled()
+        and all(map(takes_handed, layers))
+    ):
         grads = native.new_amaxes(x, rows, up.out_features, len(layers))
     made = []
     for i, layer in enumerate(layers):

@@ -216,7 +216,7 @@ class GemmPlan:
         plain = (
             not self.alone
             or dtype is not torch.bfloat16
-            or not native.runs_on(device)
+            or not native.is_available_on(device)
             or arch_of(device) != "sm_90a"
         )
         return self if plain else self._with_tensor_scales
@@ -351,7 +351,7 @@ class GemmPlan:
             domains = fprop, dgrad, wgrad
             operand_specs = (
                 self._operand_specs(layouts, domains, dtype, arch)
-                if native.runs_on(device)
+                if native.is_available_on(device)
                 else None
             )
             call = shared = None

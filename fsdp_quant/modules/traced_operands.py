@@ -240,7 +240,7 @@ def weight_operand(
     factor = factors[delayed.index(source)] if source in delayed else None
     laid_out = wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT
     is_anchored = is_anchored_as_encoded(encoding.fmt, laid_out)
-    if source not in statistics and is_anchored and native.runs(values):
+    if source not in statistics and is_anchored and native.is_available_for(values):
         whole = Encoding(operand_format(encoding.fmt, laid_out), source)
         (found,) = dispatch.statistics(values, [whole], dtype=seen)
         alike = [

@@ -86,7 +86,7 @@ def _split(
     """(route, x as the kernel reads it, whether the kernel rounds to bf16)."""
     round_to_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
     values = x if round_to_bf16 else _as(x, dtype)
-    runs = native.runs(values) and values.numel() > 0
+    runs = native.is_available_for(values) and values.numel() > 0
     return (
         _route_of(encodings, values.dtype if runs else None, row0 % native.TILE == 0),
         values,
@@ -270,7 +270,7 @@ def _encodes_group(
         len(x) > 1
         and as_they_are
         and native.encodes_group(encoding, first.dtype, round_to_bf16)
-        and any(map(native.runs, x))
+        and any(map(native.is_available_for, x))
         and all(one.dtype is first.dtype for one in x)
     )
     return encodes, round_to_bf16
@@ -380,7 +380,7 @@ def decode(
 
     Identity keeps its own dtype where `dtype` is None.
     """
-    if native.runs(data) and native.unsupported_reason(fmt) is None:
+    if native.is_available_for(data) and native.unsupported_reason(fmt) is None:
         return native.dequantize(
             data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32
         )
@@ -394,7 +394,9 @@ def decode(
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """fp32 [1]: the second-level decode scale of a two-level format
     (`reference.tensor_decode_scale`)."""
-    return (native if native.runs(tensor_amax) else reference).tensor_decode_scale(tensor_amax, fmt)
+    return (native if native.is_available_for(tensor_amax) else reference).tensor_decode_scale(
+        tensor_amax, fmt
+    )
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -403,7 +405,7 @@ def column_sums(x: Tensor) -> Tensor:
     A kernel adds tiles of 128 rows, as the kernels that quantize x do, so its last bits may differ
     from torch's.
     """
-    if x.dtype is torch.bfloat16 and x.numel() and native.runs(x):
+    if x.dtype is torch.bfloat16 and x.numel() and native.is_available_for(x):
         return native.column_sums(x)
     return opaque.column_sums(x) if opaque.is_tracing() else x.sum(0)
 
@@ -420,7 +422,7 @@ def random_key(
            rows follow those of the rank before.
     after: a gradient, so that a graph reads the step in its backward, as eager mode does.
     """
-    if native.runs(step):
+    if native.is_available_for(step):
         return native.random_key(step, ids, slot, rows, after)
     return (opaque.random_key if opaque.is_tracing() else opaque.key_of)(
         step, ids, slot, rows, after
@@ -430,7 +432,9 @@ def random_key(
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
     amax = amax.detach().reshape(())
-    if native.runs(amaxes) and not opaque.is_tracing():  # a compiler fuses it into other work
+    if (
+        native.is_available_for(amaxes) and not opaque.is_tracing()
+    ):  # a compiler fuses it into other work
         native.record_amax(amaxes, amax)
     else:
         amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
@@ -441,7 +445,7 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
 
 def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     """Codes of [rows, cols] as those of its transpose, packed along dim 1 again; contiguous."""
-    if fmt.bits in native.TRANSPOSED_BITS and native.runs(data):
+    if fmt.bits in native.TRANSPOSED_BITS and native.is_available_for(data):
         return native.transpose_codes(data, rows, cols, fmt.bits)
     return layout.repack(data, fmt.bits, rows, cols)
 
@@ -453,7 +457,11 @@ def multi_tensor_transpose(
     calls: list[native.RecordedLaunch] | None = None,
 ) -> list[Tensor]:
     """`transpose_codes` of each; calls: receives the launch."""
-    if len(data) > 1 and fmt.bits in native.TRANSPOSED_BITS and all(map(native.runs, data)):
+    if (
+        len(data) > 1
+        and fmt.bits in native.TRANSPOSED_BITS
+        and all(map(native.is_available_for, data))
+    ):
         return native.multi_tensor_transpose(data, shapes, fmt.bits, calls=calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
@@ -471,7 +479,7 @@ def anchor_codes(
     its fp32 scales: `anchoring.anchored_codes`; `anchoring.e4m3_operand` for codes that decode
     exactly to e4m3."""
     transposed = direction is not ROWWISE
-    if native.runs(data):
+    if native.is_available_for(data):
         return native.anchor_codes(
             data, scale, tensor_amax, cols, fmt, direction, transposed, native.anchor_run(wanted)
         )
@@ -495,7 +503,7 @@ def multi_tensor_anchor(
     calls: list[native.RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: receives the launch, if it can be replayed."""
-    if all(map(native.runs, data)):
+    if all(map(native.is_available_for, data)):
         run = native.anchor_run(wanted)
         return native.multi_tensor_anchor(
             data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls
@@ -515,7 +523,7 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
     outer:        rows of the operand.
     outer_block:  rows that share a scale.
     """
-    if native.runs(scale):
+    if native.is_available_for(scale):
         return native.swizzle_scales(scale, outer, outer_block, transposed)
     scale = scale.t() if transposed else scale
     if scale.dtype is torch.float32:

@@ -82,7 +82,9 @@ ACTIVATIONS = {name: Activation(i, False) for i, name in enumerate(KINDS)} | {
 def _has_kernel(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
     """A kernel accepts these tensors. widest: most columns that it accepts."""
     cols = x.shape[-1]
-    if not (native.runs(x) and x.dtype in native.FLOATING and x.numel() and cols % 8 == 0):
+    if not (
+        native.is_available_for(x) and x.dtype in native.FLOATING and x.numel() and cols % 8 == 0
+    ):
         return False
     return (widest is None or cols <= widest) and all(
         t is None or t.dtype is x.dtype for t in others

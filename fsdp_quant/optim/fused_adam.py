@@ -416,7 +416,7 @@ def _scalars_on_device(
     """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing
     back."""
     (beta1, beta2), index = group["betas"], list(range(len(steps)))
-    if not all(map(native.runs, steps)):
+    if not all(map(native.is_available_for, steps)):
         return scalars_on_device(group, steps, found_inf), index
     rest = group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
     return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, *rest), index

@@ -295,7 +295,7 @@ class CastPlan:
     @staticmethod
     def unsupported_reason(weights: Sequence[SyncedWeight], device: torch.device) -> str | None:
         """Why kernels cannot cast these weights, in one clause equal on all ranks, or None."""
-        if not native.runs_on(device):
+        if not native.is_available_on(device):
             return f"no kernels run on this {device.type}"
         for weight in weights:
             for direction, encoding in weight.quantizer.encodings.items():

@@ -108,12 +108,12 @@ def _known_shapes(
     return EncodingShapes(*sizes, byte_scales, has_tensor_amax, has_amax)
 
 
-def runs_on(device: torch.device) -> bool:
+def is_available_on(device: torch.device) -> bool:
     """Kernels run on this device."""
     return device.type == "cuda" and extension.runs_on(device) is None
 
 
-def runs(x: Tensor) -> bool:
+def is_available_for(x: Tensor) -> bool:
     """Kernels run where this tensor is; where they are off, a warning says so once."""
     return x.is_cuda and extension.runs_on(x.device, warn=True) is None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...formats import ROWWISE, Encoding, round_up
-from .encoding import encoding_shapes, pack_encoding, runs
+from .encoding import encoding_shapes, is_available_for, pack_encoding
 from .quantization import call_of
 
 _ops = torch.ops.fsdp_quant
@@ -21,7 +21,10 @@ def adam_takes(*tensors: Tensor | None) -> bool:
     """`adam` can read and write these tensors of a parameter: fp32, bf16 and uint8 ones,
     contiguous, where kernels run."""
     kinds = torch.float32, torch.bfloat16, torch.uint8
-    return all(t is None or (runs(t) and t.is_contiguous() and t.dtype in kinds) for t in tensors)
+    return all(
+        t is None or (is_available_for(t) and t.is_contiguous() and t.dtype in kinds)
+        for t in tensors
+    )
 
 
 class AdamStep(NamedTuple):
