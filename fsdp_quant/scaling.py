@@ -406,9 +406,9 @@ class AmaxHistory:
     tensor's device.
 
     amaxes:  fp32 [length]; slot 0 collects the current step.
-    enc:     encode scale, fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
+    encode_scale: encode scale, fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
              current scaling.
-    stays:  a skipped step keeps its amax: for weights, whose values the step does not
+    keep_when_skipped: a skipped step keeps its amax: for weights, whose values the step does not
              change.
 
     The scale of a step depends on earlier steps only, so micro-batches and recomputation use one
@@ -418,20 +418,25 @@ class AmaxHistory:
     # all histories of the process, as long as their owners live
     live: ClassVar[weakref.WeakSet[AmaxHistory]] = weakref.WeakSet()
 
-    def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
+    def __init__(
+        self, scaling: DelayedScaling, element_max: float, keep_when_skipped: bool = False
+    ):
         self.live.add(self)
         self.scaling, self.element_max = scaling, element_max
-        self.stays = stays
+        self.keep_when_skipped = keep_when_skipped
         # steps outside inference mode write them in place
         with torch.inference_mode(False):
             self.amaxes = torch.zeros(scaling.length, device="cpu")
-            self.enc = torch.zeros(1, device="cpu")
+            self.encode_scale = torch.zeros(1, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
         """Move the history to a device; nothing for the meta device, so that its values survive."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
-                self.amaxes, self.enc = self.amaxes.to(device), self.enc.to(device)
+                self.amaxes, self.encode_scale = (
+                    self.amaxes.to(device),
+                    self.encode_scale.to(device),
+                )
         return self
 
     @staticmethod
@@ -449,7 +454,7 @@ class AmaxHistory:
 
     def roll(self) -> None:
         """End a step that was applied: derive the next encode scale, open a slot."""
-        for target, values in self.rolled([self]):
+        for target, values in self.advanced([self]):
             target.copy_(values)
 
     @staticmethod
@@ -457,34 +462,34 @@ class AmaxHistory:
         """Lists of histories that the same launches roll, each on one device."""
         found: dict[tuple, list[AmaxHistory]] = {}
         for h in histories:
-            key = h.scaling, h.element_max, h.stays, h.amaxes.device
+            key = h.scaling, h.element_max, h.keep_when_skipped, h.amaxes.device
             found.setdefault(key, []).append(h)
         return list(found.values())
 
     @staticmethod
     @torch.no_grad()
-    def rolled(
+    def advanced(
         histories: Iterable[AmaxHistory], skipped: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """(tensor, its values after `roll`) of each, in a few launches for all that scale alike.
 
-        skipped:  bool [], on a device; true: values after `drop`.
+        skipped:  bool [], on a device; true: values after `discard_step`.
         """
         writes: list[tuple[Tensor, Tensor]] = []
         for of in AmaxHistory.alike(histories):
-            writes += AmaxHistory.rolled_alike(of, skipped)
+            writes += AmaxHistory.advanced_alike(of, skipped)
         return writes
 
     @staticmethod
-    def rolled_alike(
+    def advanced_alike(
         of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """`rolled` of histories that scale alike; torch.compile traces it.
+        """`advanced` of histories that scale alike; torch.compile traces it.
 
         kept:  bool [], on their device; true: nothing changes.
         """
         scaling, element_max = of[0].scaling, of[0].element_max
-        amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
+        amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.encode_scale for h in of])
         current = amaxes[:, :1]
         amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
         fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(
@@ -495,24 +500,24 @@ class AmaxHistory:
         new_amaxes, new_enc = torch.where(is_same, amaxes, opened), torch.where(is_same, enc, fresh)
         if skipped is not None:
             skip = skipped.to(amaxes.device, non_blocking=True)
-            discarded = torch.cat([current * of[0].stays, amaxes[:, 1:]], dim=1)
+            discarded = torch.cat([current * of[0].keep_when_skipped, amaxes[:, 1:]], dim=1)
             new_amaxes = torch.where(skip, discarded, new_amaxes)
             new_enc = torch.where(skip, enc, new_enc)
         return [
             *zip([h.amaxes for h in of], new_amaxes.unbind()),
-            *zip([h.enc for h in of], new_enc.unbind()),
+            *zip([h.encode_scale for h in of], new_enc.unbind()),
         ]
 
-    def drop(self) -> None:
+    def discard_step(self) -> None:
         """Discard the current step's amax (a skipped step), unless `stays`."""
-        self.amaxes[0] *= self.stays
+        self.amaxes[0] *= self.keep_when_skipped
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"amaxes": self.amaxes.clone(), "enc": self.enc.clone()}
+        return {"amaxes": self.amaxes.clone(), "enc": self.encode_scale.clone()}
 
     def check_state(self, name: str, state: object) -> None:
         """Raise ValueError unless `state` is what `state_dict` of such a history returns."""
-        for part, own in (("amaxes", self.amaxes), ("enc", self.enc)):
+        for part, own in (("amaxes", self.amaxes), ("enc", self.encode_scale)):
             saved = state.get(part) if isinstance(state, dict) else None
             if (
                 not isinstance(saved, Tensor)
@@ -539,4 +544,4 @@ class AmaxHistory:
         """Raises ValueError as `check_state` does, and then changes nothing."""
         self.check_state("this slot", state)
         self.amaxes.copy_(state["amaxes"])
-        self.enc.copy_(state["enc"])
+        self.encode_scale.copy_(state["enc"])

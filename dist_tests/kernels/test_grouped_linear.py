@@ -292,7 +292,7 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
     for f in experts:
         for key, history in f._weight_state.histories.items():
             expected.assert_same(kept[key].amaxes, history.amaxes, f"{key} amaxes")
-            expected.assert_same(kept[key].enc, history.enc, f"{key} factor")
+            expected.assert_same(kept[key].encode_scale, history.encode_scale, f"{key} factor")
 
 
 def tokens_of_experts(name: str, module, step: torch.Tensor):

@@ -145,7 +145,7 @@ def test_a_history_collects_the_same_amax_whoever_finds_it(bad: float | None, mo
             for history in module._weight_state.histories.values():
                 history.amaxes.zero_()
                 history.amaxes[0] = 2.0**-20
-                history.enc.fill_(factor)
+                history.encode_scale.fill_(factor)
             again, gradient = x.detach().clone().requires_grad_(), dy.clone()
             handed = Handed()
             if who == "producer":

@@ -529,7 +529,10 @@ def _skipped(rank: int, world: int) -> None:
             if side is not None
         ]
         histories = [
-            h for w in weights for h in w.state.histories.values() if h.stays or not of_weights
+            h
+            for w in weights
+            for h in w.state.histories.values()
+            if h.keep_when_skipped or not of_weights
         ]
         states = [plain(t) for s in optimizer.state.values() for t in s.values()]
         kept = [
@@ -537,7 +540,7 @@ def _skipped(rank: int, world: int) -> None:
             *states,
             *(b for side in sides for b in side.buffers().values()),
         ]
-        kept += [t for h in histories for t in (h.amaxes, h.enc)]
+        kept += [t for h in histories for t in (h.amaxes, h.encode_scale)]
         return [t.clone() for t in kept]
 
     for label, capturable, gpu in (

@@ -132,7 +132,7 @@ def histories(model: nn.Module) -> list[Tensor]:
     return [
         t.clone()
         for _, h in sorted(found.items(), key=lambda item: str(item[0]))
-        for t in (h.amaxes, h.enc)
+        for t in (h.amaxes, h.encode_scale)
     ]
 
 

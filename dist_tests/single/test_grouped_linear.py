@@ -641,7 +641,7 @@ def test_one_product_scales_by_each_experts_history(packed: bool):
                     where = f"{name.replace('.weight', '')} {slot} {d.value}"
                     seen |= {
                         f"{where} amaxes": history.amaxes.clone(),
-                        f"{where} enc": history.enc.clone(),
+                        f"{where} enc": history.encode_scale.clone(),
                     }
             results.append(seen)
             assert make is loop or gpu.count("grouped_gemm") == 6

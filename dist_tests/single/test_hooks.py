@@ -278,7 +278,7 @@ def whole_of_parts(pair, dim: int) -> list[Tensor]:
     history = AmaxHistory(DELAYED.scaling, 448.0)
     history.record(seen.float().abs().amax() / 2)
     history.roll()
-    factors = {d: history.enc for d in hybrid.delayed_directions}
+    factors = {d: history.encode_scale for d in hybrid.delayed_directions}
     want, _ = hybrid.storages(seen, factors=factors)
     return [want[d].dequantize() for d in Direction]
 
@@ -528,7 +528,9 @@ def bytes_of(sync: WeightSync, weights: list[QuantizedWeight]) -> list[Tensor]:
         for t in (s.scale, s.tensor_amax)
         if t is not None
     ]
-    kept += [t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.enc)]
+    kept += [
+        t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.encode_scale)
+    ]
     kept += [b for w in weights for d in Direction for b in w._pair.get(d).buffers().values()]
     return [as_bytes(t) for t in kept]
 
@@ -593,7 +595,7 @@ def test_delayed_scaling_follows_applied_steps():
             history.roll()
         if s not in skipped:
             made, amaxes = hybrid.storages(
-                master.to(torch.bfloat16), factors={ROWWISE: history.enc}
+                master.to(torch.bfloat16), factors={ROWWISE: history.encode_scale}
             )
             history.record(amaxes[ROWWISE])
         want.append(made)
@@ -734,7 +736,7 @@ def test_a_layer_trains_as_with_its_own_optimizer(name: str, device: str = "cpu"
         for key, mine in ours._weight_state.histories.items():
             of = theirs._weight_state.histories[key]
             assert_same_bytes(mine.amaxes, of.amaxes, f"{key}")
-            assert_same_bytes(mine.enc, of.enc, f"{key}")
+            assert_same_bytes(mine.encode_scale, of.encode_scale, f"{key}")
     for d in Direction:
         assert_same_storage(ours.weight.storage_for(d), theirs.weight.storage_for(d))
 

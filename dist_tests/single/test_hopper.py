@@ -442,7 +442,7 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
                 )
                 histories = module._weight_state.histories.items()
                 found[f"{name} histories"] = {
-                    str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories
+                    str(k): (h.amaxes[0].item(), h.encode_scale.item()) for k, h in histories
                 }
             found |= {what: counters.of(what) for what in ("gemm", "quantize", "weight encode")}
             seen.append(found)

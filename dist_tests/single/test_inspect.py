@@ -252,7 +252,7 @@ def train(
         t
         for layer in converted_modules(m).values()
         for h in histories_by_side(layer).values()
-        for t in (h.amaxes, h.enc)
+        for t in (h.amaxes, h.encode_scale)
     ]
     return [*losses, *m.parameters(), *histories, torch.get_rng_state(), torch.rand(4)]
 

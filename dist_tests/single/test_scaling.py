@@ -423,16 +423,16 @@ def step(h: AmaxHistory, *amaxes: float) -> float:
     for amax in amaxes:
         h.record(torch.tensor([[amax]]))
     h.roll()
-    return h.enc.item()
+    return h.encode_scale.item()
 
 
 def test_history_derives_the_next_scale_from_the_largest():
     """Otherwise the scale of a step depends on itself, or an old outlier is kept for ever."""
     h = history(length=3)
-    assert h.enc.item() == 0.0
+    assert h.encode_scale.item() == 0.0
     h.record(torch.tensor([10.0]))
     h.record(torch.tensor([4.0]))
-    assert h.enc.item() == 0.0, "recording must not change the scale of the running step"
+    assert h.encode_scale.item() == 0.0, "recording must not change the scale of the running step"
     assert h.amaxes.tolist() == [10.0, 0.0, 0.0]
     assert step(h) == np.float32(448) / np.float32(10)
     assert h.amaxes.tolist() == [0.0, 10.0, 0.0]
@@ -507,13 +507,13 @@ def test_histories_roll_together_as_each_alone(stays: bool):
     def after(writes: list[tuple[Tensor, Tensor]], of: list[AmaxHistory]) -> list[list[float]]:
         for target, value in writes:
             target.copy_(value)
-        return [[*h.amaxes.tolist(), h.enc.item()] for h in of]
+        return [[*h.amaxes.tolist(), h.encode_scale.item()] for h in of]
 
     rolled, dropped, kept = two(), two(), two()
     for h in rolled:
         h.roll()
     for h in dropped:
-        h.drop()
+        h.discard_step()
     rolled, dropped, kept = (after([], of) for of in (rolled, dropped, kept))
     assert rolled == [[0.0, 4.0, 3.0, 56.0], [0.0, 5.0, 1.0, 7.0]] and kept == [
         [4.0, 3.0, 8.0, 7.0],
@@ -522,10 +522,10 @@ def test_histories_roll_together_as_each_alone(stays: bool):
     assert dropped == [[4.0 * stays, 3.0, 8.0, 7.0], [0.0, 5.0, 1.0, 7.0]]
     for flag, want in ((False, rolled), (True, dropped)):
         of = two()
-        assert after(AmaxHistory.rolled(of, torch.tensor(flag)), of) == want, f"skipped {flag}"
+        assert after(AmaxHistory.advanced(of, torch.tensor(flag)), of) == want, f"skipped {flag}"
     for flag, want in ((False, rolled), (True, kept)):
         of = two()
-        assert after(AmaxHistory.rolled_alike(of, kept=torch.tensor(flag)), of) == want, (
+        assert after(AmaxHistory.advanced_alike(of, kept=torch.tensor(flag)), of) == want, (
             f"kept {flag}"
         )
 
@@ -536,11 +536,11 @@ def test_skipped_step_leaves_no_trace():
     for h in (good, bad):
         step(h, 5.0)
     bad.record(torch.tensor([1e4]))
-    bad.drop()
+    bad.discard_step()
     for h in (good, bad):
         step(h, 2.0)
     assert_same_bytes(bad.amaxes, good.amaxes)
-    assert_same_bytes(bad.enc, good.enc)
+    assert_same_bytes(bad.encode_scale, good.encode_scale)
 
 
 def test_history_survives_a_checkpoint():
@@ -551,7 +551,7 @@ def test_history_survives_a_checkpoint():
     for x in (h, again):
         step(x, 1.0)
     assert_same_bytes(again.amaxes, h.amaxes)
-    assert_same_bytes(again.enc, h.enc)
+    assert_same_bytes(again.encode_scale, h.encode_scale)
     h.record(torch.tensor([9.0]))
     assert again.amaxes[0] == 0.0, "the loaded history shares memory with the saved one"
     with pytest.raises(
@@ -638,7 +638,7 @@ def test_delayed_powers_of_two_stay_powers_of_two():
     quantizer = Quantizer(format_of("fp8_tensor", pow2=True), scaling=DelayedScaling())
     h = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max)
     step(h, 3.0)
-    for factor in (torch.zeros(1), h.enc):
+    for factor in (torch.zeros(1), h.encode_scale):
         made, _ = HybridQuantizer(quantizer, None).storages(
             values(33, 48), factors={ROWWISE: factor}
         )

@@ -342,7 +342,7 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     """Measure x [rows, cols] in the formats of a slot, with the layer's delayed scales and random
     bits."""
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
-    factors = [h.enc for h in layer.runtime.histories(layer_plan, slot, x.device)]
+    factors = [h.encode_scale for h in layer.runtime.histories(layer_plan, slot, x.device)]
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
     return measure(x, made, hybrid)

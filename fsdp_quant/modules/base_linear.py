@@ -175,8 +175,8 @@ class BaseLinear(HasWeight, nn.Linear):
             STEP.on(device),
             runtime.ids_on(device),
             guard,
-            [h.enc for h in of_input],
-            [h.enc for h in of_grad],
+            [h.encode_scale for h in of_input],
+            [h.encode_scale for h in of_grad],
             [h.amaxes for h in of_input] if records else (),
             [h.amaxes for h in of_grad] if self.training else (),
         )

@@ -210,7 +210,7 @@ def _of_packed(
                 ROWWISE in coded,
                 COLUMNWISE in coded,
                 round_to_bf16,
-                [h.enc for h in histories],
+                [h.encode_scale for h in histories],
                 [h.amaxes for h in histories] if records else [],
             )
         )

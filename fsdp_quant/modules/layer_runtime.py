@@ -186,7 +186,7 @@ class GraphTensors:
         if any(of.is_watched for of in resolved):
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
-        scales, amaxes = [h.enc for h in found], [h.amaxes for h in found]
+        scales, amaxes = [h.encode_scale for h in found], [h.amaxes for h in found]
         self.delayed[plan.histories_key] = scales, amaxes
         if layer.steps is not None and layer.steps.is_counting:
             layer.steps.counts_on(device)

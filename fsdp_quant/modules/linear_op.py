@@ -151,7 +151,7 @@ def _operands(
     return _Operands(
         values if round_to_bf16 else values.to(seen),
         round_to_bf16,
-        [h.enc for h in histories],
+        [h.encode_scale for h in histories],
         [h.amaxes for h in histories] if call.records else [],
     )
 

@@ -107,7 +107,9 @@ class _Sharing:
             )
         for name, module in modules.items():
             found |= {
-                (name, side): h for side, h in histories_by_side(module).items() if not h.stays
+                (name, side): h
+                for side, h in histories_by_side(module).items()
+                if not h.keep_when_skipped
             }
         # Histories lie where their layers ran; those of layers that did not run yet must not stay
         # behind.
@@ -338,7 +340,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
                 "damaged; load what fq.state_dict returned on this rank"
             )
         slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
-        own |= not slot.stays
+        own |= not slot.keep_when_skipped
     rank, world = _rank()
     by, of = (rank, 0) if saved_by is None else saved_by
     lost = of == world and by != rank and (own or moved)
@@ -434,7 +436,7 @@ def _sides_at(
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
     """It rolls where the optimizer makes codes, not where a forward begins a step."""
-    return history.stays and module.runtime.weight_state.holds_codes
+    return history.keep_when_skipped and module.runtime.weight_state.holds_codes
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:

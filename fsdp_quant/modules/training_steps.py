@@ -217,7 +217,7 @@ class TrainingSteps:
             return
         step, is_open = self.counts_on(device).split(1)
         for histories in self.alike:
-            for target, values in AmaxHistory.rolled_alike(histories, kept=is_open == 0):
+            for target, values in AmaxHistory.advanced_alike(histories, kept=is_open == 0):
                 target.copy_(values)
         STEP.show_in_graph(device, step)
         step.add_(1)
@@ -406,10 +406,10 @@ def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
 
 @torch.no_grad()
 def roll(histories: Collection[AmaxHistory], skipped: Tensor | None = None) -> None:
-    """End the step of these histories. skipped: as in `AmaxHistory.rolled`."""
+    """End the step of these histories. skipped: as in `AmaxHistory.advanced`."""
     for model, share in list(SHARED.items()):
         share(model, histories)
-    torch_compat.copy_all(AmaxHistory.rolled(histories, skipped))
+    torch_compat.copy_all(AmaxHistory.advanced(histories, skipped))
 
 
 # By hand #
@@ -465,7 +465,7 @@ def skip_step() -> None:
     """
     _LOOSE.catch_up()
     for history in AmaxHistory.live:
-        history.drop()
+        history.discard_step()
     for steps in list(TrainingSteps.live):
         steps.skip()
 
@@ -551,5 +551,5 @@ def _encode_after_step(quantized: list[QuantizedWeight], skipped: Tensor | None)
     }
     if skipped is not None:
         skipped = torch_compat.local_of(skipped).detach().reshape(()) != 0
-    torch_compat.copy_all(AmaxHistory.rolled(histories.values(), skipped))
+    torch_compat.copy_all(AmaxHistory.advanced(histories.values(), skipped))
     refresh_codes(quantized)

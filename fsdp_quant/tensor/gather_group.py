@@ -284,7 +284,7 @@ def _facts(
         same += (state.statistics or {}).get((state.name, d)) or ()
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
-            same += () if history is None else (history.enc, history.amaxes)
+            same += () if history is None else (history.encode_scale, history.amaxes)
     return (
         shard.shape,
         shard.dtype,

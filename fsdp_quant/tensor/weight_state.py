@@ -296,7 +296,7 @@ def encode_shards(
             encoding,
             [None if s.statistics is None else s.statistics.to(device) for s in of],
             [s.piece.row0 for s in of],
-            [None if h is None else h.enc for h in histories],
+            [None if h is None else h.encode_scale for h in histories],
             dtype,
             [s.into for s in of],
             [h.amaxes if h is not None and s.records else None for h, s in zip(histories, of)],

@@ -349,7 +349,7 @@ class CastPlan:
             self._at(side.amaxes),
             *(self._at(at) for _, at in cut),
             self._at(side.tensor_amax),
-            0 if history is None else history.enc.data_ptr(),
+            0 if history is None else history.encode_scale.data_ptr(),
             side.start,
             side.end,
         ]
@@ -405,7 +405,7 @@ class CastPlan:
         delayed = (
             {}
             if history is None
-            else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
+            else {"enc": history.encode_scale.data_ptr(), "record": history.amaxes.data_ptr()}
         )
         made = side.scale_runs(synced)
         for at, first, count in made:
@@ -444,7 +444,7 @@ class CastPlan:
 
     def _update(self, masters: Sequence[Tensor]) -> None:
         histories = [
-            h.enc.data_ptr()
+            h.encode_scale.data_ptr()
             for w in self._delayed
             for d in w.quantizer.delayed_directions
             if (h := w.history(d))

@@ -181,7 +181,7 @@ class SyncedWeight:
 
     def factor(self, direction: Direction) -> Tensor | None:
         history = self.history(direction)
-        return None if history is None else history.enc
+        return None if history is None else history.encode_scale
 
     def writes(
         self, directions: list[Direction], pieces: dict[WireKey, Pieces]
