@@ -134,7 +134,7 @@ def _encode(
             amax[block_row] = side.amaxes(block_row, side.across)
     tensor_amax = memory(side.tensor_amax, 1, torch.float32) if fmt.tensor_scale else None
     enc = (
-        reference.delayed_factor(memory(side.enc, 1, torch.float32), amax, encoding)
+        reference.delayed_encode_scale(memory(side.enc, 1, torch.float32), amax, encoding)
         if side.enc
         else None
     )
@@ -207,7 +207,7 @@ def cast_scales(
             continue
         amax, enc, encoding = source.view(1, -1), None, encodings[run.side]
         if run.enc:
-            enc = reference.delayed_factor(memory(run.enc, 1, torch.float32), amax, encoding)
+            enc = reference.delayed_encode_scale(memory(run.enc, 1, torch.float32), amax, encoding)
         tensor_amax = (
             memory(run.tensor_amax, 1, torch.float32) if encoding.fmt.tensor_scale else None
         )

@@ -249,7 +249,7 @@ def encoded(
     """The reference's codes and scales of x."""
     values = reference.prepared(seen(x, dtype), encoding)
     amax, tensor_amax = stats if stats is not None else reference.statistics(values, encoding, row0)
-    factor = None if enc is None else reference.delayed_factor(enc, amax, encoding)
+    factor = None if enc is None else reference.delayed_encode_scale(enc, amax, encoding)
     data, scale = reference.encode(values, amax, tensor_amax, encoding, row0, key, factor)
     return dispatch.Encoded(data.contiguous(), scale, tensor_amax, amax)
 

@@ -292,7 +292,7 @@ class Operators:
             amax, tensor_amax = reference.statistics(values, e, row0)
             amax = amax if given_amax is None else reference.of_all_parts(given_amax, e.fmt)
             tensor_amax = tensor_amax if given_tensor_amax is None else given_tensor_amax
-            factor = None if enc is None else reference.delayed_factor(enc, amax, e)
+            factor = None if enc is None else reference.delayed_encode_scale(enc, amax, e)
             data, scale = reference.encode(values, amax, tensor_amax, e, row0, key, factor)
             refuse(row0 and side.layout, "operands are of whole tensors")
             if side.layout == native.OPERAND:

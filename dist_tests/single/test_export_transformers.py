@@ -372,7 +372,7 @@ def test_a_second_level_keeps_its_decode_scale():
     """
     for amax in (laws.values(64, 1, dtype=torch.float32).abs().flatten() + 1e-3).tolist():
         for fmt in (fq.format_of("nvfp4"), fq.format_of("nvfp4", scale_rule="fp8_exact")):
-            S = reference.tensor_encode_factor(torch.tensor([amax]), fmt)
+            S = reference.tensor_encode_scale(torch.tensor([amax]), fmt)
             tensors = {
                 "weight_packed": torch.zeros(2, 8, dtype=torch.uint8),
                 "weight_scale": torch.ones(2, 1).to(torch.float8_e4m3fn),

@@ -74,7 +74,7 @@ def test_an_engine_is_given_the_codes_that_training_multiplies(recipe: str):
             codes, tensors = given[storage.data.numpy().tobytes()]
             assert_same_bytes(codes.scale, storage.scale, f"{recipe} step {step}")
             if storage.tensor_amax is not None:
-                S = reference.tensor_encode_factor(storage.tensor_amax, storage.fmt)
+                S = reference.tensor_encode_scale(storage.tensor_amax, storage.fmt)
                 assert_same_bytes(tensors["weight_global_scale"], S, f"{recipe} step {step}")
         loss.backward()
         optimizer.step()

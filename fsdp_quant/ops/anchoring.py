@@ -99,7 +99,7 @@ def anchored_codes(
     block scale of its run, line, tile or tensor and 2^n what the operand's range leaves above the
     element's (`operand_shift`): rounded a second time where that is subnormal, else the same
     number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
-    of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
+    of a block of zeros is 1 (`fp32_encode_scale`) and says nothing: it counts as e = 0.
     """
     dim, (outer_block, block) = direction.contraction_dim, fmt.block
     run, across = (_TILE, _TILE // (outer_block or _TILE)) if tiles else (run, 1)

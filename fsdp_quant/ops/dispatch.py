@@ -249,7 +249,7 @@ def encode(
         prepared = reference.prepared(_as(x, dtype), e)
         amax, tensor_amax = stats[i] or reference.statistics(prepared, e, row0)
         if encode_scale is not None:
-            encode_scale = reference.delayed_factor(encode_scale, known(amax, "the amax"), e)
+            encode_scale = reference.delayed_encode_scale(encode_scale, known(amax, "the amax"), e)
         data, scale = reference.encode(prepared, amax, tensor_amax, e, row0, key, encode_scale)
         results[i] = Encoded(data, scale, tensor_amax, amax)
     for i, e in enumerate(encodings):
@@ -351,7 +351,7 @@ def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = 
     of a history."""
     amax = known(stats.amax, "the amax")
     if encode_scale is not None:
-        encode_scale = reference.delayed_factor(encode_scale, amax, encoding)
+        encode_scale = reference.delayed_encode_scale(encode_scale, amax, encoding)
     return reference.scales(amax, stats.tensor_amax, encoding, encode_scale)[0]
 
 

@@ -108,7 +108,7 @@ def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
             amax = found
             made += [amax] if e.fmt.scale_leaves_contraction else []
     if enc is not None:
-        enc = reference.delayed_factor(enc, reference.known(amax, "the amax"), e)
+        enc = reference.delayed_encode_scale(enc, reference.known(amax, "the amax"), e)
     made = [*reference.encode(x, amax, tensor_amax, e, row0, key, enc), *made]
     counters.add("quantize", (e.fmt.name, e.direction.value, "reference"))
     return [t.contiguous() for t in made]

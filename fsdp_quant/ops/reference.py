@@ -163,7 +163,7 @@ def divide(a: float, b: Tensor) -> Tensor:
     return torch.full_like(b, a) / b
 
 
-def encode_factor(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
+def fp32_encode_scale(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
     """enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     enc = torch.where(
@@ -178,9 +178,9 @@ def _power_of_two_below(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def delayed_factor(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
+def delayed_encode_scale(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
     """fp32 [1]: a history's factor, or that of the current `amax` [1, 1] while it is 0."""
-    enc = torch.where(enc > 0, enc, encode_factor(amax.reshape(1), encoding.fmt, encoding.eps))
+    enc = torch.where(enc > 0, enc, fp32_encode_scale(amax.reshape(1), encoding.fmt, encoding.eps))
     return _power_of_two_below(enc) if encoding.fmt.pow2 else enc
 
 
@@ -211,7 +211,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
-def tensor_encode_factor(tensor_amax: Tensor, fmt: Format) -> Tensor:
+def tensor_encode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """S of a two-level format: 2688 (fp8_exact: 2304) /rn tensor_amax; 1 where it is 0 or not
     finite; FLT_MAX at most."""
     ones = torch.ones_like(tensor_amax)
@@ -224,7 +224,7 @@ def tensor_encode_factor(tensor_amax: Tensor, fmt: Format) -> Tensor:
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to
     a number."""
-    scale = divide(1.0, tensor_encode_factor(tensor_amax, fmt))
+    scale = divide(1.0, tensor_encode_scale(tensor_amax, fmt))
     return torch.where(tensor_amax.isfinite(), scale, torch.full_like(scale, math.nan))
 
 
@@ -249,7 +249,7 @@ def _two_level_scale(
     round_up gives the smallest scale of the format's rule not below the target: under stochastic
     rounding a scale rounded down would saturate the block's largest elements and bias their mean.
     """
-    factor = tensor_encode_factor(tensor_amax, fmt)
+    factor = tensor_encode_scale(tensor_amax, fmt)
     target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
     target = target.clamp(max=fmt.largest_scaled / E2M1.max)
     chosen = _exact_target(target, round_up) if fmt.scale_rule == "fp8_exact" else target
@@ -273,7 +273,7 @@ def scales(
     if fmt.tensor_scale:
         tensor_amax = known(tensor_amax, "the tensor amax")
         return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
-    factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
+    factor = fp32_encode_scale(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
     return torch.where(
         amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)
     ), factor

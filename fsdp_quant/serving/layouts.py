@@ -85,7 +85,7 @@ def tensors_of(
         found["weight_scale"] = scale[:, None, :, None] if name == "block" else scale
     encodes = (name, target) == ("nvfp4", "compressed-tensors")
     if tensor_amax is not None and encodes:
-        found["weight_global_scale"] = reference.tensor_encode_factor(tensor_amax, storage.fmt)
+        found["weight_global_scale"] = reference.tensor_encode_scale(tensor_amax, storage.fmt)
     elif tensor_amax is not None:
         D = reference.tensor_decode_scale(tensor_amax, storage.fmt)
         found["weight_scale_2"] = D.reshape(())
