@@ -50,7 +50,7 @@ class Counters:
         self._counts.clear()
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Leave the counts as they are: what runs inside only finds out shapes."""
         before = {what: counts.copy() for what, counts in self._counts.items()}
         try:

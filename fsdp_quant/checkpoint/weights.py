@@ -85,7 +85,7 @@ class LocalWeight:
         dtype = state.compute_dtype or values.dtype
         statistics = self.statistics.get((state.name, direction))
         shard = Shard(self.piece, direction, dtype, statistics, records=False)
-        with torch.no_grad(), counters.kept():
+        with torch.no_grad(), counters.uncounted():
             (encoded,) = encode_shards([shard], self.device)
         encoding = state.quantizer.encodings[direction]
         return Storage.of(encoded, encoding, values.shape, dtype, self.piece.row0)

@@ -171,7 +171,7 @@ def study(
             "fully_shard"
         )
     probe = copy.deepcopy(model).eval()
-    with counters.kept():
+    with counters.uncounted():
         convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(
             probe, identity()
         )

@@ -149,7 +149,7 @@ class Inspection:
         self._leave_eager()
         if self.in_forward:
             self.in_forward = False
-            with torch.no_grad(), counters.kept():
+            with torch.no_grad(), counters.uncounted():
                 self._measure_weights()
 
     def _leave_eager(self) -> None:
@@ -207,7 +207,7 @@ class Inspection:
         without experts."""
         if isinstance(x, QuantizedTensor):
             return  # tokens that were dispatched as codes
-        with torch.no_grad(), counters.kept():
+        with torch.no_grad(), counters.uncounted():
             rows = local_of(x).detach().reshape(-1, x.shape[-1])
             for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
                 if len(part):

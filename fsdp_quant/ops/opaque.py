@@ -38,7 +38,7 @@ def _set(value: bool) -> Iterator[None]:
 def tracing() -> Iterator[None]:
     """Call the operators below in place of the reference, on this thread. Calls are counted when
     the graph runs."""
-    with _set(True), counters.kept():
+    with _set(True), counters.uncounted():
         yield
 
 

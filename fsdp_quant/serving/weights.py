@@ -251,6 +251,6 @@ def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) ->
     if tensor_amax is not None:
         found = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
-    with counters.kept():
+    with counters.uncounted():
         (made,) = encode_shards([Shard(piece, ROWWISE, values.dtype, found, records=False)], device)
     return Storage.of(made, encoding, values.shape, values.dtype)

@@ -277,7 +277,7 @@ def _new(func, weight, size=None, dtype=None, device=None, **ignored):
     content = WeightContent(weight.state)
     content.is_padding = func is aten.new_zeros.default
     size = weight.shape if size is None else size
-    device = torch_compat.numbered(device or weight.device)
+    device = torch_compat.with_index(device or weight.device)
     return QuantizedWeight(content, size, dtype or weight.dtype, device)
 
 
@@ -299,7 +299,7 @@ def _copy(func, weight, *args, dtype=None, **kwargs):
         content.values = func(
             weight.inner, *args, **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {})
         )
-    device = torch_compat.numbered(kwargs.get("device") or weight.device)
+    device = torch_compat.with_index(kwargs.get("device") or weight.device)
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
         content.pair = source.pair.map(lambda s: s.map(lambda t: func(t, *args, **kwargs)))

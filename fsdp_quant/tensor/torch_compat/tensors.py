@@ -34,7 +34,7 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         foreach_copy_(targets, sources)
 
 
-def numbered(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """`device` with an index: the current one for "cuda"."""
     device = torch.device(device)
     return (
