@@ -405,11 +405,11 @@ class AmaxHistory:
     """Amaxes of one (tensor role, direction) and the encode scale that follows from them, on the
     tensor's device.
 
-    amaxes:  fp32 [length]; slot 0 collects the current step.
-    encode_scale: encode scale, fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
-             current scaling.
-    keep_when_skipped: a skipped step keeps its amax: for weights, whose values the step does not
-             change.
+    amaxes:             fp32 [length]; slot 0 collects the current step.
+    encode_scale:       fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
+                        current scaling.
+    keep_when_skipped:  a skipped step keeps its amax: for weights, whose values the step does not
+                        change.
 
     The scale of a step depends on earlier steps only, so micro-batches and recomputation use one
     scale. `roll` does nothing if the current step recorded no amax.
