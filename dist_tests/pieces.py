@@ -223,7 +223,10 @@ def cast_scales(
 def kernels() -> Iterator[None]:
     """Casts of pieces take the kernels' way, on the CPU."""
     with mock.patch.multiple(
-        native, runs_on=lambda device: True, cast_pieces=cast_pieces, cast_scales=cast_scales
+        native,
+        is_available_on=lambda device: True,
+        cast_pieces=cast_pieces,
+        cast_scales=cast_scales,
     ):
         yield
 

@@ -118,8 +118,7 @@ def export(
             whole = made.gathered(source)
             try:
                 if writer is not None and failure is None:
-                    for name, tensor in made.tensors(source, whole):
-                        writer.write(name, tensor)
+                    writer.write_all(made.tensors(source, whole))
             except Exception as error:  # the others are about to gather the next weight
                 failure = error
             del whole

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,6 +165,11 @@ class Writer:
             file.truncate(len(text) + ends[-1])
         for tensor, start in zip(of, ends):
             self._places[tensor.name] = tensor, self._partial(name), len(text) + start
+
+    def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write (name, tensor) pairs, and hold none of them afterwards."""
+        for name, tensor in tensors:
+            self.write(name, tensor)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Raises ValueError if it was planned otherwise or written before."""
