@@ -303,7 +303,7 @@ class _Hook:
         )
         recomputes = torch_compat.backward_is_running()
         if not recomputes and not self._log.in_forward:
-            return  # an evaluation before the next step
+            return  # an evaluation forward before the next step
         if not recomputes:
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))

@@ -302,7 +302,7 @@ def operand_of_codes(
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
     scale = scales[0]
-    # scales of 1 x 128 blocks are stored in columns, of 128 x 128 blocks in rows padded to 4
+    # GEMMs read scales of 1 x 128 blocks by column, and of 128 x 128 blocks in rows padded to 4
     if not fmt.scale_leaves_contraction:
         scale = scale.mT if turned != (fmt.block[0] == 1) else scale
         scale = F.pad(scale, (0, -scale.shape[-1] % 4))

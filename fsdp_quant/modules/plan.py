@@ -160,7 +160,7 @@ class GemmPlan:
         self._register()
 
     def _register(self) -> None:
-        # pickles may be older than these
+        # set again after unpickling, because an older pickle may lack them
         object.__setattr__(self, "needs_steps", self._needs_steps())
         object.__setattr__(
             self, "histories_key", canonical_text((self.input, self.weight, self.grad_output))

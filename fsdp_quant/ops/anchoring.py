@@ -132,7 +132,7 @@ def anchored_codes(
         if whole or run is None
         else exponent.repeat_interleave(blocks, dim).repeat_interleave(across, 1 - dim)
     )[: scale.shape[0], : scale.shape[1]]
-    # clamping is exact: any element times 2^-127 is zero
+    # clamping changes no code: any element times 2^-127 rounds to zero
     factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
     codes = cast_codes(scaled_by_block(values, factor, fmt, direction, 0), fmt.element.operand)
     if whole:

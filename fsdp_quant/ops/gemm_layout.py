@@ -6,8 +6,8 @@ Codes are [outer, contraction] for both operands (K-major), 4- and 6-bit codes p
 contraction: columnwise codes are transposed. Scales depend on layout, format and architecture:
 
     native, fp32       1x128 blocks: [contraction blocks, outer rounded up to 4]; 128x128 blocks:
-                       [outer blocks, contraction blocks rounded up to 4]; one scale per row of the
-                       whole contraction: [outer]
+                       [outer blocks, contraction blocks rounded up to 4]; scales that span the
+                       whole contraction: [outer], or [1] per tensor
     native, one byte   sm_90a: [outer, blocks]; sm_100f, sm_120f: one per row of the operand (square
                        blocks expanded), in swizzled 128x4 tiles
     spread             e8m0 scales of 32 elements, in swizzled 128x4 tiles

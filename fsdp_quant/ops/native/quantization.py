@@ -256,8 +256,8 @@ def multi_tensor_quantize(
 ) -> list[tuple]:
     """Quantize each tensor (`quantize`), in one launch, into slices of one buffer.
 
-    stats:  (amax, tensor_amax) per tensor. If some scale spans more than a tile, none of the amaxes
-            may be None. None for the list: see `RecordedEncode`.
+    stats:  (amax, tensor_amax) per tensor, or None for a tensor. If some scale spans more than a
+            tile, no entry may be None. None for the list: see `RecordedEncode`.
     into:   (data, scale) of each tensor, to be written in place of a new buffer.
     encode_scales, records:  see `dispatch.multi_tensor_encode`.
     calls:  a list to which the launch is appended, unless `into` is given.
