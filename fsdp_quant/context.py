@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that layers read when they run: the current step (`STEP`) and the contexts of the thread.
+"""Hold the state that layers read when they run: the current step (`STEP`) and the thread's
+contexts.
 
 Operators read seed, step, micro-batch and token offset from an int64 tensor on the device, so that
 a compiled or captured step sees new values without another trace or capture. Contexts (`autocast`,
-`token_offset`, `quantized_model_init`) belong to the thread that entered them; a backward sees
-those of the thread that called it. `modules/training_steps.py` counts the steps.
+`token_offset`, `quantized_model_init`) belong to the thread that entered them. A backward sees the
+contexts of the thread that called it. `modules/training_steps.py` counts the steps.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 
 @dataclass(frozen=True)
 class Autocast:
-    """A recipe that overrides those of modules (None: nothing does), and the activation checkpoint
-    that it was entered in, if any."""
+    """State of an `autocast` context.
+
+    recipe:      overrides the recipes of modules; None: does not override.
+    checkpoint:  the activation checkpoint in which the context was entered, if any.
+    """
 
     recipe: Recipe | None
     checkpoint: object | None
@@ -71,8 +75,8 @@ _THREAD = _ThreadLocal()
 
 
 def contexts() -> Contexts:
-    """The contexts of this thread; in a thread of the autograd engine, of the thread that called
-    the backward."""
+    """Return the contexts of this thread; in a thread of the autograd engine, those of the thread
+    that called the backward."""
     own = _THREAD.contexts
     if (
         not torch.compiler.is_compiling()
@@ -108,8 +112,8 @@ class StepState:
     ahead:            graphs have counted steps on their device that the host has not read.
     counted_by_hand:  `begin_step` counts the steps of all models.
     weight_events:    optimizer steps so far: any may have changed weights of any class.
-    restarted:        (step, whether its histories are yet to roll) that was set last; another tuple
-                      tells layers that run without a model to continue there.
+    restarted:        (step, whether its histories are yet to roll) that was set last. Layers that
+                      run without a model continue there when the tuple changes.
     """
 
     def __init__(self):
@@ -139,7 +143,7 @@ class StepState:
 
     @property
     def is_probed(self) -> bool:
-        """Operators may count underflows in the running step (`modules.guard`); the device
+        """Whether operators may count underflows in the running step (`modules.guard`). The device
         decides."""
         return self.ahead or self._step % PROBED_STEPS == 0 or self.is_captured
 
@@ -154,7 +158,7 @@ class StepState:
         _enter(_THREAD.contexts._replace(token_offset=offset, steps=self.for_graphs(offset)))
 
     def values(self, token_offset: int | None = None) -> list[int]:
-        """`STEP_FIELDS`; token_offset: default, this thread's."""
+        """Return the values of `STEP_FIELDS`. token_offset: default, this thread's."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return [
             self.seed,
@@ -165,8 +169,8 @@ class StepState:
         ]
 
     def on(self, device: torch.device) -> Tensor:
-        """int64 [5] (`STEP_FIELDS`) on `device`, for this thread's token offset; the same object in
-        every call.
+        """Return int64 [5] (`STEP_FIELDS`) on `device`, for this thread's token offset. Every call
+        returns the same object.
 
         An autograd node that saves it reads the offset of its forward and the step of its backward.
         """
@@ -194,7 +198,7 @@ class StepState:
         return tensor
 
     def for_graphs(self, offset: int) -> dict[torch.device, Tensor]:
-        """`Contexts.steps` for an offset; torch.compile traces it."""
+        """Return `Contexts.steps` for an offset. torch.compile traces it."""
         if torch.compiler.is_compiling():
             return {
                 device: _with_offset(tensor, offset)
@@ -205,8 +209,8 @@ class StepState:
         return {device: self._of_offset(device, offset) for device in _NO_CONTEXTS.steps}
 
     def in_graph(self, device: torch.device) -> Tensor:
-        """`on` while a graph is traced, which takes another tensor as input under another
-        offset."""
+        """Return the tensor of `on` while a graph is traced. Another offset has another tensor,
+        which is another input of the graph."""
         here = contexts()
         # None if layers were created inside a context within this one
         found = here.steps.get(device)
@@ -215,7 +219,7 @@ class StepState:
         return found
 
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
-        """Write a step, int64 [1], to the copies of every offset on `device`; torch.compile traces
+        """Write a step, int64 [1], to the copies of every offset on `device`. torch.compile traces
         it."""
         shown, here = (
             [t for (where, _), t in self._kept.items() if where == device],
@@ -226,17 +230,19 @@ class StepState:
 
     @property
     def is_captured(self) -> bool:
-        """A CUDA graph records what is done to the step's tensors now."""
+        """Whether a CUDA graph captures operations on the step's tensors now."""
         return any(map(torch_compat.is_captured, self._copies.values()))
 
     def count_on_devices(self) -> None:
-        """Add one to the step on every device: recorded in a CUDA graph, at every replay."""
+        """Add one to the step on every device. A CUDA graph that captures it adds one per
+        replay."""
         for tensor in self._copies.values():
             tensor[_STEP].add_(1)
         self.ahead = True
 
     def check_writable(self) -> None:
-        """Raise ValueError in a CUDA graph, which would write today's values at every replay."""
+        """Raise ValueError during capture: a CUDA graph would write the values of now at every
+        replay."""
         if self.is_captured:
             raise ValueError(
                 "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
@@ -247,8 +253,8 @@ class StepState:
         """Write the host's values to every device, asynchronously."""
         with torch_compat.outside_transforms():
             for (_, offset), tensor in list(self._copies.items()):
-                # .data: no version is counted, because the backward of a compiled graph reads the
-                # step of its own time
+                # .data does not count a version: the backward of a compiled graph saved this
+                # tensor, and reads the step that is current when it runs
                 tensor.data.copy_(
                     torch.tensor(self.values(offset), device="cpu"), non_blocking=True
                 )
@@ -263,7 +269,7 @@ STEP = StepState()
 
 
 def _with_offset(step: Tensor, offset: int) -> Tensor:
-    """A copy of the step's tensor with another offset, in a graph."""
+    """Copy the step's tensor and set another offset, in a graph."""
     moved = step.clone()
     moved[STEP_FIELDS.index("token_offset")].fill_(offset)
     return moved
@@ -290,10 +296,10 @@ def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextMana
     """Create weights of `fq.Linear` modules as `QuantizedTensor` parameters: codes of both
     directions.
 
-    recipe:  for an `fq.Linear` without one; `fq.convert` brings its own.
+    recipe:  for an `fq.Linear` without a recipe; `fq.convert` uses its own.
 
-    `fq.optim.FusedAdam`, or an optimizer of a class that `fq.optim.wrap` returns, keeps their fp32
-    masters, starting from the initial values; other optimizers raise at their step. Create the
+    `fq.optim.FusedAdam`, or an optimizer of a class that `fq.optim.wrap` returns, stores their fp32
+    masters, which start from the initial values. Other optimizers raise at their step. Create the
     optimizer after `fully_shard` and initialization. A state dict stores the master's values under
     the names of `nn.Linear`. Applies to the thread that enters it.
 
@@ -306,13 +312,17 @@ def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextMana
 
 
 def quantized_init_recipe() -> Recipe | None:
-    """The recipe of the innermost `quantized_model_init` of this thread, or None outside."""
+    """Return the recipe of the innermost `quantized_model_init` of this thread, None outside."""
     return contexts().quantized_init
 
 
 def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightState:
-    """The state of a new weight, of class `kind` (default: of a quantized parameter inside
-    `quantized_model_init`). args: of `WeightState`."""
+    """Create the state of a new weight.
+
+    args:  of `WeightState`.
+    kind:  its class. Default: `QuantizedWeightState` inside `quantized_model_init`, else
+           `WeightState`.
+    """
     return (kind or (WeightState if contexts().quantized_init is None else QuantizedWeightState))(
         *args
     )
@@ -320,17 +330,17 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 
 # Autocast #
 
-# a constant, because dynamo cannot trace the making of a recipe
+# a constant, because dynamo cannot trace the construction of a recipe
 _HIGH_PRECISION = identity(backward_override=None)
 
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
-    """Override the recipe of the modules inside; enabled=False multiplies in high precision.
+    """Override the recipe of modules that run inside; enabled=False multiplies in high precision.
 
     Applies to the thread that enters it, as torch.autocast does, and to weights that FSDP2 does not
-    manage. `fully_shard` prefetches gathers outside any context, so a module there raises
-    ValueError if the format of its weight would change: use `set_recipe`.
+    manage. `fully_shard` prefetches all-gathers outside any context. So a module that it manages
+    raises ValueError if the format of its weight would change: use `set_recipe` instead.
 
     >>> layer, x = fq.Linear(64, 32, recipe=fq.recipes.mxfp8()), torch.ones(2, 64)
     >>> with fq.autocast(enabled=False):
@@ -345,6 +355,6 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
 
 
 def current_autocast() -> Autocast | None:
-    """The innermost context of this thread that overrides recipes, or None."""
+    """Return the innermost context of this thread if it overrides recipes, else None."""
     override = contexts().autocast
     return override if override is not None and override.recipe is not None else None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics before scales: sharing amaxes between ranks, and histories of them for delayed
-scaling.
+"""Share amaxes between ranks, and record their histories for delayed scaling.
 
 [Note: sharded statistics]
-Blocks are on the grid of the global tensor. A rank computes the amaxes of the blocks its rows
-overlap; only those of blocks that a cut divides, and of a whole tensor, differ between ranks. The
-cuts determine which, so every rank packs the same slots, one MAX all-reduce serves all tensors, and
-each rank derives the same scales. Amaxes are reduced as int32 bits: non-negative floats order like
-their bits, and a NaN, larger than infinity, survives on any rank. Scales are never reduced.
+Blocks are on the grid of the global tensor. A rank computes the amaxes of the blocks that its rows
+overlap. Ranks differ only in the amaxes of blocks that a cut divides and of whole tensors. The cuts
+determine these slots, so every rank packs the same slots, one MAX all-reduce serves all tensors,
+and each rank derives the same scales. Amaxes are reduced as int32 bits: non-negative floats have
+the order of their bits, and a NaN is larger than infinity, so it survives from any rank. Scales are
+never reduced.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .ops.reference import known
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """MAX over the ranks of `group` of fp32 tensors, in one collective; every rank of the group
-    must call it.
+    """Reduce fp32 tensors by MAX over the ranks of `group`, in one collective. Every rank of the
+    group must call it.
 
     amaxes:   non-negative or NaN; the same shapes on every rank.
     returns:  new tensors of those shapes, NaN where any rank has one.
@@ -39,8 +39,8 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 class _Reduction:
-    """`reduce_amaxes` into persistent memory, which `run` writes again. One rank: the amaxes
-    themselves."""
+    """Reduces amaxes (`reduce_amaxes`) into persistent memory; `run` writes it again. With one rank
+    `result` is the amaxes themselves."""
 
     def __init__(self, amaxes: Sequence[Tensor], group: dist.ProcessGroup | None):
         self.result = list(amaxes)
@@ -56,7 +56,7 @@ class _Reduction:
         self.run()
 
     def run(self) -> None:
-        """Every rank must call it; the amaxes must be contiguous."""
+        """Reduce the amaxes again. Every rank must call it; the amaxes must be contiguous."""
         if self._group is not None:
             torch.cat(self._rows, out=self._flat)
             dist.all_reduce(self._flat.view(torch.int32), op=dist.ReduceOp.MAX, group=self._group)
@@ -64,7 +64,7 @@ class _Reduction:
 
 @value_class
 class Cuts:
-    """Ownership of one [rows, cols] tensor in row-major order: rank r holds the units [bounds[r],
+    """Ownership of one [rows, cols] tensor in row-major order: rank r owns the units [bounds[r],
     bounds[r + 1]), possibly none.
 
     row_units:  units per row: cols if any element may begin a fragment, 1 if only whole rows do
@@ -80,13 +80,13 @@ class Cuts:
 
     @property
     def is_sharded(self) -> bool:
-        """Several ranks need the statistics, even if one of them holds all rows."""
+        """Whether several ranks need the statistics, even if one of them owns all rows."""
         return len(self.bounds) > 2 and self.rows > 0
 
     @functools.cache
     def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amaxes several ranks need: those that a cut divides, or the one of the
-        whole extent."""
+        """Return the block rows whose amaxes several ranks need: those that a cut divides, or the
+        single one if blocks span all rows."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if not encoding.fmt.has_scales or not self.is_sharded:
             return ()
@@ -98,7 +98,7 @@ class Cuts:
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
-        """Some statistic of this encoding depends on elements of several ranks."""
+        """Return whether a statistic of this encoding depends on elements of several ranks."""
         return bool(self.cut_block_rows(encoding)) or (
             encoding.fmt.tensor_scale and self.is_sharded
         )
@@ -110,7 +110,7 @@ class RowCuts(Cuts):
     @staticmethod
     @functools.cache
     def chunked(rows: int, world_size: int) -> RowCuts:
-        """The cuts of FSDP2."""
+        """Return the cuts of FSDP2."""
         chunk = -(-rows // world_size)
         return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
@@ -120,11 +120,11 @@ class Fragment:
     """One rank's elements of one master weight, and the encodings to derive statistics for.
 
     values:     [local rows, cols]; [elements] if cuts divide rows.
-    encodings:  one per direction, each with statistics of its own.
-    dtype:      to which values are rounded before encoding (None: theirs).
+    encodings:  one per direction, each with its own statistics.
+    dtype:      dtype to which values are rounded before encoding (None: their own).
     found:      known statistics of these rows, one per encoding or None.
-    part:       (rank, size) of tensor parallelism, whose parts have blocks of their own; `cuts` are
-                of the part.
+    part:       (rank, size) of tensor parallelism. Each tensor-parallel part has its own blocks;
+                `cuts` are those of the part.
     """
 
     values: Tensor
@@ -146,7 +146,7 @@ class Fragment:
     @property
     def rows(self) -> Tensor:
         """[rows, cols]: the rows that the elements cover, with zeros for elements of other ranks. A
-        view if rows are whole."""
+        view if the fragment is whole rows."""
         return self.values if self.values.dim() == 2 else self._covering_rows
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class Fragment:
         )
 
     def block_rows(self, encoding: Encoding) -> slice:
-        """Rows of the whole tensor's blocks that `rows` overlaps."""
+        """Return the block rows of the whole tensor that `rows` overlaps."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if b0 is None:
             return slice(0, 1)
@@ -164,18 +164,19 @@ class Fragment:
         return slice(first, first + ceil_div(self.row0 % b0 + self.rows.shape[0], b0))
 
     def shares_statistics(self, encoding: Encoding) -> bool:
-        """Some statistic of this encoding depends on other rows or parts of the tensor."""
+        """Return whether a statistic of this encoding depends on other rows or tensor-parallel
+        parts."""
         return self.cuts.shares_statistics(encoding) or (
             self.part[1] > 1 and encoding.fmt.spans_tensor
         )
 
     def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amaxes depend on them."""
+        """Return the block rows whose amaxes depend on other rows or tensor-parallel parts."""
         one_block = self.part[1] > 1 and encoding.fmt.spans_tensor and not encoding.fmt.tensor_scale
         return (0,) if one_block else self.cuts.cut_block_rows(encoding)
 
     def has_own_blocks(self, encoding: Encoding) -> bool:
-        """Tensor-parallel parts have separate blocks of this encoding."""
+        """Return whether tensor-parallel parts have separate blocks of this encoding."""
         return self.part[1] > 1 and encoding.fmt.dims(encoding.direction) != (None, None)
 
 
@@ -185,15 +186,15 @@ def share_statistics(
     all_blocks: bool = False,
     parts: dist.ProcessGroup | None = None,
 ) -> list[list[Statistics | None]]:
-    """Statistics of every (fragment, encoding) over the whole tensor; at most one MAX all-reduce
-    per group.
+    """Compute statistics of every (fragment, encoding) over the whole tensor, with at most one MAX
+    all-reduce per group.
 
     fragments:   the same tensors, encodings and cuts in the same order on every rank of `group`.
-    group:       of all ranks that hold rows of a tensor or copies of them, in all of its parts; or,
-                 with `parts`, in one part.
-    all_blocks:  return every block's amax on every rank, not only those of the blocks that a rank
-                 overlaps; for tensors of one part.
-    parts:       of the ranks that hold the same rows of the other parts.
+    group:       process group of all ranks that hold rows of a tensor, or copies of them, in all of
+                 its tensor-parallel parts; with `parts`, in one part.
+    all_blocks:  return the amax of every block on every rank, not only of the blocks that a rank
+                 overlaps. For tensors of one part only.
+    parts:       process group of the ranks that hold the same rows of the other parts.
     returns:     for each fragment, for each encoding, the amaxes of the blocks that its rows
                  overlap; None if no statistic depends on other ranks.
 
@@ -218,8 +219,8 @@ def share_statistics(
 class _Slot(NamedTuple):
     """A reduced amax, and the statistic that it becomes.
 
-    local:      block rows of the fragment that the slot holds; None: of other ranks.
-    block_row:  of the tensor's blocks; None: the amax of the tensor.
+    local:      block row or rows of the fragment that the slot holds; None: rows of other ranks.
+    block_row:  block row of the tensor; None: the amax of the tensor.
     own:        the slot has one row per tensor-parallel part.
     """
 
@@ -231,10 +232,10 @@ class _Slot(NamedTuple):
 
 
 class SharedStatistics:
-    """`share_statistics` into persistent memory, which `replay` writes again.
+    """Shares statistics (`share_statistics`) in persistent memory; `replay` writes it again.
 
     results:    for each fragment, for each encoding.
-    own_slots:  reduce a slot per tensor-parallel part.
+    own_slots:  reduce one slot per tensor-parallel part.
     """
 
     def __init__(
@@ -329,7 +330,8 @@ class SharedStatistics:
         return True
 
     def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
-        """Statistics of each place: known ones, else computed in one launch per encoding."""
+        """Return the statistics of each (fragment, encoding) that is shared: known ones, else
+        computed in one launch per encoding."""
         made: dict[tuple[int, int], Statistics] = {}
         for (encoding, dtype, _), at in self._alike.items():
             for f, e in at:
@@ -350,11 +352,11 @@ def share_amaxes(
     group: dist.ProcessGroup | None,
     reduce: Callable[[list[Tensor], dist.ProcessGroup | None], Iterable[Tensor]] = reduce_amaxes,
 ) -> list[Statistics]:
-    """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the
-    group must call it.
+    """Share statistics whose scales span the ranks of `group`, in one MAX all-reduce. Every rank of
+    the group must call it.
 
     found:   statistics of this rank's elements of each tensor. Two-level formats share the tensor's
-             amax, others all amaxes.
+             amax, other formats all amaxes.
     reduce:  `reduce_amaxes`, or a function that records it in a graph.
     """
     own = [
@@ -364,7 +366,7 @@ def share_amaxes(
 
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
-    """The statistics with `amax` in place of the one that spans the tensor."""
+    """Return the statistics with `amax` in place of the amax that spans the tensor."""
     return (
         Statistics(statistics.amax, amax)
         if encoding.fmt.tensor_scale
@@ -377,11 +379,11 @@ def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Stati
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Per-tensor scales from a history of amaxes.
+    """Derive per-tensor scales from a history of amaxes.
 
     length:    number of steps in the history.
     margin:    headroom of the scale: 2^margin.
-    use:       "max" of the history, or its "newest" amax.
+    use:       "max": the largest amax of the history; "newest": its newest amax.
 
     >>> fq.recipes.fp8_delayed().hybrid(fq.Role("linear", "input")).rowwise.scaling
     DelayedScaling(length=1024, margin=0, use='max')
@@ -406,10 +408,10 @@ class AmaxHistory:
     tensor's device.
 
     amaxes:             fp32 [length]; slot 0 collects the current step.
-    encode_scale:       fp32 [1]; 0 until a finite positive amax was rolled in: the first use is
+    encode_scale:       fp32 [1]; 0 until a finite positive amax was rolled in. At 0, quantizers use
                         current scaling.
-    keep_when_skipped:  a skipped step keeps its amax: for weights, whose values the step does not
-                        change.
+    keep_when_skipped:  a skipped step keeps its amax. For weights, whose values a skipped step does
+                        not change.
 
     The scale of a step depends on earlier steps only, so micro-batches and recomputation use one
     scale. `roll` does nothing if the current step recorded no amax.
@@ -430,7 +432,7 @@ class AmaxHistory:
             self.encode_scale = torch.zeros(1, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
-        """Move the history to a device; nothing for the meta device, so that its values survive."""
+        """Move the history to a device. Does nothing for the meta device, so the values survive."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
                 self.amaxes, self.encode_scale = (
@@ -453,13 +455,13 @@ class AmaxHistory:
         self.live.add(self)
 
     def roll(self) -> None:
-        """End a step that was applied: derive the next encode scale, open a slot."""
+        """End a step that was applied: derive the next encode scale, and open a new slot 0."""
         for target, values in self.advanced([self]):
             target.copy_(values)
 
     @staticmethod
     def alike(histories: Iterable[AmaxHistory]) -> list[list[AmaxHistory]]:
-        """Lists of histories that the same launches roll, each on one device."""
+        """Group histories into lists that the same launches roll, each on one device."""
         found: dict[tuple, list[AmaxHistory]] = {}
         for h in histories:
             key = h.scaling, h.element_max, h.keep_when_skipped, h.amaxes.device
@@ -471,7 +473,8 @@ class AmaxHistory:
     def advanced(
         histories: Iterable[AmaxHistory], skipped: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """(tensor, its values after `roll`) of each, in a few launches for all that scale alike.
+        """Compute (tensor, its values after `roll`) of each history, in a few launches for all
+        histories with equal scaling.
 
         skipped:  bool [], on a device; true: values after `discard_step`.
         """
@@ -484,7 +487,7 @@ class AmaxHistory:
     def advanced_alike(
         of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """`advanced` of histories that scale alike; torch.compile traces it.
+        """Compute `advanced` of histories with equal scaling. torch.compile traces it.
 
         kept:  bool [], on their device; true: nothing changes.
         """
@@ -509,7 +512,7 @@ class AmaxHistory:
         ]
 
     def discard_step(self) -> None:
-        """Discard the current step's amax (a skipped step), unless `stays`."""
+        """Discard the amax of the current step, which was skipped, unless `keep_when_skipped`."""
         self.amaxes[0] *= self.keep_when_skipped
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -541,7 +544,8 @@ class AmaxHistory:
                 )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Raises ValueError as `check_state` does, and then changes nothing."""
+        """Load a state from `state_dict`. Raises ValueError as `check_state` does, and then changes
+        nothing."""
         self.check_state("this slot", state)
         self.amaxes.copy_(state["amaxes"])
         self.encode_scale.copy_(state["enc"])

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of one quantized tensor: underflow, saturation, signal to noise, range of scales.
+"""Compute statistics of one quantized tensor: underflow, saturation, signal to noise, range of
+scales.
 
 With v the values that are encoded (rotated, if the format rotates), d their decoded codes and s the
 decode scale of each element:
 
     underflow    #(v != 0 and d == 0) / #(v != 0)
-    saturation   #(v != 0 and |v| >= s * overflow) / #(v finite): v would round above the format's
-                 largest number
+    saturation   #(v != 0 and |v| >= s * overflow) / #(v finite); such a v would round above the
+                 format's largest number
     sqnr_db      10 log10(sum x^2 / sum (dequantized - x)^2), in the unrotated basis
     scale_min, scale_max    over elements with v != 0
 
-amax and norm cover the whole tensor. The rest covers at most about `MOST_ELEMENTS` values: groups
-of rows, spread by the golden ratio, that cut no block. Only those rows are decoded, so a large
-tensor costs two reads. Results stay on the device; nothing here waits for it.
+amax and norm cover the whole tensor. The other statistics sample at most about `MOST_ELEMENTS`
+values: groups of rows, spread by the golden ratio, that cut no block. Only those rows are decoded,
+so a large tensor costs two reads. Results stay on the device, and only `on_host` and `to_host` wait
+for it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from ..storage import Storage
 MOST_ELEMENTS = 1 << 22
 _GOLDEN = 0.6180339887498949
 
-# Fields of one tensor and of one of its directions, and how those of several parts combine.
+# Fields of one tensor and of one of its directions, and how the fields of several parts combine.
 _WHOLE = {"amax": "max", "norm": "norm"}
 _DIRECTION = {
     "signal": "norm",
@@ -59,12 +61,12 @@ Row = dict[str, float]  # field -> value on the host
 
 
 class Measured(NamedTuple):
-    """Statistics of one tensor, on its device and in the dtypes that they were computed in.
+    """Statistics of one tensor, on its device and in the dtypes in which they were computed.
 
     whole:       one tensor per field of `_WHOLE`, each of one element.
-    directions:  the index of each quantized direction in the tensors of `fields`.
-    fields:      per field of `_DIRECTION`, or several fields in one, [fields, directions]; fields
-                 that a tensor of codes lacks are left out.
+    directions:  index of each quantized direction in the tensors of `fields`.
+    fields:      names of fields of `_DIRECTION` -> [fields, directions]. Fields that a tensor of
+                 codes lacks are omitted.
     """
 
     whole: tuple[Tensor, ...]
@@ -73,16 +75,16 @@ class Measured(NamedTuple):
 
 
 class OnHost(NamedTuple):
-    """`Measured` on the host."""
+    """A `Measured` copied to the host."""
 
     whole: Row
     directions: dict[Direction, Row]
 
 
 def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantizer) -> Measured:
-    """Statistics of x [rows, cols] and of its compact storages.
+    """Compute statistics of x [rows, cols] and of its compact storages.
 
-    Directions whose values have one shape are measured by the same operators.
+    Directions whose values have the same shape are measured by the same operators.
     """
     quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
     whole = _whole(x)
@@ -112,7 +114,7 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantiz
 
 
 def measure_codes(storages: dict[Direction, Storage]) -> Measured:
-    """`measure` of a tensor that exists only as codes: amax, norm and the range of scales."""
+    """Compute statistics of a tensor that exists only as codes: amax, norm and range of scales."""
     quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
     decoded = {d: s.decode(torch.float32) for d, s in storages.items()}
     ranges = [
@@ -131,10 +133,10 @@ def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_directions(x: Tensor, of: list[tuple[Tensor, Storage]]) -> dict[tuple[str, ...], Tensor]:
-    """Fields of directions whose encoded values have one shape.
+    """Compute the fields of directions whose encoded values have the same shape.
 
-    x:   fp32, what the codes stand for.
-    of:  per direction the values that were encoded, fp32, and their storage.
+    x:   fp32, the values that the codes represent.
+    of:  per direction, the values that were encoded, fp32, and their storage.
     """
     storages = [storage for _, storage in of]
     decodes = [s.decode(torch.float32) for s in storages]
@@ -168,7 +170,7 @@ def _of_directions(x: Tensor, of: list[tuple[Tensor, Storage]]) -> dict[tuple[st
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """[directions, rows, cols], without a copy of a single one."""
+    """Stack to [directions, rows, cols]; a view if there is one tensor."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
@@ -187,13 +189,17 @@ def _scale_per_element(storage: Storage) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _powers_of_two(device: torch.device) -> Tensor:
-    """Numbers of the 256 codes of e8m0: one operator per tensor, where decoding takes ten."""
+    """Return the values of the 256 e8m0 codes. Indexing this table is one operator per tensor;
+    decoding is ten."""
     return reference.power_of_two(torch.arange(256, dtype=torch.uint8)).to(device)
 
 
 def _scale_range(scale: Tensor, zero: Tensor) -> dict[tuple[str, ...], Tensor]:
-    """Smallest and largest scale [directions, rows, cols] where not `zero`, [1, directions]; inf
-    and 0 where nothing is left."""
+    """Compute the smallest and largest scale, each [1, directions], of the elements that are not
+    `zero`; inf and 0 if all are.
+
+    scale:  [directions, rows, cols].
+    """
     if not scale.numel():
         empty = scale.new_zeros(1, len(scale))
         return {("scale_min",): empty + math.inf, ("scale_max",): empty}
@@ -205,7 +211,8 @@ def _scale_range(scale: Tensor, zero: Tensor) -> dict[tuple[str, ...], Tensor]:
 def _sampled(
     x: Tensor, storages: dict[Direction, Storage]
 ) -> tuple[Tensor, dict[Direction, Storage]]:
-    """The same groups of rows of x and of its storages: about `MOST_ELEMENTS` values, or all."""
+    """Select the same groups of rows of x and of its storages: about `MOST_ELEMENTS` values, or
+    all."""
     rows, cols = x.shape
     row0 = next(iter(storages.values())).row0
     group = math.lcm(*(s.fmt.row_alignment(d) for d, s in storages.items()))
@@ -229,13 +236,14 @@ def _sampled(
 
 @functools.lru_cache(maxsize=256)
 def _row_index(groups: int, wanted: int, size: int, first: int, device: torch.device) -> Tensor:
-    """Rows of `wanted` of the groups of `size` rows that begin at row `first`."""
+    """Return the row indices of `wanted` groups, chosen from `groups` of `size` rows each from row
+    `first` on."""
     chosen = (torch.arange(wanted, dtype=torch.float64) * _GOLDEN % 1.0 * groups).long()
     return (first + chosen[:, None] * size + torch.arange(size)).flatten().to(device)
 
 
 def on_host(measured: Sequence[Measured]) -> list[OnHost]:
-    """The values of each, in one copy per dtype, which waits for the device."""
+    """Copy the values of each to the host, in one copy per dtype. Waits for the device."""
     values = iter(to_host([t for of in measured for t in (*of.whole, *of.fields.values())]))
     found = []
     for of in measured:
@@ -253,7 +261,8 @@ def on_host(measured: Sequence[Measured]) -> list[OnHost]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The elements of each tensor: one concatenation and one copy per device and dtype."""
+    """Copy the elements of each tensor to the host, in one concatenation and one copy per device
+    and dtype. Waits for the device."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((t.device, t.dtype), []).append(i)
@@ -266,7 +275,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
 
 
 def combined(parts: Sequence[OnHost]) -> OnHost:
-    """Statistics of one tensor from those of its parts."""
+    """Combine the statistics of the parts of one tensor."""
     if len(parts) == 1:
         return parts[0]
 
@@ -288,7 +297,7 @@ def combined(parts: Sequence[OnHost]) -> OnHost:
 def quantities(
     slot: str, whole: Mapping[str, float], directions: Mapping[Direction, Row]
 ) -> dict[str, float]:
-    """ "slot/quantity" and "slot.direction/quantity" -> number; undefined ones are left out."""
+    """Return "slot/quantity" and "slot.direction/quantity" -> number, without undefined ones."""
     found = {f"{slot}/{field}": value for field, value in whole.items()}
     for direction, of in directions.items():
         name = f"{slot}.{direction.value}"

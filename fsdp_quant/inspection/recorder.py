@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`inspect(model)`: quantization statistics of a run, by layer and slot.
+"""Record quantization statistics of a run, by layer and slot: `inspect(model)`.
 
 [Note: what is measured, and when]
 Hooks on the layers quantize each tensor of a sampled step a second time, with the layer's own
-quantizers, delayed scales and random key, so the codes are those that the step multiplies. They
-store nothing, advance no generator and record no history: training bits do not change.
+quantizers, delayed scales and random key. So the codes are those that the step multiplies. The
+hooks store no codes, advance no generator and record no history: training bits do not change.
 
     input        after the layer's forward (not when a backward recomputes it)
     grad_output  a hook on the layer's output
-    weight       after the model's forward; under `fully_shard` each rank's shard, with the shared
+    weight       after the model's forward; under `fully_shard`, each rank's shard with the shared
                  statistics
-    grad_norm    as the weight's gradient is accumulated: of the shard, before clipping
+    grad_norm    when the weight's gradient is accumulated: the norm of the sharded gradient, before
+                 clipping
 
-Statistics stay on the device until the next training forward begins; unsampled steps only count.
-Each rank measures its own operands, with tensor parallelism its part of a layer.
+Statistics stay on the device until the next training forward begins. Steps that are not sampled are
+only counted. Each rank measures its own operands; with tensor parallelism, its part of a layer.
 
 torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so nothing
-is traced again. Its bits are those of eager mode, which differ from a graph's where inductor fuses.
-A replayed CUDA graph (`fq.graphed`) runs no hooks.
+is traced again. Its bits are those of eager mode. They differ from a graph's bits where inductor
+fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ Numbers = dict[str, float]
 
 
 class Inspection:
-    """Statistics of a model's layers, every `every` steps; see `inspect`.
+    """Records statistics of a model's layers, every `every` steps. See `inspect`.
 
     latest:   (step, numbers) of the last sampled step whose backward is done, or None.
-    records:  all of them, unless they are written to a file.
+    records:  (step, numbers) of all sampled steps; empty if they are written to a file.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class Inspection:
         self._path = None if path is None else _of_rank(Path(path))
         self._next = self._step = first_step
         self._sampled = -1
-        self._num_forwards = 0  # in training
-        self.in_forward = False  # of a sampled step
-        self._undo: list[Callable[[], object]] = []  # removes the hooks of `start`
-        self._hooks: list[Callable[[], object]] = []  # removes those of the sampled step
+        self._num_forwards = 0  # training forwards so far
+        self.in_forward = False  # a sampled step's forward is running
+        self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
+        self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
         self._stance = None
         self._measured: dict[tuple[str, str], list[Measured]] = {}
-        self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, of its weights' gradients
+        self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, one per weight gradient
 
     def start(self) -> Inspection:
         """Count training forwards from now on. An existing file is truncated."""
@@ -125,7 +126,8 @@ class Inspection:
         self.stop()
 
     def scalars(self, step: int | None = None, **values: float) -> None:
-        """Write your own numbers: `log.scalars(loss=loss.item())`. step: default, the current."""
+        """Write the caller's numbers: `log.scalars(loss=loss.item())`. step: default, the current
+        one."""
         self._write("scalars", {"values": _in_json(values)}, self._step if step is None else step)
 
     # Steps #
@@ -203,8 +205,10 @@ class Inspection:
     def add(
         self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None
     ) -> None:
-        """Measure an activation or gradient [.., cols] of a module. sizes: rows per expert, None
-        without experts."""
+        """Measure an activation or gradient x [.., cols] of a module.
+
+        sizes:  rows per expert, None without experts.
+        """
         if isinstance(x, QuantizedTensor):
             return  # tokens that were dispatched as codes
         with torch.no_grad(), counters.uncounted():
@@ -257,9 +261,11 @@ def inspect(
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
 
-    every:       steps between samples; a step is `fq.begin_step`'s, else a training forward.
-    path:        JSON lines for `python -m fsdp_quant report`; rank r > 0 writes NAME.rank{r}.jsonl.
-    on_record:   called with (step, numbers) per sample, such as `lambda step, numbers:
+    every:       steps between samples. `fq.begin_step` defines a step, else each training forward
+                 is one.
+    path:        file of JSON lines for `python -m fsdp_quant report`; rank r > 0 writes
+                 NAME.rank{r}.jsonl.
+    on_record:   called with (step, numbers) after each sample, such as `lambda step, numbers:
                  wandb.log(numbers, step=step)`.
     first_step:  step of the first training forward, without `fq.begin_step` (a resumed run).
 
@@ -297,7 +303,7 @@ class _Hook:
         )
         recomputes = torch_compat.backward_is_running()
         if not recomputes and not self._log.in_forward:
-            return  # an evaluation before the next step
+            return  # an evaluation forward before the next step
         if not recomputes:
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -316,7 +322,7 @@ class _Hook:
 
 
 def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
-    """(name, module to hook, its layers) of converted layers; experts of one module are one
+    """Yield (name, module to hook, its layers) of converted layers. Experts of one module are one
     unit."""
     inside = set()
     for name, module in model.named_modules():
@@ -331,7 +337,7 @@ def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
 
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
-    """Rows per expert; waits for the device if the splits are there."""
+    """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
     if not isinstance(splits, Tensor):
         return list(splits)
     ends = splits.tolist()
@@ -385,7 +391,7 @@ def _of_rank(path: Path) -> Path:
 
 
 def _in_json(value):
-    """Strings for keys, and None for numbers that JSON lacks."""
+    """Convert keys to strings, and numbers that JSON lacks to None."""
     if isinstance(value, dict):
         return {
             " | ".join(map(str, k)) if isinstance(k, tuple) else str(k): _in_json(v)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of all experts as the operands of one grouped GEMM."""
+"""Convert the weights of all experts to the operand of one grouped GEMM."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> F
 
 
 class TwoLevelCodes(NamedTuple):
-    """Two-level codes of all experts, which are decoded for each pass: rowwise codes of a matrix
-    [outer, contraction / 2].
+    """Two-level codes of all experts, decoded in each pass.
 
-    view:         of the values, (shape, strides) of [E, outer, contraction].
+    data:  rowwise 4-bit codes of one matrix [outer, contraction], packed to [outer, contraction /
+           2].
+    view:  (shape, strides) of the decoded values as [E, outer, contraction].
     """
 
     data: Tensor
@@ -66,7 +67,11 @@ class TwoLevelCodes(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of all experts, E of [N, K] or one [E, N, K], and the state of each matrix."""
+    """Weights of all experts, and the state of each matrix.
+
+    tensors:  E tensors [N, K], or one [E, N, K].
+    records:  record amaxes in the histories of the weights.
+    """
 
     tensors: Sequence[Tensor]
     states: Sequence[WeightState]
@@ -79,8 +84,8 @@ class ExpertWeights(NamedTuple):
     def operands(
         self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
     ) -> dict[Direction, Operand | TwoLevelCodes]:
-        """Per direction, [E, N, K] (columnwise codes: [E, K, N]) codes of all experts and their
-        scales, or values: the gathered ones, else made here of the values."""
+        """Return, per direction, codes [E, N, K] (columnwise: [E, K, N]) of all experts with their
+        scales, or values. Uses gathered codes if they exist, else quantizes the values."""
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
             return self._packed(directions, plan, dtype)
@@ -94,16 +99,17 @@ class ExpertWeights(NamedTuple):
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
     def _is_one_call(self, plan: GemmPlan) -> bool:
-        """One call quantizes all matrices: two-level codes are made of bf16."""
+        """Return whether one call quantizes all matrices. For two-level codes, only from bf16."""
         two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
         return not two_level or (plan.compute_dtype or self.tensors[0].dtype) is torch.bfloat16
 
     def _packed(
         self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
     ) -> dict[Direction, Operand | TwoLevelCodes]:
-        """Of [E, N, K] that no one shards, or those that `fq.hold` keeps."""
+        """Return the operands of an unsharded [E, N, K]: those that `fq.hold` keeps, else new
+        ones."""
         values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
-        state = next(iter(self.states), None)  # a graph gives none, and nothing is held in it
+        state = next(iter(self.states), None)  # None in a graph, which holds no codes
         made = functools.cache(
             lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records)
         )
@@ -120,16 +126,16 @@ def _stacked_operand(storages: Sequence[EncodedMatrix]) -> Operand | TwoLevelCod
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
-# Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`):
-# torch._grouped_mm writes bf16 alone, so a tensor's scale applied to its result would round twice.
+# Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`).
+# torch._grouped_mm writes bf16 only, so applying a tensor's scale to its result would round twice.
 def grouped_operand(operand: Operand | TwoLevelCodes) -> Operand:
-    """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode
-    scales [E]."""
+    """Return the operand that a grouped GEMM reads: two-level codes decoded to values, with the
+    tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
 
 
 def _decodable(storages: Sequence[EncodedMatrix]) -> TwoLevelCodes:
-    """Of one compact storage an expert."""
+    """Combine one compact storage per expert to the two-level codes of all."""
     first, experts = storages[0], len(storages)
     rows, cols = first.shape
     data, scale = [s.data for s in storages], [s.scale for s in storages if s.scale is not None]
@@ -149,7 +155,7 @@ def _decodable(storages: Sequence[EncodedMatrix]) -> TwoLevelCodes:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """torch.stack; a view, where tensors of one memory lie equally far apart."""
+    """Stack tensors. Returns a view if they are equally spaced in one storage."""
     first = tensors[0]
     step = (
         tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else first.numel()
@@ -177,7 +183,7 @@ def _of_packed(
     dtype: torch.dtype,
     records: bool,
 ) -> dict[Direction, Operand | TwoLevelCodes]:
-    """Codes of [E, N, K] that no one shards, in one call."""
+    """Quantize an unsharded weight [E, N, K] in one call."""
     resolved = plan.resolved(dtype, values.device)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     lies = lies_transposed(values)
@@ -230,7 +236,7 @@ def _of_packed(
         width = data.shape[1] * (2 if is_decoded else 1)
         if d is ROWWISE:
             shape, strides = (experts, n, k), (n * k, k, 1)
-        else:  # all matrices side by side, each from a multiple of 128
+        else:  # matrices are concatenated along the columns, each from a multiple of 128
             shape, strides = (experts, k, n), (round_up(n, native.TILE), width, 1)
         if is_decoded:
             scale = scale.view(-1, width // (fmt.block[1] or width))
@@ -244,7 +250,7 @@ def _of_packed(
 def _of_gathered(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
 ) -> Operand | TwoLevelCodes:
-    """Of a weight [E, N, K] that `fully_shard` gathered."""
+    """Return the operand of a weight [E, N, K] that `fully_shard` gathered."""
     slots, layout = weight._pair, plan.resolved(dtype, weight.device).layouts["weight"][direction]
     in_one = not (
         slots.shown is None
@@ -253,7 +259,7 @@ def _of_gathered(
     )
     in_one = in_one and not code_check.checking
     parts = [QuantizedTensor(pair=part) for part in slots.groups[: 1 if in_one else None]]
-    # refuses freed codes and other formats
+    # `gathered_storage` raises for freed codes and for other formats
     compact = [to_storage(gathered_storage(part, direction, plan, COMPACT)) for part in parts]
     if in_one:
         return operand_of_codes(
@@ -265,8 +271,8 @@ def _of_gathered(
 
 
 def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
-    """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all
-    matrices."""
+    """Return the buffers of a gathered weight [E, N, K] with the codes of a direction. Each buffer
+    holds all matrices."""
     shown = weight._pair.shown or {}
     source = direction if f"{direction.value}_data" in shown else ROWWISE
     return [
@@ -281,8 +287,8 @@ def operand_of_codes(
     plan: GemmPlan,
     dtype: torch.dtype,
 ) -> Operand:
-    """What products of groups read of a weight [E, N, K] that came as `shown_codes`, with one level
-    of scales."""
+    """Return the grouped GEMM's operand for codes (`shown_codes`) of a weight [E, N, K] with one
+    level of scales."""
     fmt = plan.operand("weight", direction)
     layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
     data, *scales = (t.unflatten(0, (shape[0], -1)) for t in codes)
@@ -296,7 +302,7 @@ def operand_of_codes(
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
     scale = scales[0]
-    # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
+    # GEMMs read scales of 1 x 128 blocks by column, and of 128 x 128 blocks in rows padded to 4
     if not fmt.scale_leaves_contraction:
         scale = scale.mT if turned != (fmt.block[0] == 1) else scale
         scale = F.pad(scale, (0, -scale.shape[-1] % 4))
@@ -306,7 +312,7 @@ def operand_of_codes(
 def packed_operand(
     weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
 ) -> Operand:
-    """What products of groups read of the values of a weight [E, N, K] without histories."""
+    """Return the grouped GEMM's operand for the values of a weight [E, N, K] without histories."""
     return grouped_operand(
         ExpertWeights([weight], [], False).operands([direction], plan, dtype)[direction]
     )

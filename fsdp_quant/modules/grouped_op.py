@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operator for a list of experts: y[rows of e] = x[rows of e] W[e]^T, and its backward, in one
-product each.
+"""Run a list of experts in one operator: y[rows of e] = x[rows of e] W[e]^T, and its backward, with
+one grouped GEMM each.
 
     forward   x.rowwise, x.columnwise = quantize(x)      y  = grouped(x.rowwise, w.rowwise)
     backward  dy.rowwise, dy.columnwise = quantize(dy)   dx = grouped(dy.rowwise, w.columnwise)
                                                          dw = grouped over tokens(dy.columnwise,
                                                          x.columnwise)
 
-Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens or all of a
-group, a group begins at a multiple of 128, zeros behind its tokens: codes are those of a loop over
-the experts, and so are scales of whole tensors and columns, one set a group, and the histories that
-give them. How many tokens a group has is known to the device alone. Tokens may come as codes, a
-storage an expert (`parallel.experts`). What is not quantized is multiplied by `torch._grouped_mm`.
-Two-level codes are decoded, to values that lie along the contraction; each group's tensor scales
-multiply its sums.
+Rowwise codes are stored in the order of the tokens. Columnwise scales serve 128 tokens or all
+tokens of a group. So in columnwise codes each group begins at a multiple of 128 and is padded with
+zeros. Bits equal those of a loop over the experts, also for scales per tensor and per column (one
+set per group) and for their histories. Only the device knows the number of tokens of a group.
+
+Tokens may arrive as codes, in one storage per expert (`parallel.experts`). Operands that are not
+quantized are multiplied by `torch._grouped_mm`. Two-level codes are decoded to values that are
+contiguous along the contraction; the partial sums of each group are multiplied by its tensor
+scales.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ def unsupported_reason(
     k: int,
     bias: bool = False,
 ) -> str | None:
-    """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
+    """Return the reason that grouped kernels do not compute this plan's GEMMs, in one clause; None
+    if they do."""
     arch = arch_of(device)
     if arch not in ARCHITECTURES or not native.is_available_on(device):
         return f"no grouped kernel on {arch}"
-    # values are torch's
+    # torch multiplies values that are not quantized
     if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):
         return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
@@ -98,7 +101,7 @@ def unsupported_reason(
             )
             if not side.is_quantized or (side.tensor_scale and side.block[0] == 1):
                 continue
-            # its amax is taken, and its scale read, a group
+            # computed and read per group, so never shared by experts
             of_group = side.scale_leaves_contraction
             if not of_group and (
                 fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)
@@ -114,12 +117,12 @@ def _is_coded(plan: GemmPlan, product: Product) -> bool:
     return all(f.is_quantized for f in plan.pair(product))
 
 
-# Tokens that came as codes #
+# Tokens that arrive as codes #
 
 
 def behind(tensors: Sequence[Tensor]) -> Tensor:
-    """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the
-    other."""
+    """Concatenate along dim 0. Returns a view if the tensors are adjacent in one buffer and aligned
+    to 16 bytes."""
     there = [t for t in tensors if t.numel()]
     whole = adjoining(there)
     if whole is not None and whole.data_ptr() % 16 == 0:
@@ -130,8 +133,8 @@ def behind(tensors: Sequence[Tensor]) -> Tensor:
 def given_operand(
     plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups
 ) -> Operand:
-    """Codes of x, a storage a group, as a product of groups reads them: what each group's own
-    operand holds."""
+    """Return the grouped GEMM's operand for x, which has one storage of codes per group. Its bits
+    are those of each group's own operand."""
     storages = [
         given_storage(plan, slot, QuantizedTensor(pair=part), direction) for part in x._pair.groups
     ]
@@ -144,12 +147,12 @@ def given_operand(
     scales = [s.scale for s in storages if s.scale is not None]
     if first.fmt.scale_leaves_contraction and (
         direction is COLUMNWISE or first.fmt.block[0] is None
-    ):  # one set a group
+    ):  # one set per group
         scale = torch.cat([s.reshape(-1) for s in scales])
         return Operand(data if turned is None else turned, scale, operand_format(first.fmt, layout))
     tokens, cols = x.shape
     whole = Storage(first.fmt, direction, (tokens, cols), data, None, None, x.dtype)
-    if turned is not None:  # scales of tokens of one group, which begins at a tile
+    if turned is not None:  # no scale spans two groups, because each begins at a tile
         block = first.fmt.block[1] or native.TILE
         rows = native.TILE // block
         scale = behind([pad_to(s, rows, 1) if len(s) % rows else s for s in scales])
@@ -165,7 +168,8 @@ def given_operand(
 
 
 def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> Operand:
-    """Values of two-level codes, or their e4m3 codes, with the scale of each group's tensor."""
+    """Decode two-level codes to values, or convert them to e4m3 codes, with one scale per group's
+    tensor."""
     amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
     scale = behind([s.scale for s in storages if s.scale is not None])
     first, data = storages[0], behind([s.data for s in storages])
@@ -206,7 +210,7 @@ def _forward_of_codes(
     out_dtype: torch.dtype,
     tag: int,
 ) -> tuple[Tensor, TokenGroups, list[Tensor | None]]:
-    """`native.grouped_step` of tokens that came as codes."""
+    """Run `native.grouped_step` for tokens that arrive as codes."""
     refuse_codes(x, plan, save)
     groups = native.token_groups(ends, len(x), bad_splits_flag(), tag)
     y = _product_of_rows(
@@ -227,7 +231,7 @@ def _backward_of_codes(
     guard: Tensor | None,
     state: ExpertsState,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`native.grouped_step_backward` of a gradient that came as codes."""
+    """Run `native.grouped_step_backward` for a gradient that arrives as codes."""
     dx = dw = None
     if len(saved):
         a, of_x = (
@@ -281,12 +285,13 @@ def _count(plan: GemmPlan, name: str, x: Tensor, groups: TokenGroups) -> None:
 
 
 class ExpertsState(NamedTuple):
-    """What a call of all experts receives besides operands: histories of the delayed sides of
-    tokens, ordered by side, then by expert; and the key of random bits.
+    """Arguments of one call for all experts, apart from operands: histories of the delayed
+    directions of tokens, and the key of random bits.
 
-    factors, grad_factors:  of the input, and of the gradient.
-    amaxes, grad_amaxes:    where they are recorded; empty: nowhere.
-    step, ids:              int64 [5] (`context.STEP_FIELDS`), and of each expert int64 [3]
+    factors, grad_factors:  encode scales of the input and of the gradient, ordered by direction,
+                            then by expert.
+    amaxes, grad_amaxes:    tensors in which amaxes are recorded, in the same order; empty: none.
+    step, ids:              int64 [5] (`context.STEP_FIELDS`), and int64 [3] per expert
                             (`operands.slot_ids`).
     """
 
@@ -299,7 +304,7 @@ class ExpertsState(NamedTuple):
 
     @staticmethod
     def of(calls: Sequence[LinearCall]) -> ExpertsState:
-        """The state of one call for all experts, from those of each."""
+        """Combine the state of each expert's call."""
 
         def interleaved(of: Iterable[Sequence[Tensor]]) -> list[Tensor]:
             return [t for side in zip(*of) for t in side]
@@ -317,13 +322,13 @@ class ExpertsState(NamedTuple):
 
 
 class GroupedLinearCall(torch.autograd.Function):
-    """The three grouped products of x [M, K], of groups that end at `ends`.
+    """The three grouped GEMMs of x [M, K], whose groups end at `ends`.
 
     weights:     `ExpertWeights`.
     save:        the backward needs x.
-    tag:         what `bad_splits_flag` is told of wrong ends.
-    state:      `ExpertsState`.
-    parameters:  the weights, and as many biases, [N] each or one [E, N], or none.
+    tag:         the value that identifies this layer in `bad_splits_flag` if ends are wrong.
+    state:       `ExpertsState`.
+    parameters:  the weights, then biases, [N] each or one [E, N], or none.
     """
 
     @staticmethod
@@ -419,7 +424,7 @@ class GroupedLinearCall(torch.autograd.Function):
 
 
 def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | TwoLevelCodes:
-    """The operand that dgrad reads: saved by the forward, or gathered again."""
+    """Return the operand that dgrad reads: saved by the forward, or gathered again."""
     if ctx.columnwise is None:
         return ctx.weights.operands([COLUMNWISE], ctx.plan, dtype)[COLUMNWISE]
     kind, fields = ctx.columnwise
@@ -428,12 +433,12 @@ def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | 
 
 
 def group_of(groups: TokenGroups, x: Tensor) -> Tensor:
-    """int64 [tokens]: the group of each token of x."""
+    """Return the group of each token of x, int64 [tokens]."""
     tokens = torch.arange(len(x), device=x.device, dtype=torch.int32)
     return torch.searchsorted(groups.offsets[1:], tokens, right=True)
 
 
 def bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
-    """[E, N]: the sum of dy [tokens, N] over the tokens of each group."""
+    """Sum dy [tokens, N] over the tokens of each group: [E, N]."""
     experts = torch.arange(groups.groups, device=dy.device)
     return (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy

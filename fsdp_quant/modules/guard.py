@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard of anchored products: those whose operands one exponent does not serve go to finer
-ones, then to none.
+"""Guard anchored GEMMs against underflow: if one exponent does not fit the operands of a GEMM,
+move the GEMM to finer anchors, and finally to none.
 
-Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` (of groups
-of tokens in runs of 128, `PROBED_STEPS_OF_RUNS`) what the product lost to its anchors, over the
-error of its formats: from where along the contraction either has the codes that underflowed, and
-the other its energy (`ops.product_error`). As a step begins the sums start for the host without
-being waited for, and are judged at a later one, when
-they have arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and
-collectives do not change. What one layer shows is decided for all layers of its model that have the
-same recipe and plan: a compiled model is traced once more for a product, not once per layer.
+If both operands of a GEMM are codes, a kernel estimates, in one of `PROBED_STEPS` steps, the error
+that anchors add, relative to the error of the formats (`ops.product_error`). Grouped GEMMs with
+runs of 128 tokens are probed in one of `PROBED_STEPS_OF_RUNS` steps. The estimate compares where
+along the contraction one operand has codes that underflowed with where the other has its energy.
+
+When a step begins, an asynchronous copy of the sums to the host starts. A later step judges them,
+once they have arrived, so nothing here waits for a device. Each rank judges the GEMMs that it runs;
+formats and collectives do not change. A decision applies to all layers of the model that have the
+same recipe and plan, so a compiled model is traced again once per GEMM, not once per layer.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from ..recipe import Recipe
 from ..tensor import torch_compat
 from .plan import PRODUCTS, GemmPlan
 
-# It reads the codes that a GEMM multiplies, not what they were made from: codes without an
-# exponent, against the energy that the other operand has there, tell the loss within a factor of
-# two. Lines that are probed follow the golden ratio: even strides met the first token of every
-# sequence, whose gradient is noise.
+# The estimate reads the codes that a GEMM multiplies, not the values that were quantized. Codes
+# without an exponent, weighted by the energy of the other operand there, give the loss within a
+# factor of two. The probed lines follow the golden ratio: even strides would probe the first token
+# of every sequence, whose gradient is noise.
 
 
 class GuardedLayer(Protocol):
-    """What the guard reads and writes of a layer (`layer_runtime.LayerRuntime`).
+    """State of a layer that the guard reads and writes (`layer_runtime.LayerRuntime`).
 
-    guard, backward_guard:  fp32 [products, 2] (extra, formats' own) sums of eager mode and of
-                            compiled forwards, and of compiled backwards: a graph's forward and
-                            backward write tensors of their own. None until a product is watched.
-    guard_owner:            the layer that adds up for this one; None: itself.
+    guard:           fp32 [GEMMs, 2], sums of (extra error, error of the formats) from eager mode
+                     and compiled forwards. None until a GEMM is watched.
+    backward_guard:  the same from compiled backwards, because a graph's forward and backward must
+                     write different tensors.
+    guard_owner:     the layer whose `guard` collects the sums of this one; None: itself.
     """
 
     name: str
@@ -60,8 +62,12 @@ _GUARDED: weakref.WeakSet[GuardedLayer] = weakref.WeakSet()
 
 
 class _Summed(NamedTuple):
-    """Sums on their way to the host: fp32 [layers, products, (extra, formats' own)], of the plans
-    that layers had."""
+    """Sums that are being copied to the host.
+
+    layers, plans:  the layers, and the plans that they had when the copy started.
+    sums:           fp32 [layers, GEMMs, 2] of (extra error, error of the formats).
+    arrived:        recorded after the copy.
+    """
 
     layers: list[weakref.ref[GuardedLayer]]
     plans: list[GemmPlan]
@@ -70,11 +76,11 @@ class _Summed(NamedTuple):
 
 
 _UNDERWAY: list[_Summed] = []
-_since = 0  # calls of `apply_underflow_policy` since sums were sent
+_since = 0  # calls of `apply_underflow_policy` since the last copy started
 
 
 def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
-    """The layer's `guard` on `device`: what its products lost since the last judgement."""
+    """Return the layer's `guard` on `device`, allocated if needed: sums since the last copy."""
     global _since
     layer, _since = layer.guard_owner or layer, PROBED_STEPS
     guard = layer.guard
@@ -86,7 +92,7 @@ def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
 
 
 def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
-    """The layer's `backward_guard` on `device`."""
+    """Return the layer's `backward_guard` on `device`, allocated if needed."""
     layer = layer.guard_owner or layer
     guard = layer.backward_guard
     if guard is None or guard.device != device:
@@ -96,8 +102,8 @@ def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
 
 
 def apply_underflow_policy() -> None:
-    """Move products by the sums that have arrived, and send those since, in one of `PROBED_STEPS`;
-    called as steps begin or end."""
+    """Move GEMMs by the sums that have arrived, and start to copy newer sums, in one of
+    `PROBED_STEPS` calls. Called when a step begins or ends."""
     global _since
     if torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -106,7 +112,7 @@ def apply_underflow_policy() -> None:
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         done = _UNDERWAY.pop(0)
         for ref, plan, sums in zip(done.layers, done.plans, done.sums.tolist()):
-            # one rung at a time, whoever asks for it
+            # one rung at a time: skip layers whose plan changed since the copy started
             if (layer := ref()) is not None and layer.plan.key == plan.key:
                 _move(layer, sums)
     guarded = [(layer, layer.guard) for layer in _GUARDED if layer.guard is not None]
@@ -132,9 +138,9 @@ def _send(guarded: list[tuple[GuardedLayer, Tensor]]) -> None:
 
 
 def _move(layer: GuardedLayer, sums: list) -> None:
-    """Move the products whose operands their rung does not serve, of all layers alike.
+    """Move the GEMMs whose anchors add too much error to their next rung, in all layers alike.
 
-    sums: [product] -> (extra, formats' own), mean squares.
+    sums:  per GEMM, mean squares of (extra error, error of the formats).
     """
     tolerance, plan = layer.recipe.anchor_tolerance, layer.plan
     plan = plan if plan.alone else plan.of_groups
@@ -161,7 +167,7 @@ def _move(layer: GuardedLayer, sums: list) -> None:
         other.plan = plan
     torch_compat.foreach_zero_(
         [g for m in alike for g in (m.guard, m.backward_guard) if g is not None]
-    )  # of the rung before
+    )  # they hold sums of the old rung
 
 
 def _share(extra: float, own: float) -> str:
@@ -169,8 +175,8 @@ def _share(extra: float, own: float) -> str:
 
 
 def _alike(layer: GuardedLayer) -> list[GuardedLayer]:
-    """The layers of its model that have its recipe and plan: one decision for all, so that a
-    compiled model is traced once more."""
+    """Return the layers of its model that have its recipe and plan. One decision for all of them
+    lets a compiled model be traced again only once."""
     if layer.steps is None:
         return [layer]
     return [

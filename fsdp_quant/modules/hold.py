@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hold`, `freeze` and `unfreeze`: codes of weights that outlive one forward, because a user asked
-for it."""
+"""Keep codes of weights for longer than one forward, on request: `hold`, `freeze`, `unfreeze`."""
 
 from __future__ import annotations
 
@@ -27,17 +26,18 @@ from .steps import converted_modules
 
 @contextlib.contextmanager
 def hold(model: nn.Module) -> Iterator[None]:
-    """Multiply the codes of each weight's first use until the context ends.
+    """Quantize each weight once, at its first use, and reuse its codes until the context ends.
 
-    For micro-batches that share one version of the weights, generation and evaluation: each weight
-    is quantized once, and its codes stay in memory beside it (one byte per element and direction of
-    8-bit formats). Bits are those without it. Under `fully_shard` the shard's codes are kept, and
-    sent by each gather. Graphs of torch.compile quantize in each call.
+    Use it for micro-batches that share one version of the weights, for generation and for
+    evaluation. The codes stay in memory in addition to the weight (one byte per element and
+    direction for 8-bit formats). Bits do not change. Under `fully_shard`, the shard's codes are
+    kept and each all-gather sends them. Graphs of torch.compile quantize in each call.
 
-    Every rank that shares the weights must enter and leave it alike.
+    All ranks that share the weights must enter and leave the context at the same points.
 
-    Raises ValueError for a model without converted modules, or one that is held already; inside,
-    StaleWeightError at the next use of a weight that was written, as far as torch counts writes.
+    Raises ValueError for a model without converted modules, or one that is held already. Inside,
+    the next use of a weight that was written raises StaleWeightError, as far as torch counts
+    writes.
 
     >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
     >>> with fq.hold(model):
@@ -74,22 +74,23 @@ def _states_of(model: nn.Module) -> list[WeightState]:
 
 @torch.no_grad()
 def freeze(module: nn.Module, backward: bool = True) -> int:
-    """Turn the weights of `module` that do not train into their codes, for good; returns of how
-    many layers.
+    """Replace the weights of `module` that do not train by their codes, permanently. Returns the
+    number of layers.
 
-    backward:  False: codes of the forward alone, for inference; a backward through them raises.
+    backward:  False: keep only the codes of the forward, for inference; a backward through them
+               raises.
 
-    For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` in place of its
-    high-precision weight, or of a quantized parameter with its values: the codes that its GEMMs
-    read, as they read them. Bits of outputs and of gradients are those before.
-    `weight.dequantize()` gives the values that the codes have; the values that they were made from
-    are gone, from the state dict too. A quantized parameter under `fully_shard` stays sharded and
-    drops its values: every rank must call it. Packed experts and transposed weights stay as they
-    are.
+    Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`, with
+    the codes that its GEMMs read, in the layout in which they read them. It replaces the
+    high-precision weight, or a quantized parameter and its values. Bits of outputs and gradients do
+    not change. `weight.dequantize()` returns the values of the codes; the values that were
+    quantized are lost, also in the state dict. A quantized parameter under `fully_shard` stays
+    sharded and drops its values; every rank must call `freeze`. Packed experts and transposed
+    weights do not change.
 
-    Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights,
-    and for a high-precision weight that is sharded, or a weight that keeps amax histories, naming
-    it.
+    Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
+    Raises ValueError too, naming the weight, for a sharded high-precision weight and for a weight
+    with amax histories.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -153,8 +154,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
 
 
 def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
-    """What products read of a weight; of the backward, what does not follow from the codes of the
-    forward."""
+    """Return the codes of a weight that GEMMs read. Codes of the backward that are derived from
+    those of the forward are omitted."""
     plan = layer.plan.on(weight.dtype, weight.device)
     wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
     codes = weight_storages(weight, wanted, plan, layer.runtime.weight_state, weight.dtype)
@@ -163,10 +164,11 @@ def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
 
 @torch.no_grad()
 def unfreeze(module: nn.Module) -> int:
-    """Turn the codes that `freeze` made into a high-precision weight of their rowwise values, which
-    does not train; returns how many.
+    """Replace the codes from `freeze` by a high-precision weight of their rowwise values, which
+    does not train. Returns the number of weights.
 
-    For what writes weights or needs their values: merging LoRA into its base, `save_pretrained`.
+    Use it before code that writes weights or needs their values, such as merging LoRA into its base
+    or `save_pretrained`.
 
     Raises ValueError for a module without frozen codes.
 

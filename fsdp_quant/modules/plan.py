@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GemmPlan`: the three products of a linear layer resolved from a recipe, checked when it is
-built.
+"""Resolve a recipe to the three GEMMs of a linear layer, and check them: `GemmPlan`.
 
-A plan is a value: layers with equal quantizers share one. Operators receive its key, a text,
-because an operator takes no Python objects and a compiled graph must be the same for equal layers.
+A plan is a value: layers with equal quantizers share one. Operators receive its key, a string,
+because they accept no Python objects and a compiled graph must be the same for equal layers.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ from ..roles import QUANTIZED_TYPES
 from .quantize import OutputQuantization, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
-# Compiled step, by its number -> its plan, domains, and whether it makes the codes of transposed
-# weights.
+# Number of a compiled step -> (its plan, domains, whether it encodes transposed weights).
 _CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str], bool]] = {}
 
 
@@ -75,9 +73,9 @@ PRODUCTS = (
 )
 
 
-# What block scales of a product's operands are anchored to, fastest first; exact: to nothing.
-# `modules.guard` moves a product down as its operands ask. Over tokens, runs begin where an
-# exponent of the tensor does not serve (`ops.layout.OVER_TOKENS`).
+# Granularities of anchors, fastest first; EXACT: no anchors. `modules.guard` moves a GEMM down if
+# its operands need it. Below one exponent per tensor, a GEMM that contracts over tokens continues
+# with runs (`ops.layout.OVER_TOKENS`).
 EXACT = "exact"
 LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
 LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
@@ -89,18 +87,18 @@ def ladder_of(product: Product) -> tuple[str, ...]:
 
 
 class Resolved(NamedTuple):
-    """A plan on one device and for one dtype.
+    """A plan for one device and one dtype.
 
-    domains:  of fprop, dgrad and wgrad.
-    layouts:  slot -> direction -> how its product reads the storage (`ops.layout`).
-    saved:    which storage of the input the backward keeps, where it keeps one.
-    call:     number of the compiled step (`native.linear_plan`), or None where there is none.
-    shared:   what decides the codes of the input, beside histories; None where they are this
-              layer's alone.
-    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of
-              b), as `product_error` counts.
-    multiple: of which M, N and K are multiples in the compiled step: rows of codes are whole 16
-              bytes.
+    domains:   of fprop, dgrad and wgrad.
+    layouts:   slot -> direction -> layout in which its GEMM reads the storage (`ops.layout`).
+    saved:     which storage of the input the backward saves, if it saves one.
+    call:      number of the compiled step (`native.linear_plan`); None: there is none.
+    shared:    key of the codes of the input, apart from histories; layers with equal keys may share
+               them. None: they belong to this layer alone.
+    watched:   for fprop, dgrad and wgrad, which operands may lose bits to anchors, (of a, of b), as
+               `product_error` counts.
+    multiple:  M, N and K in the compiled step are multiples of it, so that each row of codes is a
+               multiple of 16 bytes.
     """
 
     domains: tuple[str, str, str]
@@ -118,19 +116,20 @@ class Resolved(NamedTuple):
 
 @value_class
 class GemmPlan:
-    """Quantizers of the three slots, and what the backward keeps of the input.
+    """Quantizers of the three slots, and what the backward saves of the input.
 
-    saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise"
-            or "rowwise": that storage only.
-    rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
-    alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
-    shared_rungs:  of fprop, dgrad and wgrad, where no scale is of the whole tensor: what takes the
-                  place of the first rung.
-    watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already;
-                  None: by the formats.
-    by_tensor:    of fprop, dgrad and wgrad, of a plan `on` a device: codes of its operands have one
-                  exponent a tensor.
-    boundary:     of the layer, or None.
+    saves:         "input": the original tensor (identity backward, or re-quantized from it);
+                   "columnwise" or "rowwise": that storage only.
+    rungs:         for fprop, dgrad and wgrad, its rung in its ladder (`ladder_of`).
+    shared_rungs:  for fprop, dgrad and wgrad, replaces the first rung if scales per tensor are
+                   ruled out.
+    boundary:      of the layer, or None.
+    alone:         no groups of tokens share tensors of the layer, so one exponent may serve a
+                   whole tensor.
+    watched:       as in `Resolved`, for a plan from `on` whose operands are already anchored; None:
+                   decided by the formats.
+    by_tensor:     for fprop, dgrad and wgrad, of a plan from `on`: codes of its operands have one
+                   exponent per tensor.
     """
 
     input: HybridQuantizer
@@ -146,9 +145,9 @@ class GemmPlan:
     watched: tuple[tuple[int, int], ...] | None = None
     by_tensor: tuple[bool, bool, bool] = (False, False, False)
 
-    # Computed, so no fields. Attributes, because dynamo calls no property of a plan that it takes
-    # for a constant.
-    key: ClassVar[str]  # the text that stands for this plan in an operator's arguments
+    # Computed, so not fields. Attributes, because dynamo treats a plan as a constant and calls no
+    # properties of it.
+    key: ClassVar[str]  # represents this plan in an operator's arguments
     needs_steps: ClassVar[bool]
     histories_key: ClassVar[str]
 
@@ -161,21 +160,21 @@ class GemmPlan:
         self._register()
 
     def _register(self) -> None:
-        # pickles may be older than these
+        # set again after unpickling, because an older pickle may lack them
         object.__setattr__(self, "needs_steps", self._needs_steps())
         object.__setattr__(
             self, "histories_key", canonical_text((self.input, self.weight, self.grad_output))
-        )  # rungs change none
+        )  # rungs do not affect histories
         _PLANS.setdefault(self.key, self)
 
     @cached_property
     def is_delayed(self) -> bool:
-        """Some side of an activation or gradient is encoded with delayed scaling."""
+        """Whether an activation or gradient is encoded with delayed scaling in some direction."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
     def _needs_steps(self) -> bool:
-        """Its bytes depend on the step, by random bits or histories, or the guard watches it on
-        some device."""
+        """Return whether the bits depend on the step, through random bits or histories, or the
+        guard watches the plan on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
         rounded = any(side is not None and side.is_stochastic for side in self._boundary_sides)
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
@@ -188,30 +187,29 @@ class GemmPlan:
 
     @cached_property
     def of_groups(self) -> GemmPlan:
-        """This plan where one product serves groups of tokens, each at a multiple of 128 of what
-        wgrad contracts, as runs of anchors then do.
+        """This plan for one grouped GEMM over groups of tokens. In wgrad's contraction, groups and
+        runs of anchors begin at multiples of 128.
 
-        Tiles of 128 x 128 hold the anchors of all operands: one kernel finds and applies them.
-        Those of weights serve a tile, which is multiplied as fast as lines.
+        One kernel computes and applies the anchors of all operands, in tiles of 128 x 128. Weights
+        have one anchor per tile, which multiplies as fast as one per line.
         """
         return replace(self, shared_rungs=_OF_GROUPS)
 
-    # Anchors of weights come from codes (a second rounding of subnormals), so that a gathered
-    # weight multiplies as an unsharded one; activations are rounded once against the anchor. From
-    # values one kernel rounds twice (`Work::kOfCodes`) against the amax of the tensor: 3.4 ms of a
-    # step of 6 layers of Llama, where moving codes took 4.7 in a run whose clocks were a tenth
-    # lower (H200). Exponents of tensors for experts were tried and left: tokens that travel as
-    # codes are rounded a second time where those become subnormal, so a rank's gradients would not
-    # be the bits of one process.
+    # Weights are anchored from codes (which rounds subnormals twice), so that gathered and
+    # unsharded weights give the same bits. Activations are rounded once, against the anchor. From
+    # values, one kernel rounds twice (`Work::kOfCodes`) against the tensor's amax: 3.4 ms of a step
+    # of 6 layers of Llama; moving codes measured 4.7 ms, at clocks a tenth lower (H200). Experts
+    # have no exponents per tensor: tokens that are sent as codes would be rounded twice where they
+    # become subnormal, so a rank's gradients would differ from the bits of one process.
     def on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
-        """This plan as `device` multiplies `dtype` activations that neither ranks nor groups of
+        """Return this plan for `dtype` activations on `device` that neither ranks nor groups of
         tokens share.
 
-        Where its tensor cores take no block scales, or take them slower, activations and gradients
-        that are scaled by powers of two a block have one a tensor instead: the same numbers, but
-        for those far below the largest. Those of fewer than 8 bits are encoded in their blocks
-        before. Of products on the first rung only. The layer's own plan says what travels and what
-        is saved in files.
+        If its tensor cores do not accept block scales, or are slower with them, activations and
+        gradients with one power-of-two scale per block get one per tensor: the same numbers, except
+        far below the largest. Operands of fewer than 8 bits are first encoded in their blocks. This
+        applies to GEMMs on the first rung only. The layer's own plan still defines what is sent and
+        what checkpoints store.
         """
         plain = (
             not self.alone
@@ -279,8 +277,8 @@ class GemmPlan:
         )
 
     def _tensor_scaled(self, slot: str, direction: Direction) -> Quantizer | None:
-        """What makes one scale of a tensor, a power of two, take the place of those of a side; None
-        where none can."""
+        """Return the quantizer that replaces the block scales of a direction by one power of two
+        per tensor; None if there is none."""
         hybrid = self.hybrid(slot)
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
@@ -299,14 +297,14 @@ class GemmPlan:
         return getattr(self, slot)
 
     def operand(self, slot: str, direction: Direction) -> Format:
-        """Format that a product reads for this slot and direction."""
+        """Return the format that a GEMM reads for this slot and direction."""
         return self.hybrid(slot).side(direction).fmt
 
     def pair(self, product: Product) -> tuple[Format, Format]:
         return self.operand(*product.a), self.operand(*product.b)
 
     def domain(self, product: Product, dtype: torch.dtype, arch: str) -> tuple[str, str]:
-        """(domain, reason) of one product of `dtype` activations on `arch`."""
+        """Return (domain, reason) of one GEMM of `dtype` activations on `arch`."""
         exact = self.accuracy == EXACT or self.rung(product) == EXACT
         return gemm_domain(*self.pair(product), dtype, arch, exact)
 
@@ -315,17 +313,17 @@ class GemmPlan:
 
     @property
     def moved(self) -> dict[str, str]:
-        """Product -> rung, of those that the guard moved from the first."""
+        """GEMM -> rung, for GEMMs that the guard moved from the first rung."""
         return {p.name: rung for p, rung in zip(PRODUCTS, self.rungs) if rung != ANCHORED_TENSOR}
 
     def moved_to(self, rungs: Mapping[str, str]) -> GemmPlan:
-        """This plan with products on these rungs; others on the first."""
+        """Return this plan with GEMMs on these rungs, and all others on the first."""
         return replace(self, rungs=tuple(rungs.get(p.name, ANCHORED_TENSOR) for p in PRODUCTS))
 
     def next_rung(self, product: Product, is_shared: bool) -> str | None:
-        """Where a product goes whose operands its rung does not serve; None: nowhere.
+        """Return the rung after the present one of a GEMM; None: there is none.
 
-        is_shared:  ranks or groups share tensors of the layer: no scale is of a whole one.
+        is_shared:  ranks or groups share tensors of the layer, which rules out scales per tensor.
         """
         pair, rung = self.pair(product), self.rung(product)
         if all(map(anchors, pair)):
@@ -339,7 +337,7 @@ class GemmPlan:
         return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
-        """What products of `dtype` activations on `device` need to know, made once."""
+        """Resolve this plan for `dtype` activations on `device`. Cached."""
         key = (dtype, device)
         if key not in self._resolved:
             arch = arch_of(device)
@@ -373,10 +371,10 @@ class GemmPlan:
         return self._resolved[key]
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
-        """The compiled step to which weights are given transposed: it makes the codes of each
-        direction as the other one.
+        """Return the number of the compiled step for transposed weights: it encodes each direction
+        as the other one.
 
-        None where codes of a weight and of its transpose differ, or it has histories.
+        None if codes of a weight and of its transpose differ, or if the weight has histories.
         """
         key = (dtype, device)
         if key not in self._turned:
@@ -411,8 +409,8 @@ class GemmPlan:
 
     @cached_property
     def turns_wgrad(self) -> bool:
-        """Grouped products make dw transposed: kernels take no e5m2 as the second operand of groups
-        that cut the contraction."""
+        """Whether grouped GEMMs compute dw transposed. Not for e5m2: kernels do not accept it as
+        the second operand of groups that cut the contraction."""
         return self.operand("grad_output", COLUMNWISE).element != E5M2
 
     def _operand_specs(
@@ -422,8 +420,8 @@ class GemmPlan:
         dtype: torch.dtype,
         arch: str,
     ) -> list[native.OperandSpec] | None:
-        """Rowwise and columnwise readings of every slot in the compiled step, or None where it
-        cannot do one of them."""
+        """Return the rowwise and columnwise spec of every slot in the compiled step; None if it
+        does not support one of them."""
         if dtype is not torch.bfloat16:
             return None
         operand_specs: list[native.OperandSpec] = []
@@ -433,12 +431,12 @@ class GemmPlan:
             if hybrid.is_derived or (hybrid.shares_storage and COMPACT in lie and len(lie) > 1):
                 return None
             in_runs = layouts[slot].values() if slot == "weight" else [layouts[slot][ROWWISE]]
-            # the step of one matrix makes runs of tokens alone
+            # the step of a single matrix supports runs over tokens only
             if {ANCHORED_512, ANCHORED_128} & set(in_runs) and self.shared_rungs != _OF_GROUPS:
                 return None
             for d in Direction:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
-                source = ROWWISE if hybrid.shares_storage else d  # whose history scales it
+                source = ROWWISE if hybrid.shares_storage else d  # direction of its history
                 delayed = hybrid.delayed_directions
                 spec = native.operand_spec_of(
                     hybrid.side(d).encoding(d),
@@ -463,15 +461,15 @@ class GemmPlan:
 
     @cached_property
     def one_product(self) -> dict:
-        """The compiled step of one product for all experts or None, by what that depends on
-        (`traced_experts`)."""
+        """Cache of the compiled step of one grouped GEMM for all experts, or None, by the key that
+        `traced_experts` computes."""
         return {}
 
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:
         product = next(p for p in PRODUCTS if (slot, direction) in (p.a, p.b))
         other = product.b if product.a == (slot, direction) else product.a
         if self.hybrid(slot).is_derived and direction is ROWWISE:
-            return COMPACT  # what the columnwise storage is made from
+            return COMPACT  # the columnwise storage is derived from it
         pair = self.operand(slot, direction), self.operand(*other)
         rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
         by_tensor = self.by_tensor[PRODUCTS.index(product)] or (
@@ -481,8 +479,7 @@ class GemmPlan:
             rung = self.shared_rungs[PRODUCTS.index(product)]
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
-            # those of runs are made of bf16 values, rounded to nearest; those of lines of codes
-            # that are there
+            # runs are anchored from bf16 values rounded to nearest, lines from existing codes
             rung = ANCHORED
         if slot == "weight" and rung == ANCHORED_128 and self.shared_rungs == _OF_GROUPS:
             rung = ANCHORED_TILE
@@ -490,13 +487,13 @@ class GemmPlan:
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:
-    """How `product_error` counts an operand of an anchored product. is_rescaled: made with one
-    scale per tensor."""
+    """Return how `product_error` counts an operand of an anchored GEMM. is_rescaled: quantized with
+    one scale per tensor."""
     return counted_as(fmt) if is_rescaled or anchors_tensor(fmt) else NOT_COUNTED
 
 
 def plan_of(key: str) -> GemmPlan:
-    """The plan a key was made from. Raises KeyError for a key of another process's plan."""
+    """Return the plan of a key. Raises KeyError for the key of another process's plan."""
     if key not in _PLANS:
         raise KeyError(
             "this GEMM plan was not built in this process; build the model's plans (fq.convert) "
@@ -506,14 +503,14 @@ def plan_of(key: str) -> GemmPlan:
 
 
 def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: bool) -> None:
-    """Let `counters` include the calls of a compiled step."""
+    """Register a compiled step with `counters`, which then include its calls."""
     _CALLS[number] = plan, domains, turned
     if _called not in counters.sources:
         counters.sources.append(_called)
 
 
 def _called() -> Iterator[tuple[str, object, int]]:
-    """What compiled steps did since this was asked last, as `counters` say it."""
+    """Yield what compiled steps ran since the last call, as entries of `counters`."""
     made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
     for (plan, domains, turned), counts in zip(
         _CALLS.values(), native.linear_counts() if _CALLS else ()
@@ -530,9 +527,9 @@ def build_plan(
 ) -> GemmPlan:
     """Resolve a recipe for one module, and check every pair.
 
-    arch:  where it will run; under `require_native` every product must have a native domain there.
+    arch:  where it will run; under `require_native`, every GEMM must run natively there.
     Raises ValueError, naming module, slots and formats, for a pair that has no meaning, a missing
-    direction, or a product that `require_native` refuses.
+    direction, or a GEMM that `require_native` refuses.
     """
     slots: dict[str, HybridQuantizer] = {}
     for slot in QUANTIZED_TYPES:
@@ -569,13 +566,13 @@ def build_plan(
 
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a
-    plan."""
+    """Build the plan of a recipe from the recipe's key (`build_plan`). Runs while a graph is
+    traced; a traced call could not register a plan."""
     return build_plan(recipe_of(key), name, arch, module_type)
 
 
 def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
-    """Raise ValueError for a product of bf16 activations that no matrix unit of `arch` computes."""
+    """Raise ValueError for a GEMM of bf16 activations that no matrix unit of `arch` computes."""
     for product in PRODUCTS:
         domain, reason = plan.domain(product, torch.bfloat16, arch)
         if domain not in ("native", "anchored"):
@@ -592,7 +589,7 @@ def _label(operand: tuple[str, Direction]) -> str:
 
 
 def _saved(hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
-    if hybrid.is_derived:  # of the original no pass could make what the forward decoded
+    if hybrid.is_derived:  # the forward decoded rowwise codes, not the original input
         return "rowwise"
     if save_original_input or not hybrid.side(COLUMNWISE).fmt.is_quantized:
         return "input"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who counts the steps of a model: a hook of its training forwards.
+"""Count the steps of a model with a hook on its training forwards.
 
-A step begins with a training forward of the model that `fq.convert` or `fq.set_recipe` was given,
-never with an optimizer: wrapped optimizers, several, one per parameter and those that torch does
-not know train alike. Only models whose recipe needs steps have the hook (`GemmPlan.needs_steps`,
-and schedules).
+A step begins with a training forward of the model that was passed to `fq.convert` or
+`fq.set_recipe`. It never begins with an optimizer, so training does not depend on the optimizer:
+wrapped, several, one per parameter, or unknown to torch. Only models whose recipe needs steps have
+the hook (`GemmPlan.needs_steps`, and schedules).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .transposed_linear import TransposedLinear
 def converted_modules(
     model: nn.Module, names: Mapping[str, str] | None = None
 ) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name, with those of packed experts and of
-    transposed weights.
+    """Return the fq.Linear modules of a model by qualified name, including those of packed experts
+    and of transposed weights.
 
-    names:  qualified name of a module -> what to call it (`layer_names`).
+    names:  qualified name of a module -> name to return (`layer_names`).
     """
     found = {}
     for name, module in _owners(model).items():
@@ -49,7 +49,7 @@ def converted_modules(
 
 
 def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLinear]:
-    """The modules of the tree that have the layers."""
+    """Return the modules that own layers, by qualified name."""
     found = model.named_modules()
     return {
         n: m
@@ -59,7 +59,7 @@ def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLi
 
 
 def name_of(module: nn.Module) -> str:
-    """The name by which errors and random bits know a module; of another one its class."""
+    """Return the name of a module in errors and random keys; for other modules, the class name."""
     if isinstance(module, GroupedLinear):
         return module._name
     layer = module.layer if isinstance(module, TransposedLinear) else module
@@ -67,12 +67,13 @@ def name_of(module: nn.Module) -> str:
 
 
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
-    """Qualified name -> name in a state, of each module that has layers; the naming of new states,
-    then those of older ones.
+    """Return maps of qualified name -> name in a state, for each module that owns layers. The first
+    map names new states, the others read older states.
 
-    A new state has the names that layers were converted with, or built with, where those are their
-    places in the model as far as they go: what was wrapped around the model or its parts since is
-    not in them. Else it has places without known wrappers.
+    New states use the names with which layers were converted or built, if each is the end of the
+    layer's qualified name without known wrappers. Such names exclude all wrappers that were added
+    later around the model or its parts. Otherwise new states use qualified names without known
+    wrappers.
     """
     owners = _owners(model)
     own = {n: name_of(m) for n, m in owners.items()}
@@ -83,7 +84,7 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
 
 
 def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
-    """ "slot.direction" -> history of every delayed side of the module's plan."""
+    """Return "slot.direction" -> history, for every delayed direction of the module's plan."""
     found = {}
     for slot in QUANTIZED_TYPES:
         directions = module.plan.hybrid(slot).delayed_directions
@@ -93,10 +94,10 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
-    """Let the training forwards of `model` be its steps, if its recipe needs any; in place of
-    models inside it that count.
+    """Count the training forwards of `model` as its steps, if its recipe needs steps. Replaces the
+    hooks of models inside it that count.
 
-    Part of a model that counts has the steps of that model.
+    Part of a model that counts shares the steps of that model.
     """
     layers = list(converted_modules(model).values())
     own = own_steps(model)
@@ -138,15 +139,15 @@ def _remove_hook(model: nn.Module) -> None:
 
 
 def begins_first(model: nn.Module) -> None:
-    """Steps begin before other hooks of the model run: `fully_shard`'s quantizes what the root
-    gathers."""
+    """Move the hook that begins steps before all other hooks of the model: that of `fully_shard`
+    quantizes the root's all-gather inputs."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
             model._forward_pre_hooks.move_to_end(key, last=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
-    """The forward pre-hook of a model that counts its steps."""
+    """Begin a step: the forward pre-hook of a model that counts."""
     tracing, steps = torch.compiler.is_compiling(), own_steps(model)
     if steps is None:
         return
@@ -166,8 +167,8 @@ def _begin(model: nn.Module, args: tuple) -> None:
 
 
 def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
-    """The layers that a model counts for: also those that were built by hand and put in, if nobody
-    has counted for them yet."""
+    """Return the layers of a model. Layers that were built by hand and inserted use its steps too,
+    unless their own steps have run."""
     layers = list(converted_modules(model).values())
     for layer in layers:
         if layer.runtime.steps is None or not layer.runtime.steps.has_run:

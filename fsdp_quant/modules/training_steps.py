@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When training steps begin, and what runs around them and around an optimizer's step, in order.
+"""Begin training steps, and run what belongs around them and around an optimizer's step, in order.
 
-A step begins with a training forward (`TrainingSteps`) or with `begin_step`. Optimizers begin none:
-wrapped optimizers, several, and those that torch does not know all train alike.
+A step begins with a training forward (`TrainingSteps`) or with `begin_step`. Optimizers begin no
+steps, so training does not depend on the optimizer: wrapped, several, or unknown to torch.
 
     a step begins            amax histories roll (`roll`); the device learns the step (`STEP`);
                              `_after_step_begins`
@@ -40,9 +40,9 @@ from .bad_splits import raise_bad_splits
 class Runtime:
     """The part of `modules.layer_runtime.LayerRuntime` that steps read.
 
-    steps:        who counts the steps of the layer's model; None: nobody yet.
-    input_owner:  gives the layer that keeps the amax histories of the input, where several read
-                  one.
+    steps:        counts the steps of the layer's model; None: not counted yet.
+    input_owner:  returns the layer that stores the amax histories of the input, if several layers
+                  read one input.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Layer(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """A schedule that a model follows, and the function that gives the model its recipe of a
+    """A schedule that a model follows, and the function that switches the model to its recipe at a
     step."""
 
     schedule: Schedule
@@ -70,7 +70,7 @@ class Scheduled(NamedTuple):
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
 SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that shares those of the
+# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that shares the amaxes of
 # histories that are about to roll.
 SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
     weakref.WeakKeyDictionary()
@@ -81,8 +81,11 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 
 
 def _after_step_begins(model: nn.Module | None, step: int) -> None:
-    """Run what follows when a step begins: of `model`; None: of all models (`begin_step`), or of
-    layers that run without one."""
+    """Run what follows the beginning of a step.
+
+    model:  the model whose step begins. None: all models (`begin_step`), or layers that run without
+            a model.
+    """
     guard.apply_underflow_policy()
     for other, (schedule, switch) in list(SCHEDULED.items()):
         begins = STEP.counted_by_hand if model is None else own_steps(other) is own_steps(model)
@@ -91,7 +94,7 @@ def _after_step_begins(model: nn.Module | None, step: int) -> None:
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Run what must precede every optimizer's step. Raises ValueError where it must not run."""
+    """Run what must precede every optimizer's step. Raises ValueError if the step must not run."""
     _check_masters(optimizer)
     raise_bad_splits()
 
@@ -117,12 +120,13 @@ class TrainingSteps:
 
     next:          the step that the next training forward begins.
     open:          a step has begun and was not skipped: its histories roll when the next begins.
-    traced:        a graph of torch.compile begins its steps.
+    traced:        a graph of torch.compile begins the steps.
     ahead:         graphs counted steps on their device that the host has not read: `next` is stale.
-    is_counting:   a hook of the model calls `begin`. is_scheduled: the model follows a schedule.
+    is_counting:   a hook of the model calls `begin`.
+    is_scheduled:  the model follows a schedule.
     has_run:       `begin` was called.
-    layers:        of the model, collected when its first training forward begins.
-    alike:         histories by equal shape, which graphs roll together.
+    layers:        layers of the model, collected when its first training forward begins.
+    alike:         lists of histories of equal shape, which graphs roll together.
     at:            the step whose amaxes the histories collect.
     """
 
@@ -147,7 +151,7 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """The step that a checkpoint stores: the next one, or the running one if counted by hand.
+        """The step that a checkpoint stores: the next one; if counted by hand, the running one.
         Waits for the device if graphs count there."""
         if STEP.counted_by_hand:
             return STEP.step
@@ -169,12 +173,15 @@ class TrainingSteps:
 
     @property
     def is_skipped(self) -> bool:
-        """The step that began last was skipped."""
+        """Whether the step that began last was skipped."""
         return not self.open and (self.has_run or self.next > 0)
 
     def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next training forward begin `step`; counted by hand, `step` is the one that ran,
-        even the first. skipped: the histories collect the amaxes of `step` itself."""
+        """Let the next training forward begin `step`. If steps are counted by hand, `step` is the
+        one that ran, even the first.
+
+        skipped:  the histories collect the amaxes of `step` itself.
+        """
         self.continue_at(step, not skipped and (step > 0 or STEP.counted_by_hand))
         if skipped:
             self.at = step
@@ -186,8 +193,8 @@ class TrainingSteps:
     def begin(
         self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None
     ) -> None:
-        """Note that a training forward begins: it begins the next step, or, counted by hand, may be
-        another micro-batch of the running one."""
+        """Begin the next step, because a training forward begins. If steps are counted by hand, the
+        forward may be another micro-batch of the running step."""
         self.has_run = True
         if STEP.counted_by_hand:
             if self.open and self.at != STEP.step:
@@ -210,7 +217,8 @@ class TrainingSteps:
         _after_step_begins(model, step)
 
     def begin_in_graph(self, device: torch.device) -> None:
-        """`begin` for a model that is being traced: read and write the count on `device` alone."""
+        """Begin a step of a model that is being traced, reading and writing only the count on
+        `device`."""
         self.has_run = self.traced = True
         if STEP.counted_by_hand:  # `begin_step` rolls
             self.open = True
@@ -226,8 +234,8 @@ class TrainingSteps:
 
     # All models of the process share the step's tensor, so graphs cannot count in it.
     def counts_on(self, device: torch.device) -> Tensor:
-        """int64 [2], `next` and `open`, which graphs read and write. Call it before a trace, which
-        would record the values as constants."""
+        """Return int64 [2], `next` and `open`, which graphs read and write. Call it before a trace,
+        which would otherwise record the values as constants."""
         if device not in self._counts:
             with torch.inference_mode(False):
                 self._counts[device] = torch.tensor([self.next, self.open], device=device)
@@ -235,8 +243,8 @@ class TrainingSteps:
         return self._counts[device]
 
     def begin_by_hand(self) -> None:
-        """Begin another step of a model whose forwards the host does not see: a graph runs it, or
-        its parts are called one by one."""
+        """Begin another step of a model whose forwards the host does not see, because a graph runs
+        it or its parts are called one by one."""
         forwards_are_seen = self.has_run and not self.traced
         if forwards_are_seen or self.at == STEP.step:
             return
@@ -245,7 +253,8 @@ class TrainingSteps:
         self.at = STEP.step
 
     def skip(self) -> None:
-        """Let the next training forward begin the running step again, which was not applied."""
+        """Let the next training forward begin the running step again, because the optimizer did not
+        apply it."""
         for counts in self._counts.values():
             if not STEP.counted_by_hand:
                 counts[0].sub_(counts[1])
@@ -260,9 +269,9 @@ _PASSES = itertools.count()
 
 class _LooseLayers(threading.local):
     """Layers that a thread runs without a model that counts. A step begins when a layer runs that
-    has already run in the current one.
+    has already run in the current step.
 
-    A layer, and its copy, keeps the number of the pass in which it ran last (`_ran_in`).
+    A layer stores the number of the pass in which it ran last (`_ran_in`); a copy inherits it.
     _pass:     the current pass; None: the next layer begins one.
     _rolled:   ids of the histories that rolled when this step began.
     """
@@ -296,13 +305,14 @@ class _LooseLayers(threading.local):
             else:
                 self._rolled = rolled
         if is_new and current == self._pass and (self._restored or ran_in not in (None, current)):
-            # amaxes that a checkpoint, or the layer that this is a copy of, had not rolled yet
+            # amaxes that the checkpoint, or the copied layer, had not rolled yet
             roll(self._unrolled([layer]))
         layer.__dict__["_ran_in"] = self._pass
 
     def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
-        """Histories of these layers that have not rolled in this step. `begin_step` may have rolled
-        some before `fully_shard` gathered their weights, and experts of one weight share theirs."""
+        """Return the histories of these layers that have not rolled in this step. `begin_step` may
+        have rolled some before `fully_shard` gathered their weights. Experts of one weight share
+        histories."""
         counts = {
             id(steps): steps for layer in layers if (steps := layer.runtime.steps) is not None
         }
@@ -317,7 +327,7 @@ _LOOSE = _LooseLayers()
 
 
 def own_steps(module: nn.Module) -> TrainingSteps | None:
-    """Who counts the steps of this module: of a layer its runtime knows, of a model it does."""
+    """Return the steps of a module: a layer stores them in its runtime, a model in itself."""
     runtime = module.__dict__.get("runtime")
     if isinstance(runtime, Runtime):
         return runtime.steps
@@ -333,11 +343,12 @@ def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
 
 
 def note_forward(layer: Layer, grad: bool) -> None:
-    """Count the forward of a layer that needs steps. Not for recomputations or traced forwards.
+    """Count the forward of a layer that needs steps. Do not call it for recomputed or traced
+    forwards.
 
     grad:  a backward may follow.
 
-    Does nothing if a model counts steps: they began with its own forward.
+    Does nothing if a model counts steps: the step began with the model's forward.
     """
     steps = layer.runtime.steps
     is_step = STEP.counted_by_hand or (grad and layer.training)
@@ -352,11 +363,11 @@ def note_forward(layer: Layer, grad: bool) -> None:
 
 
 def steps_of(model: nn.Module) -> TrainingSteps:
-    """The steps of a model, of a model inside it, or of its layers if they run without one."""
+    """Return the steps of a model, of a model inside it, or of layers that run without a model."""
     _LOOSE.catch_up()
     modules = list(model.modules())
     counted = [steps for m in modules if (steps := own_steps(m)) is not None]
-    # experts of one weight are no submodules
+    # experts of one weight are not submodules
     packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
     if any(m in _LOOSE.layers for m in (*modules, *packed)):
         counted.append(_LOOSE.steps)
@@ -365,7 +376,8 @@ def steps_of(model: nn.Module) -> TrainingSteps:
 
 
 def continued(model: nn.Module) -> TrainingSteps:
-    """New steps for a model, which continue those of its layers if they ran without one."""
+    """Return new steps for a model. They continue the steps of its layers, if these ran without a
+    model."""
     steps, before = TrainingSteps(), steps_of(model)
     if before is _LOOSE.steps and before.has_run:
         steps.restart(before.number)
@@ -373,7 +385,7 @@ def continued(model: nn.Module) -> TrainingSteps:
 
 
 def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
-    """Let the next training forward of a model, or of layers without one, begin `step` (see
+    """Let the next training forward of a model, or of layers without a model, begin `step` (see
     `TrainingSteps.restart`)."""
     for module in model.modules():
         if (steps := own_steps(module)) is not None:
@@ -385,11 +397,11 @@ def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
 
 
 def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
-    """Every amax history that rolls with the steps of these layers, each once: experts of one
-    weight share histories, and layers of one input share the input's.
+    """Return every amax history that rolls with the steps of these layers, each once. Experts of
+    one weight share histories; layers of one input share the input's histories.
 
-    Weight histories of quantized parameters and of published weights are left out: they roll when
-    codes are encoded, after an optimizer's step.
+    Weight histories of quantized parameters and of synced weights are omitted. They roll when the
+    weights are encoded, after an optimizer's step.
     """
     found: dict[int, AmaxHistory] = {}
     for layer in layers:
@@ -416,16 +428,16 @@ def roll(histories: Collection[AmaxHistory], skipped: Tensor | None = None) -> N
 
 
 def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None = None) -> None:
-    """Set the step, micro-batch and seed of the random bits; schedules read the step.
+    """Set the step, micro-batch and seed of the random bits. Schedules read the step.
 
-    step:  the optimizer step that begins (None: keep). From the first call with a step on, these
-           calls count steps; before, each training forward of a model begins the next step, so
-           micro-batches are steps of their own.
+    step:  the optimizer step that begins (None: keep). From the first call with a step on, only
+           these calls count steps. Before it, each training forward of a model begins the next
+           step, so each micro-batch is a step.
 
-    A training forward runs in training mode with gradients enabled and is no recomputation. With
-    steps counted by hand, amax histories roll in the first training forward of another step. Graphs
-    of torch.compile and CUDA graphs count on the device. Schedules of a model that is compiled as a
-    whole need this call.
+    A training forward runs in training mode with gradients enabled and is not a recomputation. If
+    steps are counted by hand, amax histories roll in the first training forward of another step.
+    Graphs of torch.compile and CUDA graphs count on the device. Schedules of a model that is
+    compiled as a whole need this call.
 
     >>> fq.begin_step(3, micro_batch=1)
     >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
@@ -453,11 +465,11 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
 
 
 def skip_step() -> None:
-    """Drop the activation and gradient amaxes of the running step, which was not applied and is
-    repeated.
+    """Discard the activation and gradient amaxes of the running step, because the optimizer did not
+    apply it. The next step repeats it.
 
-    Amaxes of weights stay, because the weights are the same in the repeated step. Micro-batches are
-    dropped together only if `fq.begin_step` counts them as one step.
+    Amaxes of weights are kept, because the weights are the same in the repeated step. The amaxes of
+    several micro-batches are discarded together only if `fq.begin_step` counts them as one step.
 
     >>> layer = fq.Linear(64, 32, recipe=fq.recipes.fp8_delayed())
     >>> layer(torch.ones(2, 64)).sum().backward()
@@ -471,8 +483,8 @@ def skip_step() -> None:
 
 
 def sync(model: nn.Module) -> None:
-    """Encode quantized parameters again after their masters were changed by hand. Every rank must
-    call it.
+    """Quantize quantized parameters again after code other than an optimizer changed their masters.
+    Every rank must call it.
 
     >>> with fq.quantized_model_init("mxfp8"):
     ...     model = nn.Sequential(fq.Linear(64, 32))
@@ -489,7 +501,7 @@ def sync(model: nn.Module) -> None:
 
 
 def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
-    """The WeightShards and QuantizedWeights among parameters, also under DTensors."""
+    """Yield the WeightShards and QuantizedWeights among parameters, also inside DTensors."""
     for tensor in tensors:
         local = torch_compat.local_of(tensor)
         if isinstance(local, FSDPHooks):
@@ -497,9 +509,10 @@ def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, and those that it holds in attributes, or in lists, tuples and dicts there."""
+    """Return the optimizer and all optimizers in its attributes, or in lists, tuples and dicts
+    there."""
     found = [optimizer]
-    for one in found:  # which grows
+    for one in found:  # the loop appends to `found`
         for name, value in vars(one).items():
             if name in ("state", "param_groups"):
                 continue
@@ -534,11 +547,11 @@ def _check_masters(optimizer: Optimizer) -> None:
 
 @torch_compat.never_compiled
 def _encode_after_step(quantized: list[QuantizedWeight], skipped: Tensor | None) -> None:
-    """Roll the weight histories of masters that an optimizer wrote, and encode the masters.
+    """Roll the weight histories of masters that an optimizer wrote, and quantize the masters.
 
-    skipped:  found_inf of a GradScaler, on the device: not 0 if the masters are unchanged.
+    skipped:  found_inf of a GradScaler, on the device; not 0 if the masters are unchanged.
 
-    A second call for the same step finds the codes current and rolls nothing.
+    A second call for the same step finds current codes and rolls nothing.
     """
     for weight in quantized:
         weight.state.pending = True

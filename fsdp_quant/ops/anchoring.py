@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of anchored operands, in PyTorch: 8-bit codes whose blocks share one scale per
-tensor, line or run of the contraction. Every kernel equals it bit for bit."""
+"""Define anchored operands, in PyTorch: 8-bit codes whose blocks share one scale per tensor, line
+or run of the contraction. Every kernel equals this definition bit for bit."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def e4m3_operand(
     direction: Direction,
     cols: int,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
+    """Convert codes of a format that `decodes_exactly_to_e4m3` to e4m3 codes with one scale per
+    tensor.
 
-    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block
-              cols].
+    data:     compact codes [rows, row bytes] of cols columns.
+    scale:    uint8 [block rows, block cols].
     returns:  (uint8 [rows, cols], fp32 [1]).
 
-    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose
-    nothing; smaller ones lose what is below 2^-9.
+    A code becomes e4m3(element * scale * 2^-3), and the tensor's scale 8 D, with D the tensor's
+    decode scale. Blocks whose scale is 2^-3 or more are exact; smaller ones lose bits below 2^-9.
     """
     codes = cast_codes(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
     decode_scale = tensor_decode_scale(known(tensor_amax, "the tensor amax"), fmt)
@@ -49,16 +50,16 @@ def e4m3_operand(
 
 
 def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
-    """Codes of e8m0 blocks that share the scale of their run of the contraction.
+    """Quantize x to codes of e8m0 blocks that share one scale per run of the contraction.
 
     x:             [rows, cols], floating; scales rounded up.
-    anchor_block:  contraction elements of a run; None: all of them.
+    anchor_block:  contraction elements per run; None: all of them.
     returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks).
 
-    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run
-    an element is the same number against 2^E as against 2^e, but for those that become subnormal,
-    2^-14 below the run's largest magnitude. The product of two such operands scales its rows and
-    columns once, outside the contraction.
+    e8m0 scales are powers of two and elements are floating point. So with E = max(e) over the run,
+    an element is the same number against 2^E as against 2^e, except for elements that become
+    subnormal, 2^-14 below the run's largest magnitude. The GEMM of two such operands scales its
+    rows and columns once, outside the contraction.
     """
     fmt = encoding.fmt
     run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
@@ -81,25 +82,27 @@ def anchored_codes(
     run: int | None = None,
     tiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of
-    one, for each tile of 128 x 128, or for the tensor.
+    """Re-express existing block codes against one exponent per line, per run of a line, per tile of
+    128 x 128, or per tensor.
 
     data:     uint8 [rows, row bytes], compact.
     scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
-    whole:    one exponent for the tensor.
-    cols:     of codes in a row; None: a byte has one.
+    whole:    one exponent per tensor.
+    cols:     codes per row; None: one per byte.
     run:      elements of the contraction that share an exponent, a multiple of the block; None: all
               of a line.
-    tiles:    one exponent for each tile; not with a run.
-    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines];
-              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines; of tiles
-              [lines / 128, contraction / 128 rounded up to 4], zeros behind the contraction).
+    tiles:    one exponent per tile; excludes `run`.
+    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales).
+              Scales are [lines]; whole: [1]; with runs: [runs, lines rounded up to 4], zero after
+              the lines; with tiles: [lines / 128, contraction / 128 rounded up to 4], zero after
+              the contraction.
 
-    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest
-    block scale of its run, line, tile or tensor and 2^n what the operand's range leaves above the
-    element's (`operand_shift`): rounded a second time where that is subnormal, else the same
-    number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
-    of a block of zeros is 1 (`fp32_encode_scale`) and says nothing: it counts as e = 0.
+    An element q of a block with exponent e becomes q * 2^(e - E). 2^(E + n) is the largest block
+    scale of its run, line, tile or tensor, and 2^n the ratio of the operand's range to the
+    element's (`operand_shift`). The element is rounded a second time if that is subnormal, else it
+    is the same number. A NaN block sets its whole run, line, tile or tensor to NaN. E is 0 or more,
+    and 0 without blocks. The fp32 scale of a block of zeros is 1 (`fp32_encode_scale`), which is no
+    information: it counts as e = 0.
     """
     dim, (outer_block, block) = direction.contraction_dim, fmt.block
     run, across = (_TILE, _TILE // (outer_block or _TILE)) if tiles else (run, 1)
@@ -129,7 +132,7 @@ def anchored_codes(
         if whole or run is None
         else exponent.repeat_interleave(blocks, dim).repeat_interleave(across, 1 - dim)
     )[: scale.shape[0], : scale.shape[1]]
-    # every element times 2^-127 is zero
+    # clamping changes no code: any element times 2^-127 rounds to zero
     factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))
     codes = cast_codes(scaled_by_block(values, factor, fmt, direction, 0), fmt.element.operand)
     if whole:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the operators. Standard library alone: setup.py reads this file by its path, since the
-package imports torch.
+"""Compile the operators. Imports only the standard library: setup.py loads this file by its path,
+because importing the package imports torch.
 
 [Note: the files]
-    _kernels_cu13.so         the kernels and what launches them, for a CUDA major version; they know
-                             no torch
+    _kernels_cu13.so         the kernels and their launchers, for a CUDA major version; independent
+                             of torch
     _glue_torch2.11_cu13.so  the operators, for a torch release: checks, allocations and autograd
                              around the launches. g++ alone compiles it. A release is two numbers:
-                             2.11.1 takes the glue of 2.11.0
-    _build.json              the compilers and architectures of the kernels, or why there are none
-                             (`Record`)
+                             2.11.1 loads the glue of 2.11.0
+    _build.json              the compilers and architectures of the kernels, or the reason that
+                             there are none (`Record`)
 
-They lie in one folder: the package, or for the glue that `extension` compiles for a torch without
-one, a cache.
+They are stored in one folder, the package. Glue that `extension` compiles, for a torch without
+glue, is stored in a cache.
 """
 
 from __future__ import annotations
@@ -30,29 +30,34 @@ from typing import NamedTuple
 
 RECORD = "_build.json"
 GLUE = ("api", "step", "bindings.cpp")
+# Build options, each set by FSDP_QUANT_<name>=1 at installation:
+#   LINE_TABLES     source lines for profilers; they double the size of the library
+#   RANDOM_SLEEPS   Hopper GEMMs sleep at random at their barriers, so that tests find races
+#   SOFTWARE_CASTS  cast to e2m1 and e8m0 without Blackwell's instructions, in case `selftest` finds
+#                   wrong ties there
+OPTIONS = ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
 # No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the
 # same flags.
-# Of builds, each FSDP_QUANT_<name>=1 when it is installed:
-#   LINE_TABLES     for profilers, which show source lines; they double the size
-#   RANDOM_SLEEPS   products on Hopper wait at random at their barriers, so that tests find a race
-#   SOFTWARE_CASTS  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties
-# there
-OPTIONS = ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
 NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 CXX_FLAGS = ("-O3", "-fPIC", "-DNDEBUG")
-# A copy of libstdc++ that a toolchain links statically stays inside the library: one stream of two
-# copies crashes in the first error message that prints a number.
+# Hide the symbols of a libstdc++ that a toolchain links statically. If a stream uses two copies of
+# libstdc++, the first error message that prints a number crashes.
 LINK_FLAGS = ("-shared", "-Wl,--exclude-libs,ALL", "-Wl,--no-undefined", "-s")
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "c10_cuda", "torch_cuda")
 
 
 class Failed(Exception):
-    """A compiler failed: its first error, its command, and what it printed."""
+    """Report that a compiler failed: its first error, its command, and its output."""
 
 
 class Record(NamedTuple):
-    """What `_build.json` says. nvcc: "13.0.88". architectures: "sm_90a". reason: why there are no
-    kernels; None: there are. options: those of OPTIONS that the kernels were built with."""
+    """Contents of `_build.json`.
+
+    nvcc:           a version, such as "13.0.88".
+    architectures:  names such as "sm_90a".
+    reason:         why there are no kernels; None: there are.
+    options:        those of OPTIONS that the kernels were built with.
+    """
 
     nvcc: str = ""
     architectures: tuple[str, ...] = ()
@@ -61,7 +66,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> Record | None:
-        """The record of a folder; None without one. Raises ValueError where it is damaged."""
+        """Read the record of a folder; None without one. Raises ValueError if it is damaged."""
         path = folder / RECORD
         if not path.exists():
             return None
@@ -74,12 +79,12 @@ class Record(NamedTuple):
 
 
 def kernels_name(cuda: str) -> str:
-    """The file of kernels, by a CUDA version."""
+    """Return the file name of the kernels for a CUDA version."""
     return f"_kernels_cu{cuda.split('.')[0]}.so"
 
 
 def release_of(torch_version: str) -> str:
-    """The first two numbers, which C++ of torch is stable for."""
+    """Return the first two numbers of a torch version: its C++ ABI is stable within a release."""
     return ".".join(torch_version.split("+")[0].split(".")[:2])
 
 
@@ -91,7 +96,7 @@ def glue_name(torch_version: str, cuda: str) -> str:
 
 
 def cxx() -> list[str]:
-    """The C++ compiler and its first options: CXX, else c++, else g++. [] where there is none."""
+    """Return the C++ compiler and its first options: CXX, else c++, else g++; [] if none exists."""
     return (
         shlex.split(os.environ.get("CXX", ""))
         or [p for p in map(shutil.which, ("c++", "g++")) if p][:1]
@@ -110,7 +115,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _is_fresh(output: Path, command: str) -> bool:
-    """Output was made by this command of files that are no newer."""
+    """Return whether this command built `output` from files that have not changed since."""
     said, depends = output.with_suffix(".command"), output.with_suffix(".d")
     if not (output.exists() and said.exists() and depends.exists() and said.read_text() == command):
         return False
@@ -122,7 +127,8 @@ def _is_fresh(output: Path, command: str) -> bool:
 def compile_sources(
     root: Path, sources: Sequence[Path], compiler: Sequence[str], temp: Path, jobs: int
 ) -> list[Path]:
-    """Objects of sources below root, in temp; those that are fresh stay. Raises Failed."""
+    """Compile sources below `root` to objects in `temp`; keep objects that are fresh. Raises
+    Failed."""
 
     def one(source: Path) -> Path:
         output = temp / source.relative_to(root).with_suffix(".o")
@@ -148,7 +154,8 @@ def compile_sources(
 
 
 def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
-    """Written beside and renamed: a process that has the old file mapped keeps it."""
+    """Link into a temporary file and rename it, so that a process keeps the old file that it has
+    mapped."""
     made = output.with_suffix(f".{os.getpid()}")
     _run(
         [
@@ -165,17 +172,17 @@ def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
 
 
 def jobs() -> int:
-    """MAX_JOBS, else the processors that this process may use."""
+    """Return MAX_JOBS, else the number of processors that this process may use."""
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 
 def runtime_folders(
     packages: Path, cuda: str, toolkit: Path | None
 ) -> tuple[list[Path], list[Path]]:
-    """(include folders, library folders) of CUDA's runtime and cuBLASLt: the toolkit's, and the
-    nvidia packages' beside torch.
+    """Return (include folders, library folders) of the CUDA runtime and cuBLASLt, from the toolkit
+    and from the nvidia packages installed with torch.
 
-    packages:  the folder in which torch lies.
+    packages:  the folder that contains torch.
     """
     homes = [
         packages / "nvidia" / f"cu{cuda.split('.')[0]}",
@@ -199,12 +206,12 @@ def build_kernels(
     temp: Path,
     options: Sequence[str] = (),
 ) -> Path:
-    """The kernels of csrc, in folder.
+    """Compile the kernels of csrc into `folder`.
 
-    targets:      "90a", "100f". Products of Hopper are compiled for 90a alone.
-    cublaslt:     (folder of cublasLt.h, the library), recorded by its soname, which torch has
-                  loaded.
-    options:      of OPTIONS.
+    targets:      such as "90a" or "100f". Hopper GEMMs are compiled for 90a alone.
+    cublaslt:     (folder of cublasLt.h, the library). The kernels record the library's soname,
+                  which torch has loaded already.
+    options:      a subset of OPTIONS.
     """
     defines = [f"-DFSDP_QUANT_{name}" for name in options if name != "LINE_TABLES"]
     size = (
@@ -217,7 +224,7 @@ def build_kernels(
 
     def compiler(targets: Sequence[str]) -> list[str]:
         codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
-        # Last: the runtime's headers, which lie in the same folder, are the toolkit's.
+        # cuBLASLt's folder comes last: it also holds runtime headers, and the toolkit's must win.
         return [
             str(nvcc),
             *NVCC_FLAGS,
@@ -243,8 +250,8 @@ def build_kernels(
 
 
 def kernel_sources(csrc: Path, targets: Sequence[str]) -> list[tuple[list[Path], Sequence[str]]]:
-    """(sources, what they are compiled for): products of Hopper have code for it alone, and none
-    elsewhere."""
+    """Return (sources, targets) pairs: Hopper GEMMs are compiled for Hopper alone, other sources
+    for all targets."""
     hopper = [t for t in targets if t == "90a"] or targets[:1]
     every = sorted(
         p
@@ -265,8 +272,8 @@ def build_glue(
     toolkit: Path | None,
     temp: Path,
 ) -> Path:
-    """The glue for the torch that lies in `torch`, linked to `kernels`. Raises Failed; without a
-    C++ compiler too."""
+    """Compile the glue for the torch in folder `torch`, linked to `kernels`. Raises Failed, also
+    without a C++ compiler."""
     if not cxx():
         raise Failed("there is no C++ compiler (CXX, c++ or g++)")
     includes, libraries = runtime_folders(torch.parent, cuda, toolkit)
@@ -300,8 +307,8 @@ def build_glue(
     return output
 
 
-# A process of its own loads both and makes one error that prints a number, which a broken mix of
-# C++ libraries does not survive.
+# A separate process loads both libraries and raises an error that prints a number. A broken mix of
+# C++ libraries crashes there.
 _CHECK = """
 import ctypes, sys, torch
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
@@ -317,7 +324,7 @@ sys.exit("a wrong argument was taken")
 
 
 def check(python: str, kernels: Path, glue: Path) -> None:
-    """Raises Failed where the libraries do not load in a Python, or their errors are no errors."""
+    """Raise Failed if the libraries do not load in a Python, or if their errors do not work."""
     command = [python, "-c", _CHECK, str(kernels), str(glue)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=kernels.parent)
     if done.returncode:
@@ -331,14 +338,14 @@ def check(python: str, kernels: Path, glue: Path) -> None:
 
 
 def output_of(*command: str | Path) -> str:
-    """What a command prints, both streams."""
+    """Return what a command prints to stdout and stderr."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     return done.stdout + done.stderr
 
 
 def toolkit_of(nvcc: str) -> Path:
-    """The toolkit of the nvcc on PATH, which may be a link or a wrapper script: the compiler says
-    where it lies."""
+    """Return the toolkit folder of the nvcc on PATH. nvcc may be a link or a wrapper script, so the
+    compiler is asked for its folder."""
     top = re.search(
         r"^#\$ TOP=(.+)$", output_of(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull), re.MULTILINE
     )
@@ -346,8 +353,8 @@ def toolkit_of(nvcc: str) -> Path:
 
 
 def find_toolkit(fits: Callable[[Path], bool]) -> tuple[Path | None, list[Path]]:
-    """(the folder of a CUDA toolkit that fits, the places that were looked at): CUDA_HOME, else
-    nvcc's own, else the usual."""
+    """Return (the folder of a CUDA toolkit that fits or None, the folders searched): CUDA_HOME,
+    else that of nvcc, else the default."""
     nvcc = shutil.which("nvcc")
     told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     homes = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device multiplies: its architecture, and the GEMM domain of a pair of formats."""
+"""Decide how a device multiplies a pair of formats: its architecture and the GEMM domain."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ..formats import Format
 from . import extension
 from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, SPREAD
 
-# Fastest first. native: the tensor cores multiply the pair as it is. anchored: blocks scaled by
-# powers of two are re-expressed against one exponent a tensor, a line or a run, and multiplied as
-# 8-bit operands with scales of these. bf16: both operands decode exactly to bf16 and a bf16 GEMM
-# multiplies them. reference: decoded to fp32, the definition.
+# Fastest first.
+#   native     the tensor cores multiply the pair as it is
+#   anchored   blocks with power-of-two scales are re-expressed against one exponent per tensor,
+#              line or run, and multiplied as 8-bit operands with one scale each
+#   bf16       both operands decode exactly to bf16, and a bf16 GEMM multiplies them
+#   reference  decoded to fp32: the definition
 DOMAINS = ("native", "anchored", "bf16", "reference")
 
 # Blocks of fp32 scales.
@@ -23,18 +25,20 @@ _TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
 
 
 class Architecture(NamedTuple):
-    """A kind of GPU that runs the kernels. C++ has the same products: `kArchitectures`,
+    """A kind of GPU that runs the kernels. C++ declares the same GEMMs: `kArchitectures`,
     csrc/gemm/capability.h.
 
-    name:          of the code that it runs: "a" of this capability alone, "f" of its family.
-    least, most:   its capabilities.
-    scale_layout:  in which products read scales of blocks (`ops.native`, csrc/quantize/quantize.h).
-    fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data
-                   types"; scales of rows, where that has none, by an epilogue of our own.
-    byte_scales:   it multiplies blocks with scales of one byte; powers of two of 128 elements as
-                   such (`ops.layout.SPREAD`).
-    anchors:       8-bit products with one exponent a tensor, a line or a run take the place of
-                   those.
+    name:          name of the code that it runs; "a": for this capability alone, "f": for its
+                   family.
+    least, most:   its first and last capability.
+    scale_layout:  layout in which GEMMs read block scales (`ops.native`, csrc/quantize/quantize.h).
+    fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: those of cuBLASLt, "narrow
+                   precision data types". If cuBLASLt has no row scales, our own epilogue applies
+                   them.
+    byte_scales:   it multiplies blocks with one-byte scales. Power-of-two scales of 128 elements
+                   are multiplied as such (`ops.layout.SPREAD`).
+    anchors:       8-bit GEMMs with one exponent per tensor, line or run replace GEMMs with
+                   one-byte scales.
     """
 
     name: str
@@ -68,18 +72,19 @@ ARCHITECTURES = {
 
 
 def arch_of_capability(capability: tuple[int, int]) -> str:
-    """The name of its row; without one "sm_110", whose products are in bf16."""
+    """Return the name of its row of ARCHITECTURES; without a row, a name such as "sm_110", whose
+    GEMMs run in bf16."""
     row = next((a for a in ARCHITECTURES.values() if a.least <= capability <= a.most), None)
     return row.name if row is not None else "sm_{}{}".format(*capability)
 
 
-# of kernels, as operators number them
+# the numbers of element types in operators
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3, "e2m3": 4, "e3m2": 5}
 
 
 @functools.cache
 def unsupported_reason(fmt: Format) -> str | None:
-    """Why no kernel encodes this format, in one clause; None when one does."""
+    """Return the reason that no kernel encodes this format, in one clause; None if one does."""
     if not fmt.is_quantized:
         return "not quantized"
     blocks = (None, 128) if fmt.has_fp32_scales else (16, 32)
@@ -101,7 +106,7 @@ def _cuda_arch(index: int) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """ "cpu", or the name of a row of ARCHITECTURES, or another CUDA architecture name."""
+    """Return "cpu", the name of a row of ARCHITECTURES, or another CUDA architecture name."""
     if device.type != "cuda":
         return "cpu"
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
@@ -112,7 +117,7 @@ def _are_encoded(a: Format, b: Format) -> bool:
 
 
 def _multiplies(a: Format, b: Format, arch: str) -> bool:
-    """The tensor cores of `arch` multiply the two as they are."""
+    """Return whether the tensor cores of `arch` multiply a and b as they are."""
     if (
         a.rotated != b.rotated
         or a.element.bits != b.element.bits
@@ -134,8 +139,8 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
 
 
 def spreads(fmt: Format) -> bool:
-    """Its scales serve 128 elements and are powers of two: four e8m0 scales of 32 are the same
-    (`ops.layout.SPREAD`)."""
+    """Return whether each scale of the format equals four e8m0 scales of 32 elements
+    (`ops.layout.SPREAD`): it is a power of two and serves 128 elements."""
     return fmt.has_fp32_scales and fmt.pow2 and fmt.block[1] == 128 and fmt.bits == 8
 
 
@@ -151,12 +156,12 @@ def anchors(fmt: Format) -> bool:
 
 
 def anchors_tensor(fmt: Format) -> bool:
-    """One exponent a tensor can, of codes that are there."""
+    """Return whether existing codes can be re-expressed against one exponent per tensor."""
     return anchors(fmt) or (fmt.pow2 and fmt.block == _128X128) or fmt.decodes_exactly_to_e4m3
 
 
 def scales_tensor(fmt: Format) -> bool:
-    """One fp32 scale serves a tensor."""
+    """Return whether the format has one fp32 scale per tensor."""
     return fmt.has_fp32_scales and fmt.block == _TENSOR
 
 
@@ -174,7 +179,7 @@ def _is_anchored(a: Format, b: Format, arch: str) -> bool:
 
 
 def may_be_anchored(a: Format, b: Format) -> bool:
-    """Some device multiplies the pair in the anchored domain."""
+    """Return whether some device multiplies the pair in the anchored domain."""
     return any(_is_anchored(a, b, arch) for arch in ARCHITECTURES)
 
 
@@ -187,10 +192,12 @@ def gemm_domain(
     exact: bool = False,
     compiled: bool = extension.is_loaded(),
 ) -> tuple[str, str]:
-    """(domain, reason) of a product of `dtype` tensors on `arch`; exact: not a domain that changes
-    operands.
+    """Return (domain, reason) of a GEMM of `dtype` tensors on `arch`.
 
-    A pure function of facts that every rank shares, so that all ranks plan alike.
+    exact:     exclude domains that change operands.
+    compiled:  the compiled operators are loaded.
+
+    The result depends only on facts that every rank shares, so all ranks plan alike.
     """
     if not a.is_quantized and not b.is_quantized:
         return "native", f"{str(dtype).removeprefix('torch.')} operands"
@@ -213,11 +220,11 @@ def gemm_domain(
 
 
 def operand_layout(a: Format, b: Format, domain: str, arch: str, anchored: str = ANCHORED) -> str:
-    """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair
+    """Return the layout (`ops.layout`) in which a GEMM of this domain reads operand a of the pair
     (a, b).
 
-    anchored:  what a pair of e8m0 formats is anchored to; beside other scales there are anchors of
-               tensors and of lines.
+    anchored:  layout of a pair of e8m0 formats. If b has other scales, a is anchored per tensor or
+               per line.
     """
     if not a.is_quantized or domain not in ("native", "anchored"):
         return COMPACT

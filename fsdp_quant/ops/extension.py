@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the compiled operators, once, and says where they run.
+"""Load the compiled operators, once, and report on which devices they run.
 
 [Note: the library]
-`ops/build.py` says which files there are. The kernels fit every torch of their CUDA major version;
-the glue is bound to one torch release, so that only the glue of this release is loaded. Where it is
-missing and there are a C++ compiler and the sources, it is compiled once, into a cache. Importing
-this module never fails: where the operators are off `STATUS.reason` says why in one clause, and the
-reference runs everything. Environment, read once:
+`ops/build.py` describes the files. The kernels fit every torch of their CUDA major version. The
+glue is bound to one torch release, so only the glue of this release is loaded. If it is missing, it
+is compiled once, into a cache, provided that a C++ compiler and the sources exist. Importing this
+module never fails: if the operators are off, `STATUS.reason` gives the reason in one clause, and
+the reference runs everything. Environment, read once:
 
 - FSDP_QUANT_NATIVE=0 leaves the operators off.
-- FSDP_QUANT_NATIVE_FOLDER=path takes the files of that folder instead (for development).
-- FSDP_QUANT_CACHE=path holds glue that was compiled here; ~/.cache/fsdp_quant unless told.
+- FSDP_QUANT_NATIVE_FOLDER=path loads the files of that folder instead (for development).
+- FSDP_QUANT_CACHE=path stores glue that is compiled here; default ~/.cache/fsdp_quant.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ REBUILD = "pip install --no-build-isolation -e ."
 
 @dataclass(frozen=True)
 class Status:
-    """The glue that was loaded, or why none was; `build` wherever there is a record of the
-    kernels."""
+    """Result of loading the operators.
+
+    library:  path of the loaded glue, None if none was loaded.
+    reason:   why none was loaded.
+    build:    the record of the kernels, None without one.
+    """
 
     library: str | None
     reason: str | None
@@ -46,7 +50,7 @@ class Status:
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Status:
-    """Load the operators unless something speaks against it. Never raises."""
+    """Load the operators if they exist and are not turned off. Never raises."""
     if environ.get("FSDP_QUANT_NATIVE") == "0":
         return Status(None, TURNED_OFF, None)
     folder, record = Path(environ.get("FSDP_QUANT_NATIVE_FOLDER") or PACKAGE), None
@@ -73,7 +77,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
         torch.ops.load_library(str(glue.absolute()))
     except (
         Exception
-    ) as error:  # of any kind: the operators are an option, and importing the package is not
+    ) as error:  # of any kind: importing the package must not fail without the operators
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         return Status(
             None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record
@@ -82,10 +86,10 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
 
 
 def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> Path:
-    """The glue for this torch, which no file of the folder is for; compiled where no process has
-    done so yet.
+    """Return the glue for this torch, if the folder has none. Compiles it unless a process has
+    done so before.
 
-    Raises builder.Failed, also where it failed before.
+    Raises builder.Failed, also if an earlier compilation failed.
     """
     csrc = next(
         (
@@ -111,7 +115,7 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
     cache.mkdir(parents=True, exist_ok=True)
     failed = cache / "failed.txt"
     with open(cache / "lock", "w") as lock:
-        # of the ranks of a machine one compiles, and the others wait
+        # one rank per machine compiles; the others wait for the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
         if failed.exists():
             raise builder.Failed(
@@ -150,14 +154,15 @@ STATUS = load()
 
 
 def is_loaded() -> bool:
-    """The operators are registered in torch.ops."""
+    """Return whether the operators are registered in torch.ops."""
     return STATUS.library is not None
 
 
 def runs_on(device: torch.device, warn: bool = False) -> str | None:
-    """None where the compiled operators run on `device`, else the reason in one clause.
+    """Return None if the compiled operators run on `device`, else the reason in one clause.
 
-    warn:  work is about to begin there: warn of a reason, once, unless it was asked for.
+    warn:  work is about to begin there; warn of the reason, once, unless the environment turned the
+           operators off.
     """
     if device.type != "cuda":
         return f"the device is {device.type}, not CUDA"
@@ -188,7 +193,7 @@ def _warn_once(reason: str) -> None:
 
 @functools.cache
 def _missing_code_for(index: int) -> str | None:
-    """Why the kernels have no code for a GPU (`runs_code`)."""
+    """Return the reason that the kernels have no code for a GPU (`runs_code`), None if they do."""
     if STATUS.build is None:
         return None
     capability = torch.cuda.get_device_capability(index)
@@ -203,8 +208,8 @@ def _missing_code_for(index: int) -> str | None:
 
 
 def runs_code(arch: str, capability: tuple[int, int]) -> bool:
-    """A GPU runs code of its major version and of no later minor one; of "sm_90a" its own
-    capability alone."""
+    """Return whether a GPU runs code of `arch`. "sm_90a" runs on its own capability alone, other
+    code on its major version from its minor version on."""
     digits = arch.removeprefix("sm_").rstrip("af")
     major, minor = int(digits[:-1]), int(digits[-1])
     if arch.endswith("a"):

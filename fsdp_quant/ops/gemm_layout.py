@@ -6,13 +6,13 @@ Codes are [outer, contraction] for both operands (K-major), 4- and 6-bit codes p
 contraction: columnwise codes are transposed. Scales depend on layout, format and architecture:
 
     native, fp32       1x128 blocks: [contraction blocks, outer rounded up to 4]; 128x128 blocks:
-                       [outer blocks, contraction blocks rounded up to 4]; one scale for the whole
-                       contraction: [outer]
+                       [outer blocks, contraction blocks rounded up to 4]; scales that span the
+                       whole contraction: [outer], or [1] per tensor
     native, one byte   sm_90a: [outer, blocks]; sm_100f, sm_120f: one per row of the operand (square
                        blocks expanded), in swizzled 128x4 tiles
     spread             e8m0 scales of 32 elements, in swizzled 128x4 tiles
-    anchored           fp32 [1], [outer], [contraction / run, outer rounded up to 4], or of tiles
-                       [outer / 128, contraction / 128 rounded up to 4]
+    anchored           fp32: per tensor [1]; per line [outer]; per run [contraction / run, outer
+                       rounded up to 4]; per tile [outer / 128, contraction / 128 rounded up to 4]
 
 Padding is zero.
 """
@@ -40,12 +40,12 @@ from .layout import (
 
 
 def has_scales_by_row(fmt: Format, layout: str) -> bool:
-    """Native scales are [contraction blocks, outer]."""
+    """Return whether native scales are [contraction blocks, outer]."""
     return layout == NATIVE and fmt.has_fp32_scales and fmt.block[0] == 1
 
 
 def native_scale(scale: Tensor, fmt: Format, direction: Direction, outer: int, arch: str) -> Tensor:
-    """Compact scales [block rows, block cols] in the NATIVE layout of `arch`.
+    """Convert compact scales [block rows, block cols] to the NATIVE layout of `arch`.
 
     Raises NotImplementedError for an unknown architecture.
     """
@@ -66,13 +66,13 @@ def swizzled_scale(scale: Tensor, fmt: Format, direction: Direction, outer: int)
 
 
 def in_native_order(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
-    """A view of compact scales: [outer blocks, contraction blocks]; fp32 scales of 1x128 blocks
-    [contraction blocks, outer]."""
+    """Return a view of compact scales as [outer blocks, contraction blocks]; for fp32 scales of
+    1x128 blocks as [contraction blocks, outer]."""
     return scale.t() if (direction is not ROWWISE) != has_scales_by_row(fmt, NATIVE) else scale
 
 
 def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch: str) -> Tensor:
-    """Invert `native_scale`: scales [outer blocks, contraction blocks]."""
+    """Invert `native_scale`. Returns scales [outer blocks, contraction blocks]."""
     outer_blocks, blocks = _blocks(fmt, outer, contraction)
     if fmt.scale_leaves_contraction:
         return scale.reshape(-1, 1)
@@ -86,7 +86,7 @@ def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch
 
 
 def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[int]:
-    """Numbers of scales that an operand may have, on any architecture."""
+    """Return the numbers of scales that an operand may have, on any architecture."""
     if layout in ANCHORS:
         if layout == ANCHORED_TILE:
             blocks = ceil_div(contraction, TILE_ROWS)
@@ -108,7 +108,7 @@ def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[
 
 
 def _blocks(fmt: Format, outer: int, contraction: int) -> tuple[int, int]:
-    """Blocks along the outer axis and along the contraction."""
+    """Return the number of blocks along the outer dim and along the contraction."""
     b0, b1 = fmt.block
     return 1 if b0 is None else ceil_div(outer, b0), 1 if b1 is None else ceil_div(contraction, b1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`refit`: stream the tensors of an export to a rollout engine beside the training."""
+"""Stream the tensors of an export to a rollout engine during training: `refit`."""
 
 from __future__ import annotations
 
@@ -57,25 +57,26 @@ def refit(
     share_scales: bool | None = None,
     names: Callable[[str], str] | None = None,
 ) -> Iterator[Bucket] | Iterator[list[Piece]]:
-    """Stream what `fq.export` writes of `model`: buckets of (name, tensor), for an engine to load.
+    """Stream the tensors that `fq.export` writes for `model`: buckets of (name, tensor), for an
+    engine to load.
 
-    sharded:      True: buckets of (name, tensor, shape, offsets), the rectangles of those tensors
-                  that this rank holds. No weight is gathered.
+    sharded:      True: yield buckets of (name, tensor, shape, offsets), the rectangles of those
+                  tensors that this rank holds. No weight is gathered.
     bucket_size:  bytes per bucket, or a text such as "512MB". The tensors of one weight (codes and
-                  scales) stay together; a larger weight has a bucket of its own.
+                  scales) stay together. A weight larger than a bucket has a bucket of its own.
     others:       as for `fq.export`, which defines names, shapes, order and bytes of the tensors.
 
-    Every rank must call it with the same arguments. Weights are read as their bucket is reached:
-    step no optimizer before the end. Tensors are on the device of the weights and belong to the
-    caller.
+    Every rank must call it with the same arguments. A weight is read when its bucket is reached, so
+    do not step an optimizer before the end. Tensors are on the device of the weights, and the
+    caller owns them.
 
-    Not sharded, every rank gets every bucket and must iterate to the end: weights are gathered one
-    at a time. A rank holds one whole weight, the bucket that is being filled, and the buckets that
-    the caller keeps. Sharded, ranks iterate on their own; tensors that are not sharded come from
-    every rank.
+    Not sharded: every rank receives every bucket and must iterate to the end, because weights are
+    gathered, one at a time. A rank holds one unsharded weight, the bucket that is being filled, and
+    the buckets that the caller keeps. Sharded: ranks iterate independently; every rank yields the
+    tensors that are not sharded.
 
-    Raises what `fq.export` raises, on every rank and when it is called; ValueError for a
-    `bucket_size` that is no size; NotImplementedError if sharded, for weights that tensor
+    Raises the errors of `fq.export`, on every rank, when it is called; ValueError for a
+    `bucket_size` that is not a size; NotImplementedError if sharded, for weights that tensor
     parallelism cuts.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
@@ -108,7 +109,7 @@ def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[l
 
 
 def _buckets(made: Exported, sizes: list[int]) -> Iterator[Bucket]:
-    """sizes: tensors per bucket."""
+    """Yield buckets. sizes: tensors per bucket."""
     tensors = _tensors(made)
     for size in sizes:
         yield list(itertools.islice(tensors, size))

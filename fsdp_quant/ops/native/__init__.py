@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F401
-"""The compiled operators, as Python calls them; a file per domain, as csrc/api has them.
+"""Python wrappers of the compiled operators, in one file per domain, as in csrc/api.
 
-Called by `dispatch` and the modules (and `supported` by `doctor`). `extension` loads the library.
-An `Encoding` is passed as one integer (`pack_encoding`), and the shapes of its buffers are asked
-for (`encoding_shapes`): csrc/api/encoding.cpp alone knows the integer's bits, and what operators
-allocate.
+`dispatch` and the modules call them (`doctor` calls `supported`). `extension` loads the library. An
+operator receives an `Encoding` as one integer (`pack_encoding`); `encoding_shapes` returns the
+shapes of the buffers of an encoding. csrc/api/encoding.cpp alone defines the bits of the integer
+and what operators allocate.
 """
 
 from ..capability import BLACKWELL, ELEMENTS, HOPPER, unsupported_reason

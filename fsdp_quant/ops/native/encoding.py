@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels take: encodings as integers, the shapes of their buffers, and which device runs
-them. Mirrors csrc/api/encoding.cpp."""
+"""Arguments of kernels: encodings packed into integers, shapes of their buffers, and devices that
+run the kernels. Mirrors csrc/api/encoding.cpp."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ...formats import ROWWISE, Encoding, Format
 from .. import extension
 from ..capability import ARCHITECTURES, arch_of, unsupported_reason
 
-COMPACT, OPERAND = 0, 3  # as HOPPER and BLACKWELL: of csrc/quantize/quantize.h
+COMPACT, OPERAND = 0, 3  # layouts of csrc/quantize/quantize.h, as HOPPER and BLACKWELL
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
-TRANSPOSED_BITS = (4, 8)  # codes that a kernel transposes
+TRANSPOSED_BITS = (4, 8)  # bits of the codes that a kernel transposes
 TILE = 128
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_SIDES = 8  # encodings of one cast_scales
-PIECE_VALUES = (torch.float32, torch.bfloat16)  # dtypes of masters, and of values that travel
+SCALE_SIDES = 8  # most encodings of one call of cast_scales
+PIECE_VALUES = (torch.float32, torch.bfloat16)  # dtypes of masters and of values that are sent
 _ops = torch.ops.fsdp_quant
 
 
 @functools.cache
 def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
-    """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes
-    and reads.
+    """Pack an encoding into the integer that operators accept. csrc/api/encoding.cpp alone writes
+    and reads its bits.
 
-    transposed:  codes of a columnwise side as [cols, rows].
-    layout:      of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one fp32
-                 scale per tensor, of what `decodes_exactly_to_e4m3`.
+    transposed:  store columnwise codes as [cols, rows].
+    layout:      layout of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one
+                 fp32 scale per tensor, for a format that `decodes_exactly_to_e4m3`.
     """
     fmt = encoding.fmt
     outer, contraction = fmt.block
@@ -55,18 +55,19 @@ def _pack(*fields: str | int | bool) -> int:
     return _ops.pack_encoding(*fields)
 
 
-# Dynamo calls it as it traces, and keeps the number: what torch.compiler.assume_constant_result
-# does, which imports dynamo.
+# Dynamo calls `_pack` while it traces and keeps the number as a constant.
+# torch.compiler.assume_constant_result does the same, but imports dynamo.
 _pack._dynamo_marked_constant = True
 
 
 class EncodingShapes(NamedTuple):
     """Buffers that `quantize` returns for one direction of a tensor.
 
-    data, scale:     sizes, for the integer's layouts. byte_scales: scales are uint8, else fp32.
-    amax:            [block rows, block cols], in every layout of the scales.
-    has_tensor_amax: there is an fp32 [1] of a two-level format. has_amax: amaxes are returned, of
-                     scales that span the contraction.
+    data, scale:      sizes, in the layouts that the packed integer names.
+    amax:             [block rows, block cols], in every layout of the scales.
+    byte_scales:      scales are uint8, else fp32.
+    has_tensor_amax:  returns the tensor amax of a two-level format, fp32 [1].
+    has_amax:         returns amaxes, because the scales span the contraction.
     """
 
     data: tuple[int, ...]
@@ -84,14 +85,16 @@ class EncodingShapes(NamedTuple):
 def encoding_shapes(
     packed: int, columnwise: bool, shape: Sequence[int], row0: int = 0, run: int | None = None
 ) -> EncodingShapes:
-    """The buffers of one direction of a tensor [rows, cols], as the operators allocate them.
+    """Return the shapes of the buffers that operators allocate for one direction of a tensor [rows,
+    cols].
 
-    packed:  of `pack_encoding`.
-    shape:   lengths may be symbolic.
-    run:     of anchors, 0 is the whole contraction: the scales of `quantize_anchored`.
+    packed:  from `pack_encoding`.
+    shape:   (rows, cols); lengths may be symbolic.
+    run:     elements that share an anchor, 0: the whole contraction. Then `scale` is the scales of
+             `quantize_anchored`. None: no anchors.
     """
     rows, cols = shape
-    # a symbol belongs to one trace
+    # not cached with symbols, which belong to one trace
     known = isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)
     return (_known_shapes if known else _known_shapes.__wrapped__)(
         packed, columnwise, rows, cols, row0, run
@@ -109,21 +112,21 @@ def _known_shapes(
 
 
 def is_available_on(device: torch.device) -> bool:
-    """Kernels run on this device."""
+    """Return whether kernels run on this device."""
     return device.type == "cuda" and extension.runs_on(device) is None
 
 
 def is_available_for(x: Tensor) -> bool:
-    """Kernels run where this tensor is; where they are off, a warning says so once."""
+    """Return whether kernels run on the device of x. Warns once if they are off there."""
     return x.is_cuda and extension.runs_on(x.device, warn=True) is None
 
 
 def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) -> bool:
-    """A kernel makes this encoding of values of a dtype, where kernels run; the reference makes
-    what is left.
+    """Return whether a kernel encodes values of `dtype` so, on devices that run kernels. The
+    reference encodes the rest.
 
-    whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are
-                  together.
+    whole_tiles:  the first row begins a tile of the global tensor, so that this rank holds all rows
+                  that a rotation mixes.
     """
     if dtype not in FLOATING or unsupported_reason(encoding.fmt) is not None:
         return False
@@ -131,8 +134,8 @@ def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) ->
 
 
 def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
-    """Operation -> why it does not run natively for this format on this device, None when it
-    does."""
+    """Return operation -> the reason that no kernel runs it for this format on this device, None if
+    one does."""
     reason = extension.runs_on(device) or unsupported_reason(fmt)
     blackwell = (
         "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
@@ -147,7 +150,7 @@ def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
 
 
 def scale_layout(x: Tensor) -> int:
-    """How the tensor cores where x is read scales."""
+    """Return the layout in which the tensor cores of x's device read scales."""
     return scale_layout_of(arch_of(x.device))
 
 

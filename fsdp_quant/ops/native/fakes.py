@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes for torch.compile, and multiply-adds for `torch.utils.flop_counter`."""
+"""Register shapes of results for torch.compile, and FLOPs for `torch.utils.flop_counter`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _sides(row: int, col: int):
     return [(side, bool(d)) for d, side in enumerate((row, col)) if side]
 
 
-# The dispatcher leaves out arguments that equal their default: fakes take fewer.
+# The dispatcher omits trailing arguments that equal their default, so fakes receive fewer.
 def _fake_quantize(x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
     made = []
     for side, columnwise in _sides(row, col):
@@ -142,19 +142,20 @@ FAKES = {
 
 
 def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
-    """Of rows a [M, K] by all of b's; kind: of 4-bit codes, K is twice the bytes."""
+    """Count 2 M N K for a [M, K] and b [N, K]. kind: `operand_code` of a; 4-bit codes have two
+    elements per byte of K."""
     return 2 * a[0] * prod(b) * (2 if kind & 7 == ELEMENTS["e2m1"] else 1)
 
 
-# Under `activation_memory_budget` partitioners recompute operators of libraries too, by these
-# counts, where they are told to include them: a gathered weight's GEMM may run again, so the
-# backward then gathers both directions.
+# Under `activation_memory_budget` a partitioner that is set to include library operators may
+# recompute them, by these counts. Then the forward GEMM of a gathered weight may run again, so the
+# backward gathers both directions.
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "grouped_gemm": lambda out, a, b, *rest, **options: _flops(
         a, b[1:]
-    ),  # a row by the weight of its group
+    ),  # each row of a times its group's [N, K]
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }
 if extension.is_loaded():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and
-grouped_gemm.cpp."""
+"""Launch GEMMs and grouped GEMMs, and estimate the error of shared exponents. Mirrors
+csrc/api/gemm.cpp and grouped_gemm.cpp."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BYTE_SCALINGS = {"e8m0": 5, "e4m3": 6}
 
 @functools.cache
 def operand_code(fmt: Format) -> int:
-    """A format as the operand of a product: element | scaling << 3."""
+    """Return the integer that stands for a GEMM operand of this format: element | scaling << 3."""
     if not fmt.is_quantized:
         return 0
     return (
@@ -39,10 +39,10 @@ def operand_code(fmt: Format) -> int:
 
 
 class Operand(NamedTuple):
-    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales,
-    the format of both.
+    """One operand of a GEMM: [outer, contraction] codes or 16-bit values, their scales, and the
+    format.
 
-    Values of a product of groups may have one fp32 scale a group.
+    16-bit values of a grouped GEMM may have one fp32 scale per group.
     """
 
     data: Tensor
@@ -51,8 +51,8 @@ class Operand(NamedTuple):
 
 
 def _fitting(o: Operand, outer_multiple: int) -> Operand:
-    """Zeros behind the codes' rows and columns, where a product takes multiples; rows start at
-    multiples of 16 bytes."""
+    """Pad the codes with zero rows and columns to the multiples that the GEMM requires. Align each
+    row of codes to 16 bytes."""
     outer, width = o.data.shape
     pad_outer, pad_width = -outer % outer_multiple, -width % 16
     data, scale = o.data, o.scale
@@ -75,12 +75,12 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
 def product_error(
     a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int
 ) -> None:
-    """Adds to guard[product], of fp32 [3, 2], the estimate of `ops.product_error`, in one of
-    `PROBED_STEPS`.
+    """Add the estimate of `ops.product_error` to guard[product], in one of `PROBED_STEPS` steps.
 
-    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: as of the
-              reference.
+    a, b:     8-bit codes with fp32 scales per tensor, line or run.
+    counted:  of a and of b, as in the reference.
     step:     int64 [5] (`context.STEP_FIELDS`).
+    guard:    fp32 [3, 2].
     """
     codes = operand_code(a.fmt), operand_code(b.fmt)
     _ops.product_error(
@@ -89,7 +89,7 @@ def product_error(
 
 
 def packed_counts(counted: tuple[int, int]) -> int:
-    """How `product_error` counts both operands, as operators take it."""
+    """Pack how `product_error` counts both operands into the integer that operators accept."""
     return counted[0] | counted[1] << 4
 
 
@@ -102,17 +102,17 @@ def gemm(
     bias: Tensor | None,
     alpha: Tensor | None,
 ) -> Tensor:
-    """alpha * a b^T + bias, or that added to `out`; partial sums of 8-bit codes are promoted to
-    fp32."""
+    """Compute alpha * a b^T + bias; with `accumulate`, add it to `out`. Partial sums of 8-bit codes
+    are promoted to fp32."""
     m, n, codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
     if codes:
         a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
     fits = (a.data.shape[0], b.data.shape[0]) == (m, n)
     out_dtype = out.dtype if out is not None else out_dtype
-    # Our kernels, which alone multiply scales of 512, write bf16 and fp32, and add to fp32.
+    # Only our kernels multiply scales of 512. They write bf16 and fp32, and accumulate into fp32.
     ours = codes and a.fmt.block[1] == 512
     wide = ours and (out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32))
-    later = None  # a bias that the product cannot add
+    later = None  # a bias that the GEMM's epilogue cannot add
     if bias is not None and (
         not fits or wide or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)
     ):
@@ -147,20 +147,21 @@ def grouped_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     flag: Tensor | None = None,
 ) -> Tensor:
-    """out[rows of e] = a[rows of e] b[e]^T, where group e has the rows from offsets[e] to offsets[e
-    + 1].
+    """Compute out[rows of e] = a[rows of e] b[e]^T. Group e owns the rows from offsets[e] to
+    offsets[e + 1].
 
-    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one
-              operand of all rows. Or bf16 values, of none or of the tensor, as then are b's.
-    b:        [E, N, K] codes; scales of the tensor or of rows (one set, or one a group), of 1x128
-              or 128x128 (one a group), stacked.
-    offsets:  int32 [E + 1] on the device, E at most 1024; nothing on the host reads it.
-    out:      [rows, N] bf16 or fp32. Rows outside all groups are left alone; of a new one they are
-              not set.
-    flag:     int32 [1], becomes 1 where offsets decrease or leave [0, rows] and were clamped.
+    a:        [rows, K] codes; scales per tensor ([1] or [E]), per row or of 1x128 blocks, as for
+              one operand of all rows. Or bf16 values without scales or with scales per tensor; b is
+              then the same.
+    b:        [E, N, K] codes; stacked scales per tensor or per row (one set for all groups, or one
+              per group), or of 1x128 or 128x128 blocks (one set per group).
+    offsets:  int32 [E + 1] on the device, E at most 1024; the host never reads it.
+    out:      [rows, N] bf16 or fp32. The kernel does not write rows outside all groups; in a new
+              tensor they are uninitialized.
+    flag:     int32 [1], set to 1 if offsets decrease or leave [0, rows]; they are clamped.
 
-    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no
-    kernel multiplies.
+    sm_90. Raises ValueError for shapes, dtypes and alignments, NotImplementedError for pairs that
+    no kernel multiplies.
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
@@ -187,20 +188,20 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype = torch.bfloat16,
     flag: Tensor | None = None,
 ) -> Tensor:
-    """out[e] (+)= a[:, tokens of e] b[:, tokens of e]^T, where group e has the tokens from
+    """Compute out[e] (+)= a[:, tokens of e] b[:, tokens of e]^T. Group e owns the tokens from
     offsets[e] to offsets[e + 1].
 
-    a, b:     [M, tokens], [N, tokens] codes; scales of 1x128 (or b's of 128x128) over all tokens,
-              of the tensor or of rows (one set, or one a group, stacked).
+    a, b:     [M, tokens], [N, tokens] codes; scales of 1x128 blocks (128x128 for b) over all
+              tokens, or per tensor or per row (one set for all groups, or one per group, stacked).
     offsets:  int32 [E + 1] on the device, E at most 1024, multiples of 128 (the last may be the
               number of tokens).
-    out:      [E, M, N] bf16 or fp32; accumulate: fp32. A group without tokens writes zeros, or adds
-              nothing.
-    flag:     int32 [1], becomes 1 where offsets decrease, leave [0, tokens] or cut a 128, and were
-              clamped.
+    out:      [E, M, N] bf16 or fp32; with `accumulate`, fp32. A group without tokens writes zeros;
+              with `accumulate` it adds nothing.
+    flag:     int32 [1], set to 1 if offsets decrease, leave [0, tokens] or are not multiples of
+              128; they are clamped.
 
-    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no
-    kernel multiplies.
+    sm_90. Raises ValueError for shapes, dtypes and alignments, NotImplementedError for pairs that
+    no kernel multiplies.
     """
     if out is None:
         if accumulate:
@@ -222,25 +223,25 @@ def grouped_gemm_wgrad(
 
 
 class TokenGroups(NamedTuple):
-    """Where the tokens of each group lie: tables in one int32 buffer on the device."""
+    """Row ranges of each group of tokens: tables in one int32 buffer on the device."""
 
     tables: Tensor
     groups: int
 
     @property
     def sources(self) -> Tensor:
-        """[tiles, 4], of every 128 rows of `padded`: the first token, how many there are, the
-        group, the first of its rows."""
+        """[tiles, 4]: for each tile of 128 rows of `padded`, the first token, the number of tokens,
+        the group, and the group's first row."""
         return self.tables[: -2 * (self.groups + 1)].view(-1, 4)
 
     @property
     def offsets(self) -> Tensor:
-        """[E + 1], first row of each group."""
+        """[E + 1]: the first row of each group."""
         return self.tables[-2 * (self.groups + 1) : -(self.groups + 1)]
 
     @property
     def padded(self) -> Tensor:
-        """[E + 1], its first row where groups begin at multiples of 128."""
+        """[E + 1]: the first row of each group if groups are padded to multiples of 128."""
         return self.tables[-(self.groups + 1) :]
 
 
@@ -250,11 +251,11 @@ MOST_GROUPS = 1024
 def token_groups(
     ends: Tensor, tokens: int, wrong: Tensor | None = None, tag: int = 0
 ) -> TokenGroups:
-    """Groups of `tokens` rows; nothing waits for the device.
+    """Build the tables of the groups of `tokens` rows, without waiting for the device.
 
-    ends:   int32 or int64 [E], the row behind each group's last: they do not decrease, and the last
-            is `tokens`.
-    wrong:  int64 [1], on the device or pinned; becomes tag << 32 | tokens where ends were wrong,
-            and clamped.
+    ends:   int32 or int64 [E], the row after each group's last. They must not decrease, and the
+            last must be `tokens`.
+    wrong:  int64 [1], on the device or pinned; set to tag << 32 | tokens if ends are wrong. Wrong
+            ends are clamped.
     """
     return TokenGroups(_ops.token_groups(ends.contiguous(), tokens, wrong, tag), len(ends))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding, and codes brought into the layouts that GEMMs read. Mirrors csrc/api/layout.cpp and
-operands.cpp."""
+"""Dequantize codes, and convert them to the layouts that GEMMs read. Mirrors csrc/api/layout.cpp
+and operands.cpp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def dequantize(
     row0: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """element * scale (* tensor scale) in fp32, rounded once to `dtype`: [rows, cols]."""
+    """Decode codes to [rows, cols]: element * scale (* tensor scale) in fp32, rounded once to
+    `dtype`."""
     side = pack_encoding(Encoding(fmt, direction))
     return _ops.dequantize(
         data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype
@@ -44,7 +45,8 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
 
 
 class RecordedLaunch(NamedTuple):
-    """A call of an operator that writes `out`, which may be made again."""
+    """An operator call that writes `out`. Calling the object launches it again into the same
+    memory."""
 
     operator: Callable[..., object]
     arguments: tuple
@@ -55,7 +57,7 @@ class RecordedLaunch(NamedTuple):
 
 
 def _called(call: RecordedLaunch, calls: list[RecordedLaunch] | None) -> list[Tensor]:
-    """Make a call, which `calls` takes; what it has written."""
+    """Launch `call`, append it to `calls`, and return the tensors that it wrote."""
     call()
     if calls is not None:
         calls.append(call)
@@ -69,10 +71,10 @@ def multi_tensor_transpose(
     stacked: bool = False,
     calls: list[RecordedLaunch] | None = None,
 ) -> list[Tensor]:
-    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices
-    of one buffer.
+    """Transpose codes [rows, cols] of each tensor (`transpose_codes`), in one launch.
 
-    calls:  takes the launch, which may be made again.
+    stacked:  all have one shape; write them into slices of one buffer.
+    calls:    a list to which the launch is appended, for replay.
     """
     rows, cols = ([s[i] for s in shapes] for i in range(2))
     sizes = [(c, ceil_div(r, 2) if bits == 4 else r) for r, c in zip(rows, cols)]
@@ -90,7 +92,7 @@ def multi_tensor_transpose(
 
 
 def transpose_stack(data: Tensor) -> Tensor:
-    """8-bit codes [E, rows, cols] as [E, cols, rows]."""
+    """Transpose 8-bit codes [E, rows, cols] to [E, cols, rows]."""
     n, rows, cols = data.shape
     out = data.new_empty(n, cols, rows)
     _ops.relayout_group(
@@ -106,8 +108,8 @@ def transpose_stack(data: Tensor) -> Tensor:
 
 
 def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
-    """Codes [tokens, cols] of 8 bits as [cols, rows of `groups.padded`]: zeros behind the tokens of
-    a group; not set beyond."""
+    """Transpose 8-bit codes [tokens, cols] to [cols, rows of `groups.padded`]. Padding after the
+    tokens of a group is zero; columns after the last group are uninitialized."""
     return _ops.transpose_tokens(data, *groups)
 
 
@@ -115,19 +117,19 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
 
 
-OF_TENSOR, OF_TILE = -2, -3  # the runs of anchors of tensors, and of tiles of 128 x 128
+OF_TENSOR, OF_TILE = -2, -3  # values of `run`: an anchor per tensor, and per 128 x 128 tile
 
 
 def anchor_run(layout: str) -> int:
-    """What shares an anchor in this layout, as operators take it: elements of the contraction, 0
-    for all, or OF_TENSOR or OF_TILE."""
+    """Return the `run` that operators accept for this layout: elements of the contraction that
+    share an anchor, 0 for all, or OF_TENSOR or OF_TILE."""
     if layout in ANCHOR_RUNS:
         return ANCHOR_RUNS[layout] or 0
     return OF_TENSOR if layout == ANCHORED_TENSOR else OF_TILE
 
 
 def anchor_shape(rows: int, cols: int, columnwise: bool, run: int) -> tuple[int, ...]:
-    """Of the scales of codes against anchors of a run."""
+    """Return the shape of the fp32 scales of anchored codes [rows, cols], one per `run`."""
     lines, length = (cols, rows) if columnwise else (rows, cols)
     if run == OF_TILE:
         return ceil_div(lines, TILE), round_up(ceil_div(length, TILE), 4)
@@ -150,8 +152,12 @@ def anchor_codes(
     transposed: bool,
     run: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows].
-    Against anchors of lines, tiles and tensors also of e8m0 matrices [E, rows, row bytes]."""
+    """Anchor codes to one exponent per `run` (`anchor_run`), as `dispatch.anchor_codes`.
+
+    data:        [rows, row bytes]; with e8m0 scales also matrices [E, rows, row bytes], if `run` is
+                 a line, a tile or a tensor.
+    transposed:  store the codes as [cols, rows].
+    """
     packed = pack_encoding(Encoding(fmt, direction))
     return _ops.anchor_codes(
         data,
@@ -177,7 +183,8 @@ def multi_tensor_anchor(
     run: int = 0,
     calls: list[RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
+    """Anchor the codes of each tensor (`anchor_codes`), in one call, which is appended to `calls`
+    for replay."""
     columnwise = direction is not ROWWISE
     shapes = [(len(d), c) for d, c in zip(data, cols)]
     codes = [d.new_empty(shape[::-1] if transposed else shape) for d, shape in zip(data, shapes)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and activations (`ops.norm`). Mirrors csrc/api/norm.cpp."""
+"""Launch norms and activations (`ops.norm`). Mirrors csrc/api/norm.cpp."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ WIDEST_NORM = 16384
 
 
 def _begins_at(x: Tensor) -> int | torch.SymInt:
-    """The first byte; in a graph that is being traced, from that of its memory, which allocators
-    align."""
+    """Return the address of the first byte. While a graph is traced, return the offset in the
+    storage, which allocators align."""
     return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
 
 
 def _aligned(x: Tensor | None) -> Tensor | None:
-    """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results
-    are shaped like it, and no views, which nobody could write in place."""
+    """Return x [.., cols] with rows at equal strides, each aligned to 16 bytes; a copy if needed.
+
+    Operators return tensors of x's shape. They are no views, so callers can write them in place.
+    """
     if x is None:
         return None
     rows = x.reshape(-1, x.shape[-1])
@@ -33,7 +35,8 @@ def _aligned(x: Tensor | None) -> Tensor | None:
 
 
 def _line(x: Tensor | None) -> Tensor | None:
-    """x [cols], which may be a piece of a larger buffer, from a multiple of 16 bytes."""
+    """Return x [cols], contiguous and aligned to 16 bytes; a copy if needed. x may be a slice of a
+    larger buffer."""
     return (
         x
         if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0)
@@ -42,10 +45,10 @@ def _line(x: Tensor | None) -> Tensor | None:
 
 
 def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
-    """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each
-    column over 512 rows.
+    """Allocate fp32 [count, n] for the amaxes of `count` tensors [rows, cols]: of the tensor, of
+    each row, and of each column per 512 rows.
 
-    They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxLayout` of csrc/norm/norm.h).
+    These three begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxLayout` of csrc/norm/norm.h).
     """
     return like.new_empty(
         (count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32
@@ -57,7 +60,7 @@ def amaxes_like(x: Tensor, count: int) -> Tensor:
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
-    """h, and its amaxes (`amaxes_like`)."""
+    """Return h, and its amaxes (`amaxes_like`)."""
     h, amaxes = _ops.activation(_aligned(g), _aligned(u), kind)
     return h, amaxes[0]
 
@@ -70,11 +73,12 @@ def activate(
     unmaterialized: bool = False,
     packed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Eager mode alone: h with its node of autograd, and its amaxes (`amaxes_like`, of one tensor).
+    """Return h with its autograd node, and its amaxes (`amaxes_like`, of one tensor). For eager
+    mode only.
 
-    grad_amaxes:  where the backward writes those of the gradients.
-    unmaterialized:  h has a shape, and no values, nor amaxes.
-    packed:       g [.., 2 F] holds g and u, and its gradient theirs; u is None.
+    grad_amaxes:     buffer into which the backward writes the amaxes of the gradients.
+    unmaterialized:  return h with a shape but without values or amaxes.
+    packed:          g [.., 2 F] holds g and u, and its gradient holds dg and du; u is None.
     """
     h, amaxes = _ops.activate(g, u, kind, grad_amaxes, unmaterialized, packed)
     return h, None if unmaterialized else amaxes
@@ -83,7 +87,7 @@ def activate(
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """dg, du, and the amaxes of each."""
+    """Return dg, du, and the amaxes of each."""
     dg, du, amaxes = _ops.activation_backward(_aligned(dh), _aligned(g), _aligned(u), kind)
     return dg, None if u is None else du, amaxes.unbind()
 
@@ -97,7 +101,7 @@ def norm(
     zero_centered: bool,
     rounds_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, rstd, mean, amax."""
+    """Return y, rstd, mean, and the amax of y."""
     given = _aligned(x.contiguous()), _line(weight), _line(bias)
     y, amax, rstd, mean = _ops.norm(*given, eps, centred, zero_centered, rounds_first)
     return y, rstd, mean, amax
@@ -114,7 +118,7 @@ def norm_backward(
     rounds_first: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """dx, dweight, dbias, amax of dx."""
+    """Return dx, dweight, dbias, and the amax of dx."""
     given = [t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)]
     dx, amax, dweight, dbias = _ops.norm_backward(
         *given[:2], _line(weight), given[2], rstd, mean, zero_centered, rounds_first, has_bias

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam over many tensors. Mirrors csrc/api/optim.cpp."""
+"""Run Adam over many tensors in one launch. Mirrors csrc/api/optim.cpp."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ops = torch.ops.fsdp_quant
 
 
 def adam_takes(*tensors: Tensor | None) -> bool:
-    """`adam` can read and write these tensors of a parameter: fp32, bf16 and uint8 ones,
-    contiguous, where kernels run."""
+    """Return whether `adam` accepts these tensors of a parameter: contiguous, fp32, bf16 or uint8,
+    on a device that runs kernels."""
     kinds = torch.float32, torch.bfloat16, torch.uint8
     return all(
         t is None or (is_available_for(t) and t.is_contiguous() and t.dtype in kinds)
@@ -28,12 +28,15 @@ def adam_takes(*tensors: Tensor | None) -> bool:
 
 
 class AdamStep(NamedTuple):
-    """A step of parameters of one device, and of one dtype of gradients and one of moments.
+    """Arguments of one Adam step over parameters of one device, whose gradients share a dtype and
+    whose moments share a dtype.
 
-    master:         fp32, or remainders. first, second: moments, or their codes. row: of `scalars`,
-                    fp32 [rows, 8], for each parameter.
-    grad_scale:     fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is
-                    changed.
+    master:         fp32, or remainders.
+    first, second:  moments, or their codes.
+    row:            for each parameter, its row of `scalars`.
+    scalars:        fp32 [rows, 8].
+    grad_scale:     fp32 [1]; gradients are divided by it.
+    found_inf:      fp32 [1]; if it is not 0, nothing is changed.
     """
 
     master: Sequence[Tensor]
@@ -46,7 +49,7 @@ class AdamStep(NamedTuple):
     found_inf: Tensor | None
 
     def on_device(self) -> AdamStep:
-        """What all parameters read, where they are."""
+        """Move `scalars`, `grad_scale` and `found_inf` to the device of the parameters."""
         device = self.master[0].device
 
         def here(t: Tensor) -> Tensor:
@@ -62,12 +65,12 @@ def adam(
     first_scale: Sequence[Tensor] = (),
     second_scale: Sequence[Tensor] = (),
 ) -> None:
-    """One step of many parameters in place, in one launch (csrc/optim/adam.cu).
+    """Step many parameters in place, in one launch (csrc/optim/adam.cu).
 
-    rounded:  bf16 parameters that are their masters rounded, or that masters (uint8 [.., 2]) are
-              remainders of: of all, or of none.
-    first_scale, second_scale:  fp32 [rows, blocks], of moments that are codes (`compact.encode`):
-                                of all, or of none.
+    rounded:  bf16 parameters, for all masters or for none. Each is its fp32 master rounded, or
+              complements a master that is a remainder (uint8 [.., 2]).
+    first_scale, second_scale:  fp32 [rows, blocks], scales of moments that are codes
+                                (`compact.encode`), for all or for none.
     """
     master, grad, first, second, row, *read = step.on_device()
     _ops.adam(master, grad, first, second, rounded, first_scale, second_scale, row, *read)
@@ -94,12 +97,12 @@ def adam_codes(
     row0: Sequence[int],
     into: Sequence[Sequence[tuple | None]],
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """`adam` of masters [rows, cols], and (data, scale) of the new ones, rounded to bf16, in one
-    launch.
+    """Step masters [rows, cols] as `adam` does, and quantize the new values, rounded to bf16, in
+    one launch. Returns (data, scale) for each master and encoding.
 
-    encodings:  one a direction, rowwise first: of 8 bits, with scales that need no pass over the
-                tensor before.
-    into:       for each master and encoding the buffers to write; None: new ones.
+    encodings:  one per direction, rowwise first. They have 8 bits, and scales that need no earlier
+                pass over the tensor.
+    into:       for each master and encoding, the buffers to write; None: allocate them.
     """
     made = []
     for x, start, given in zip(step.master, row0, into):
@@ -122,11 +125,11 @@ def adam_statistics(
     row0: Sequence[int],
     blocks: Sequence[Sequence[bool]],
 ) -> list[list[tuple[Tensor | None, Tensor | None]]]:
-    """`adam` of masters [rows, cols], and (amax, tensor_amax or None) of the new ones, rounded to
-    bf16, in one launch.
+    """Step masters [rows, cols] as `adam` does, and compute statistics of the new values, rounded
+    to bf16, in one launch. Returns (amax, tensor_amax or None) for each master and encoding.
 
-    encodings:  one a direction, rowwise first.
-    blocks:     for each master and encoding, whether its amax is wanted; else it is None.
+    encodings:  one per direction, rowwise first.
+    blocks:     for each master and encoding, whether to return its amax; else it is None.
     """
     places, at = [], 0
     for x, start, wanted in zip(step.master, row0, blocks):
@@ -163,8 +166,8 @@ def adam_count(
     decay: float,
     decoupled: bool,
 ) -> Tensor:
-    """Add 1 - found_inf to every fp32 [] of `steps`, and give the scalars of each
-    (`fused_adam.SCALARS`): fp32 [steps, 8]."""
+    """Add 1 - found_inf to every fp32 [] of `steps`. Returns the scalars of each
+    (`fused_adam.SCALARS`), fp32 [steps, 8]."""
     device = steps[0].device
     found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
     on_device = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None

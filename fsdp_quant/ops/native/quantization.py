@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of tensors, lists of tensors and pieces of flat buffers. Mirrors
-csrc/api/quantize*.cpp, pieces.cpp and anchored.cpp."""
+"""Quantize tensors, lists of tensors and pieces of flat buffers. Mirrors csrc/api/quantize*.cpp,
+pieces.cpp and anchored.cpp."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ops = torch.ops.fsdp_quant
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x, or a copy where its last dim does not lie contiguously."""
+    """Return x if its last dim is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 class _Call(NamedTuple):
-    """What a list of encodings, one a direction, is to the operators; made once for each list."""
+    """Operator arguments for a list of encodings, one per direction. Cached per list."""
 
     row: int
     col: int
@@ -54,7 +54,8 @@ def call_of(
 def statistics(
     x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool
 ) -> list[tuple]:
-    """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
+    """Compute (amax, tensor_amax or None) for each encoding (one per direction), in one read of
+    x."""
     call = call_of(tuple(encodings))
     made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
     results: dict[int, tuple] = {}
@@ -65,7 +66,7 @@ def statistics(
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sums over the rows of x [rows, cols], bf16, [cols]."""
+    """Sum x [rows, cols], bf16, over its rows: [cols]."""
     return _ops.column_sums(rows_of(x))
 
 
@@ -80,13 +81,13 @@ def quantize(
     transposed: Sequence[bool] | None = None,
     layout: int | Sequence[int] = COMPACT,
 ) -> list[tuple]:
-    """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one
-    read of x.
+    """Quantize x to (data, scale, tensor_amax or None, amax or None) for each encoding (one per
+    direction), in one read of x.
 
-    stats:       (amax, tensor_amax) an encoding, or None: taken from x.
-    encode_scales:        fp32 [1], delayed scaling; 0 where there is no history yet.
-    transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
-    layout:      as of `pack_encoding`; one for all, or one an encoding.
+    stats:          (amax, tensor_amax) per encoding; None: computed from x.
+    encode_scales:  fp32 [1] per encoding, for delayed scaling; 0 if there is no history yet.
+    transposed:     store columnwise codes as [cols, rows], which a Hopper tensor core reads.
+    layout:         as in `pack_encoding`; one for all, or one per encoding.
     """
     layouts = (layout,) * len(encodings) if isinstance(layout, int) else tuple(layout)
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None, layouts)
@@ -113,7 +114,7 @@ def quantize(
 
 
 def encodes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
-    """One launch encodes a group of tensors of a dtype so."""
+    """Return whether one launch encodes a list of tensors of `dtype` so."""
     plain = not (encoding.stochastic or encoding.fmt.rotated)
     return plain and (round_to_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
 
@@ -121,7 +122,7 @@ def encodes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -
 def multi_tensor_amax(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool
 ) -> list[tuple]:
-    """(amax, tensor_amax or None) of each tensor, in one launch."""
+    """Compute (amax, tensor_amax or None) of each tensor, in one launch."""
     rows = [rows_of(one) for one in x]
     made = iter(
         _ops.statistics_group(
@@ -135,11 +136,11 @@ def multi_tensor_amax(
 def _staged(
     encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]
 ) -> tuple:
-    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of
-    its scales)).
+    """Plan one buffer for the data of all tensors, then the scales of all, so that those of the
+    matrices of a packed weight are adjacent.
 
-    Data of all tensors, then scales of all: those of the matrices of a packed weight lie one behind
-    the other.
+    returns:  (size in bytes, byte offsets of the data and of the scales of each tensor, and per
+              tensor ((shape, strides, offset) of its data, of its scales)).
     """
     side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
     of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
@@ -154,13 +155,14 @@ def _staged(
 
 
 class RecordedEncode:
-    """One launch that encodes each of a list of tensors into slices of one buffer, and may be made
-    again of other values.
+    """One launch that encodes a list of tensors into slices of one buffer. Calling it again encodes
+    other values into the same memory.
 
-    made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats`
-              went into them.
+    made:  (data, scale, tensor_amax, amax) per tensor: views of the buffer, and the entries of
+           `stats` that the launch read.
 
-    Arguments as of `multi_tensor_quantize`. stats: None: taken of the values, in each call.
+    Arguments are those of `multi_tensor_quantize`. stats: None: computed from the values in each
+    call.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class RecordedEncode:
         self._write(x)
 
     def takes(self, x: Sequence[Tensor]) -> bool:
-        """x are tensors as those before, of which they have the shapes."""
+        """Return whether x, of the recorded shapes, also has the recorded dtype and device."""
         return all([one.dtype is self.dtype and one.device == self.device for one in x])
 
     def __call__(self, x: Sequence[Tensor]) -> None:
@@ -208,7 +210,7 @@ class RecordedEncode:
         _ops.quantize_group([rows_of(one) for one in x], *self._first, *self._last)
 
     def free(self) -> None:
-        """Give the buffer back, until it is written again."""
+        """Free the buffer's memory; the next call allocates it again."""
         self._staging.untyped_storage().resize_(0)
 
 
@@ -220,7 +222,7 @@ def _group_arguments(
     encode_scales: Sequence[Tensor | None],
     records: Sequence[Tensor | None],
 ) -> tuple[tuple, list[tuple]]:
-    """(arguments of the operators behind x, (tensor_amax, amax) of each as they are kept)."""
+    """Return (the operators' arguments after x, (tensor_amax, amax) to keep of each tensor)."""
     amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
     kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
     histories = [], []
@@ -252,13 +254,13 @@ def multi_tensor_quantize(
     records: Sequence[Tensor | None] = (),
     calls: list[RecordedEncode] | None = None,
 ) -> list[tuple]:
-    """`quantize` of each tensor, in one launch, into slices of one buffer.
+    """Quantize each tensor (`quantize`), in one launch, into slices of one buffer.
 
-    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is
-            None. None: see `RecordedEncode`.
-    into:   (data, scale) of each, to be written instead.
+    stats:  (amax, tensor_amax) per tensor, or None for a tensor. If some scale spans more than a
+            tile, no entry may be None. None for the list: see `RecordedEncode`.
+    into:   (data, scale) of each tensor, to be written in place of a new buffer.
     encode_scales, records:  see `dispatch.multi_tensor_encode`.
-    calls:  takes the launch, where there is a buffer.
+    calls:  a list to which the launch is appended, unless `into` is given.
     """
     if into is not None:
         stats = multi_tensor_amax(x, encoding, row0, round_to_bf16) if stats is None else stats
@@ -276,8 +278,11 @@ def multi_tensor_quantize(
 def unsupported_pieces_reason(
     encoding: Encoding, dtype: torch.dtype | None, cols: int
 ) -> str | None:
-    """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when
-    one does."""
+    """Return the reason that no kernel encodes pieces of a tensor of `cols` columns so, None if one
+    does.
+
+    dtype:  to which values are rounded before encoding, or in which values are sent.
+    """
     if encoding.fmt.is_quantized and dtype is not torch.bfloat16:
         return f"quantizers see {dtype or 'the dtype of the masters'}, not bfloat16"
     if not encoding.fmt.is_quantized:
@@ -299,8 +304,11 @@ def cast_pieces(
     second: bool,
     skip: Tensor | None,
 ) -> None:
-    """Amaxes and codes of tiles of pieces; `weight_sync.cast_plan` makes the tables. skip: bool
-    [1], read on the device."""
+    """Compute amaxes and codes of the tiles of pieces.
+
+    pieces, tiles:  tables that `weight_sync.cast_plan` builds.
+    skip:           bool [1], read on the device.
+    """
     sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
     eps = [0.0 if e is None else e.eps for e in (row, col)]
     _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
@@ -309,10 +317,11 @@ def cast_pieces(
 def cast_scales(
     runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None
 ) -> None:
-    """Scales of collected amaxes, and values in another dtype, a run each; `weight_sync.cast_plan`
-    makes the tables.
+    """Compute scales from collected amaxes, and cast values to another dtype, one run each.
 
-    encodings:  that runs name by their index, SCALE_SIDES at most.
+    runs, chunks:  tables that `weight_sync.cast_plan` builds.
+    encodings:     at most SCALE_SIDES; runs refer to them by index.
+    skip:          bool [1], read on the device.
     """
     _ops.cast_scales(
         runs, chunks, [pack_encoding(e) for e in encodings], [e.eps for e in encodings], skip
@@ -327,13 +336,13 @@ def quantize_anchored(
     transposed: Sequence[bool] | None = None,
     amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(codes, fp32 scales) of each e8m0 encoding; see `anchoring.anchored`, and of OF_TENSOR
-    `anchoring.anchored_codes`.
+    """Quantize x to (codes, fp32 scales) for each e8m0 encoding, as `anchoring.anchored` defines;
+    for OF_TENSOR, as `anchoring.anchored_codes`.
 
-    anchor_runs: of each (`anchor_run`); None: 0.
-    transposed:  codes of a columnwise side as [cols, rows].
-    amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have;
-                 None: of x.
+    anchor_runs:  `anchor_run` of each encoding; None: 0.
+    transposed:   store columnwise codes as [cols, rows].
+    amaxes:       fp32 amaxes of the runs of each encoding, known from other ranks or another
+                  direction; None: computed from x.
     """
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer's and an expert layer's passes in one call each. Mirrors csrc/step."""
+"""Run each pass of a linear layer or an expert layer in one call. Mirrors csrc/step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def linear_tokens(
     step: Tensor | None = None,
     ids: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Codes and scales of x [tokens, cols] as a plan reads its input (slot 0) or gradient (2), each
-    group quantized by itself.
+    """Quantize x [tokens, cols] to the codes and scales that a plan reads, each group by itself.
 
-    Columnwise codes are of groups that begin at multiples of 128, in rows that no group has not
-    set. Scales that span tokens are one set a group, [E, lines] or [E], not set where it has no
-    tokens. Two-level codes have tensor amaxes [E] too, and columnwise are [cols, tokens / 2], with
-    scales [cols, tokens / 16]. The rest: as of `grouped_step`.
+    slot:  0: x is the input; 2: x is the gradient.
+
+    In columnwise codes each group begins at a multiple of 128; rows of no group are uninitialized.
+    Scales that span tokens have one set per group, [E, lines] or [E], uninitialized for a group
+    without tokens. Two-level codes have tensor amaxes [E] too. Their columnwise codes are [cols,
+    tokens / 2], with scales [cols, tokens / 16]. Other arguments are those of `grouped_step`.
     """
     return _ops.linear_tokens(rows_of(x), plan, slot, row, col, guard, *groups, factors, step, ids)
 
@@ -67,15 +68,15 @@ def grouped_step(
     step: Tensor | None = None,
     ids: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
-    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see
-    csrc/step/grouped.cpp.
+    """Return y of x [tokens, K], its groups (`token_groups`), and the codes that the backward
+    saves. See csrc/step/grouped.cpp.
 
-    weight:              as a product of groups reads it; values of codes that are decoded, with one
-                         fp32 scale a group.
-    factors, histories:  of the delayed sides: those of all groups for the first side, then for the
-                         next.
-    step, ids:           int64 [5] and, of each group, int64 [3], where something is rounded
-                         stochastically (`random_key`).
+    weight:              the grouped GEMM's operand; for codes that are decoded first, their values
+                         with one fp32 scale per group.
+    factors, histories:  of the delayed directions: those of all groups for the first direction,
+                         then for the next.
+    step, ids:           int64 [5], and int64 [3] per group, if something is rounded stochastically
+                         (`random_key`).
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     y, tables, *kept = _ops.grouped_step(
@@ -111,11 +112,13 @@ def grouped_step_backward(
     ids: Sequence[Tensor] = (),
     turned: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x;
-    empty without those.
+    """Return dx [tokens, K] and dw [E, N, K]. dx is empty without `weight`, dw without `saved`.
 
+    weight:   the columnwise operand of the weights.
+    saved:    the tensors that the forward saved of x.
+    factors:  of x, if x itself was saved.
+    grad_factors, grad_histories:  of dy.
     turned:   dw is [E, K, N].
-    factors:  of x, where x was saved; grad_factors, grad_histories: of dy.
     """
     data, scale = (None, None) if weight is None else weight[:2]
     return _ops.grouped_step_backward(
@@ -136,7 +139,7 @@ def grouped_step_backward(
 
 
 class OperandSpec(NamedTuple):
-    """How one direction of a slot is quantized, and how its product reads it: see
+    """Spec of one direction of a slot: how it is quantized, and how its GEMM reads it. See
     csrc/step/plan.h."""
 
     side: int = 0
@@ -150,22 +153,23 @@ class OperandSpec(NamedTuple):
 def operand_spec_of(
     encoding: Encoding, layout: str, domain: str, arch: str, same: bool, factor: int | None
 ) -> OperandSpec | None:
-    """None for what the compiled step does not do.
+    """Return the spec of one direction of a slot, None if the compiled step does not support it.
 
-    domain:  of the product that reads it.
-    same:    a columnwise side with the codes of the rowwise one.
-    factor:  which of the slot's histories scales it, None without delayed scaling.
+    domain:  domain of the GEMM that reads it.
+    same:    the columnwise direction shares the rowwise codes.
+    factor:  index of the history of the slot that scales it, None without delayed scaling.
     """
     fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
     if not fmt.is_quantized:
         return OperandSpec()
     laid_out = layout in LAID_OUT
-    # a scale a line, after the product
+    # one scale per line, applied after the GEMM
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
-    by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned  # [runs, lines], as multiplied
+    # scales [runs, lines], as the GEMM reads them
+    by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned
     scales = OPERAND if operand else scale_layout_of(arch) if laid_out or by_run else COMPACT
     return OperandSpec(
         pack_encoding(
@@ -187,10 +191,11 @@ def linear_plan(
     watched: Sequence[tuple[int, int]],
     key: str,
 ) -> int:
-    """The number of a plan: rowwise and columnwise readings of the input, the weight and the
-    gradient of the output.
+    """Register a plan with the compiled step and return its number.
 
-    watched:  of fprop, dgrad and wgrad, how `product_error` counts the operands.
+    operand_specs:  rowwise and columnwise specs of the input, the weight and the gradient of the
+                    output.
+    watched:        how `product_error` counts the operands of fprop, dgrad and wgrad.
     """
     fields = [f for r in operand_specs for f in r[:5]] + [saves_input, *map(packed_counts, watched)]
     return _ops.linear_plan(fields, [r.eps for r in operand_specs], key)
@@ -205,36 +210,41 @@ def linear_weight(
     factors: list[Tensor],
     amaxes: list[Tensor],
 ) -> list[Tensor]:
-    """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one
-    read of it; of matrices [E, N, K] those of each, stacked; of 4 bits as csrc/step/weight.cpp says
-    (`stacked_runs`)."""
+    """Quantize a weight to the buffers (`BUFFERS` that exist) of the wanted directions, in one
+    read.
+
+    weight:    [N, K], or matrices [E, N, K].
+    row, col:  which directions are wanted.
+    returns:   for [E, N, K], the buffers of all matrices stacked; for 4 bits, as
+               csrc/step/weight.cpp defines (`stacked_runs`).
+    """
     return _ops.linear_weight(rows_of(weight), plan, row, col, round_to_bf16, factors, amaxes)
 
 
 def linear_step(*args) -> list[Tensor]:
-    """y, and the codes of x: see csrc/step/linear.cpp. With gradients enabled, y has the node that
-    makes them."""
+    """Return y, and the codes of x. See csrc/step/linear.cpp. With gradients enabled, y has the
+    autograd node that computes the gradients."""
     return _ops.linear_step(*args)
 
 
 def linear_gated(*args) -> list[Tensor]:
-    """The codes of act(gate) * up, as `linear_step` takes codes of an x that has no values."""
+    """Return the codes of act(gate) * up, for a `linear_step` whose x is not materialized."""
     return _ops.linear_gated(*args)
 
 
 def linear_counts() -> list[list[int]]:
-    """By plan: quantizations of input, weight and gradient (rowwise, columnwise each) and products
-    since the last call."""
+    """Return counts since the last call, per plan: quantizations of input, weight and gradient
+    (rowwise, columnwise each), then GEMMs."""
     return _ops.linear_counts().tolist()
 
 
 def random_key(
     step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None
 ) -> Tensor:
-    """int64 [5] (`rng.KEY_FIELDS`) of a slot's rows, from the step's fields
+    """Compute the random key of a slot's rows, int64 [5] (`rng.KEY_FIELDS`), from the step's fields
     (`context.STEP_FIELDS`).
 
-    after:  a tensor that is made before; in a graph it keeps the key in the backward.
+    after:  a tensor on which the key depends; in a graph this keeps the key in the backward.
     """
     return (
         _ops.random_key(step, ids, slot, rows)
@@ -244,5 +254,5 @@ def random_key(
 
 
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
-    """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
+    """Set amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
     _ops.record_amax(amaxes, amax)
