@@ -71,7 +71,7 @@ def exact(outer: int, k: int, scaling: int, seed: int) -> Operand:
 
 
 def bits(a: Operand, b: Operand, dtype: torch.dtype, before: Tensor, alpha: Tensor) -> Tensor:
-    out = before.to(dtype)
+    out = before.to(dtype, copy=True)
     torch.ops.fsdp_quant.gemm_out(out, *args(a, b), accumulate=True, alpha=alpha)
     return out
 

@@ -168,15 +168,12 @@ def operand_spec_of(
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
+    of_codes = is_anchored_of_codes(fmt, layout)
     # scales [runs, lines], as the GEMM reads them
-    by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned
+    by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned and not of_codes
     scales = OPERAND if operand else scale_layout_of(arch) if laid_out or by_run else COMPACT
     return OperandSpec(
-        pack_encoding(
-            encoding,
-            turned and layout != COMPACT_LAYOUT and not is_anchored_of_codes(fmt, layout),
-            scales,
-        ),
+        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT and not of_codes, scales),
         anchor_run(layout) if layout in ANCHORS and not operand else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same,
