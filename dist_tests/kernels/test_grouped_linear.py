@@ -30,10 +30,11 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
+from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.operands import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
-from fsdp_quant.ops import anchoring, dispatch, native
+from fsdp_quant.ops import anchoring, capability, dispatch, native
 from fsdp_quant.ops.layout import repack
 from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
@@ -154,6 +155,58 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
                     results[0][key].double() - want.double()
                 ).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
+
+
+DECODED = {
+    "mxfp8": recipes.mxfp8,
+    "mxfp6": recipes.mxfp6,
+    "fp8_block": recipes.fp8_block,
+    "fp8_block/mxfp8": ONE_PRODUCT["fp8_block/mxfp8"],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("name", DECODED)
+def test_decoded_experts_are_those_of_a_loop(name: str, packed: bool, monkeypatch):
+    """If false, GPUs whose codes no grouped kernel multiplies train other experts, or wait for
+    their splits. One such is this one without its grouped kernels."""
+    monkeypatch.setattr(plans, "_PLANS", {})  # plans keep what they resolved
+    row = capability.ARCHITECTURES["sm_90a"]
+    monkeypatch.setitem(capability.ARCHITECTURES, "sm_90a", row._replace(groups=False))
+    torch.compiler.reset()
+    recipe = DECODED[name]()
+    module = grouped(recipe, packed, False)
+    experts = loop(module, replace(recipe, accuracy="exact"))  # no anchors
+    compiled = torch.compile(module, fullgraph=packed, backend="aot_eager")
+    for sizes in SPLITS[:3]:
+        ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0).int().cuda()
+        x, dy = (laws.values(sum(sizes), cols, seed=cols).to(BF16).cuda() for cols in (K, N))
+        counters.reset()
+        ran = []
+        for of, call in (
+            (experts, lambda a: torch.cat([f(p) for f, p in zip(experts, a.split(sizes))])),
+            (module, lambda a: module(a, ends)),
+            *([(module, lambda a: compiled(a, ends))] if packed else []),
+        ):
+            for p in nn.ModuleList(of).parameters() if of is experts else of.parameters():
+                p.grad = None
+            a = x.clone().requires_grad_()
+            if of is module and len(ran) == 1 and sizes != SPLITS[0]:  # allocated
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                y = call(a)
+                y.backward(dy)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            made = {"y": y.detach(), "dx": a.grad} | gradients(of, packed and of is module)
+            ran.append({what: t.clone() for what, t in made.items()})
+        assert not counters.of("departure")
+        for what, want in ran[0].items():
+            off = (ran[1][what].double() - want.double()).norm() / want.double().norm()
+            assert off < 2**-8, f"{name} {sizes} {what}: {off:.2e}"
+            for again in ran[2:]:
+                laws.assert_same_bytes(again[what], ran[1][what], f"{name} {sizes} {what}")
 
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)

@@ -21,6 +21,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
+from fsdp_quant.counters import counters
 from fsdp_quant.tensor import gather_group
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
@@ -172,23 +173,26 @@ def train(net: nn.Module) -> list[Tensor]:
     return losses
 
 
-def _trained(
-    rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False
-) -> None:
+def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, arch: str = "") -> None:
     # ranks do, of weights as small as these: such gathers are made anew
     cuts_blocks = recipe.name in ("mxfp8", "fp8_block")
     again, repeat = [], gather_group._Sent.repeat
     with (
         pytest.MonkeyPatch.context() as patched,
-        hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu,
+        hopper.emulated(arch) if arch else contextlib.nullcontext() as gpu,
     ):
         patched.setattr(
             gather_group._Sent, "repeat", lambda *args: again.append(args) or repeat(*args)
         )
-        skip = ("q_proj", "k_proj", "v_proj", "o_proj") if on_hopper and cuts_blocks else ()
+        skip = ("q_proj", "k_proj", "v_proj", "o_proj") if arch and cuts_blocks else ()
+        counters.reset()
         _train_and_compare(recipe, compiled, skip)
-        assert not on_hopper or gpu.count("grouped_gemm"), "one product for all"
-    assert len(again) == 8 * on_hopper, (
+        assert arch != "sm_90a" or gpu.count("grouped_gemm"), "one product for all"
+        if arch == "sm_100f":
+            domains = {domain for domain, *_ in counters.of("gemm")}
+            waits = [why for why in counters.of("departure") if "token splits" in str(why)]
+            assert "bf16" in domains and not waits, "one product for all, of values"
+    assert len(again) == (8 if arch else 0), (
         f"{len(again)} gathers of 3 steps of two layers were launches of before"
     )
 
@@ -223,8 +227,16 @@ def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str, 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_row", "fp8_current"])
-def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(name: str, compiled: bool):
+@pytest.mark.parametrize(
+    "name, arch",
+    [
+        *((name, "sm_90a") for name in ("mxfp8", "fp8_block", "fp8_row", "fp8_current")),
+        *((name, "sm_100f") for name in ("mxfp8", "fp8_block")),
+    ],
+)
+def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(
+    name: str, arch: str, compiled: bool
+):
     """If false, one product for all reads codes of another direction, expert or layout than FSDP2
     gathered."""
-    run_ranks(2, _trained, fq.recipes.by_name(name), compiled, True)
+    run_ranks(2, _trained, fq.recipes.by_name(name), compiled, arch)

@@ -616,6 +616,56 @@ def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block_mxfp8", "keeps_input", "mxfp6", "half"])
+def test_codes_are_one_product_of_values_on_other_gpus(name: str, arch: str, packed: bool):
+    """If false, experts wait for the device to tell their splits on GPUs whose codes no grouped
+    kernel multiplies, or a scale there serves tokens of two experts."""
+    more = {
+        "mxfp6": recipes.mxfp6(),
+        "half": recipes.mxfp8(backward_override="high_precision"),
+    }
+    recipe, splits = (scalings() | more)[name], [0, 70, 129, 57]
+    ends = torch.tensor(splits).cumsum(0)
+    # of another size for each expert: a block of two would round one's to zero
+    size = torch.tensor([1.0, 2.0**-20, 1.0, 2.0**-20]).repeat_interleave(torch.tensor(splits))
+    x, dy = (values(256, cols, seed=cols) * size[:, None].bfloat16() for cols in (64, 48))
+    calls = {"eager": lambda m, a: m(a, ends), "loop": lambda m, a: of_loop(m, a, splits)}
+    if packed:
+        calls["compiled"] = lambda m, a: torch.compile(m, fullgraph=True, backend="aot_eager")(
+            a, ends
+        )
+    with hopper.emulated(arch):
+        made = {}
+        for how, call in calls.items():
+            module = (loop if how == "loop" else grouped)(
+                recipe, packed, False, torch.bfloat16, (64, 48)
+            )
+            counters.reset()
+            a = x.clone().requires_grad_()
+            y = call(module, a)
+            y.backward(dy)
+            made[how] = {"y": y.detach(), "dx": a.grad}
+            made[how] |= by_expert(module, packed and how != "loop", lambda p: p.grad)
+            if how != "loop":
+                assert module.unsupported_reason(torch.bfloat16, x.device) is None
+                assert "in one product of values" in str(fq.plan(module))
+                assert not counters.of("departure")
+                ran = {domain for domain, *_ in counters.of("gemm")}
+                assert ran == ({"bf16", "native"} if name == "half" else {"bf16"}), ran
+        for how in set(calls) - {"loop"}:
+            for what, want in made["loop"].items():  # fp32 sums in another order, rounded to bf16
+                parts = [
+                    t if what == "weight" else t.split(splits) for t in (made[how][what], want)
+                ]
+                for got, of_loop_ in zip(*parts):
+                    largest = of_loop_.abs().max().item() if of_loop_.numel() else 0.0
+                    torch.testing.assert_close(got, of_loop_, rtol=2**-7, atol=2**-7 * largest)
+            assert_same(made[how], made["eager"], f"{name} on {arch}: {how}")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_one_product_scales_by_each_experts_history(packed: bool):
     """If false, an expert is scaled by the amaxes of another, or loses those of a step."""
     recipe, sizes, results = recipes.fp8_delayed(length=2), (64, 48), []
@@ -653,14 +703,17 @@ def fours(role):
     return "nvfp4"
 
 
+OF_CODES = ("mxfp8", "fp8_block", "fp8_row", "fp8_current", "fp8_current_row", "row_identity")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_current_row", "row_identity", "fours"],
+    "name, arch",
+    [*((name, "sm_90a") for name in (*OF_CODES, "fours")), *((n, "sm_100f") for n in OF_CODES[:2])],
 )
-def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
+def test_codes_of_tokens_are_multiplied_in_one_product(name: str, arch: str):
     """If false, tokens that were dispatched as codes are scaled as another expert's, or multiplied
     one expert after another."""
-    with hopper.emulated() as gpu:
+    with hopper.emulated(arch) as gpu:
         recipe = (scalings() | {"fours": fq.CustomRecipe(fours)})[name]
         of_tokens = {
             "fp8_block": [0, 128, 256, 128],
@@ -707,7 +760,8 @@ def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
                 for c in gpu.calls[before:]
                 if c.name.startswith(("gemm", "grouped_", "linear_step"))
             ]
-            assert len(ran) == (3 if name != "row_identity" else 1) and "gemm" not in ran, ran
+            wanted = 0 if arch != "sm_90a" else 3 if name != "row_identity" else 1
+            assert len(ran) == wanted and "gemm" not in ran, ran
         assert not counters.of("departure")
         for got in results[1:]:
             assert_same(got, results[0], f"{name}: codes")

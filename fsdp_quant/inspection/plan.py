@@ -381,6 +381,8 @@ def _module_notes(
                 dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device
             )
             how = "all in one product" if why is None else f"one after the other ({why})"
+            if why is None and module.decodes:
+                how += " of values that their codes decode to, in bf16"
             notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
         exchanged = describe_experts(module, dtype or torch.bfloat16)
         if exchanged is not None:

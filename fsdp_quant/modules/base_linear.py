@@ -14,7 +14,7 @@ from ..context import STEP, Autocast, new_weight_state
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
-from ..recipe import Recipe
+from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
@@ -32,9 +32,16 @@ from .has_weight import (
 from .layer_runtime import NO_HISTORIES, LayerRuntime
 from .linear_definition import LinearCall
 from .operands import weight_state
-from .plan import PRODUCTS, GemmPlan, plan_of_recipe
+from .plan import PRODUCTS, GemmPlan, build_plan
 from .traced_linear import traced_linear
 from .training_steps import note_forward
+
+
+@torch.compiler.assume_constant_result
+def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
+    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a
+    plan."""
+    return build_plan(recipe_of(key), name, arch, module_type)
 
 
 class BaseLinear(HasWeight, nn.Linear):

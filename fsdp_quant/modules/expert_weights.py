@@ -15,9 +15,10 @@ from ..counters import counters
 from ..encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
+from ..ops.capability import arch_of
 from ..ops.layout import ANCHORS, COMPACT, operand_format
 from ..ops.native import Operand
-from ..storage import to_gemm_operands, to_storage
+from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, held, values_of
@@ -66,6 +67,28 @@ class TwoLevelCodes(NamedTuple):
         )
 
 
+class BlockCodes(NamedTuple):
+    """Compact codes of all experts with scales of blocks, [E, ..] each, which are decoded for each
+    pass: of matrices of this shape, [N, K]."""
+
+    data: Tensor
+    scale: Tensor
+    fmt: Format
+    direction: Direction
+    shape: tuple[int, int]
+
+    def values(self) -> Operand:
+        (n, k), rows = self.shape, self.fmt.dims(self.direction)[0] or 0
+        buffers, count = (self.data, self.scale), len(self.data)
+        if rows and n % rows == 0:  # no block has rows of two
+            buffers, count, n = [t.flatten(0, 1)[None] for t in buffers], 1, count * n
+        made = [
+            Storage.over(own, self.fmt, self.direction, (n, k), torch.bfloat16).dequantize()
+            for own in zip(*(t.unbind() for t in buffers))
+        ]
+        return Operand(stacked(made).view(len(self.data), *self.shape), None, IDENTITY)
+
+
 class ExpertWeights(NamedTuple):
     """Weights of all experts, and the state of each matrix.
 
@@ -83,18 +106,19 @@ class ExpertWeights(NamedTuple):
 
     def operands(
         self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
-    ) -> dict[Direction, Operand | TwoLevelCodes]:
+    ) -> dict[Direction, Operand | TwoLevelCodes | BlockCodes]:
         """Return, per direction, codes [E, N, K] (columnwise: [E, K, N]) of all experts with their
         scales, or values. Uses gathered codes if they exist, else quantizes the values."""
         first = self.tensors[0]
-        if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
+        decodes = plan.decodes_groups(arch_of(first.device))
+        if first.dim() == 3 and not (self.are_gathered or decodes) and self._is_one_call(plan):
             return self._packed(directions, plan, dtype)
         if first.dim() == 3 and isinstance(first, QuantizedTensor):
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
         of = [
             weight_storages(w, directions, plan, state, dtype, self.records)
-            for w, state in zip(parts, self.states)
+            for w, state in zip(parts, self.states or [None] * len(parts))
         ]
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
@@ -105,7 +129,7 @@ class ExpertWeights(NamedTuple):
 
     def _packed(
         self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
-    ) -> dict[Direction, Operand | TwoLevelCodes]:
+    ) -> dict[Direction, Operand | TwoLevelCodes | BlockCodes]:
         """Return the operands of an unsharded [E, N, K]: those that `fq.hold` keeps, else new
         ones."""
         values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
@@ -118,19 +142,23 @@ class ExpertWeights(NamedTuple):
         }
 
 
-def _stacked_operand(storages: Sequence[EncodedMatrix]) -> Operand | TwoLevelCodes:
-    if storages[0].tensor_amax is not None:
+def _stacked_operand(storages: Sequence[EncodedMatrix]) -> Operand | TwoLevelCodes | BlockCodes:
+    first = storages[0]
+    if first.tensor_amax is not None:
         return _decodable(storages)
+    if first.layout == COMPACT and first.fmt.is_quantized:
+        buffers = stacked([s.data for s in storages]), stacked([s.scales for s in storages])
+        return BlockCodes(*buffers, first.fmt, first.direction, first.shape)
     scales = [s.scale.reshape(-1) for s in storages if s.scale is not None]
     scale = torch.cat(scales) if scales else None
-    return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
+    return Operand(stacked([s.data for s in storages]), scale, first.operand_format)
 
 
 # Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`).
 # torch._grouped_mm writes bf16 only, so applying a tensor's scale to its result would round twice.
-def grouped_operand(operand: Operand | TwoLevelCodes) -> Operand:
-    """Return the operand that a grouped GEMM reads: two-level codes decoded to values, with the
-    tensors' decode scales [E]."""
+def grouped_operand(operand: Operand | TwoLevelCodes | BlockCodes) -> Operand:
+    """Return the operand that a grouped GEMM reads: decoded values in place of codes that are
+    decoded, those of two-level codes with the tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
 
 
@@ -182,7 +210,7 @@ def _of_packed(
     plan: GemmPlan,
     dtype: torch.dtype,
     records: bool,
-) -> dict[Direction, Operand | TwoLevelCodes]:
+) -> dict[Direction, Operand | TwoLevelCodes | BlockCodes]:
     """Quantize an unsharded weight [E, N, K] in one call."""
     resolved = plan.resolved(dtype, values.device)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
@@ -190,7 +218,7 @@ def _of_packed(
     values, turned = (
         (values, plan.turned(dtype, values.device)) if lies else (native.rows_of(values), None)
     )
-    made: dict[Direction, Operand | TwoLevelCodes] = {}
+    made: dict[Direction, Operand | TwoLevelCodes | BlockCodes] = {}
     if len(coded) < len(directions):
         made |= dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
     if not coded:
@@ -249,7 +277,7 @@ def _of_packed(
 
 def _of_gathered(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
-) -> Operand | TwoLevelCodes:
+) -> Operand | TwoLevelCodes | BlockCodes:
     """Return the operand of a weight [E, N, K] that `fully_shard` gathered."""
     slots, layout = weight._pair, plan.resolved(dtype, weight.device).layouts["weight"][direction]
     in_one = not (
@@ -302,6 +330,9 @@ def operand_of_codes(
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
     scale = scales[0]
+    if layout == COMPACT:
+        own = direction if direction in plan.weight.encodings else ROWWISE
+        return BlockCodes(data, scale, fmt, own, (shape[1], shape[2])).values()
     # GEMMs read scales of 1 x 128 blocks by column, and of 128 x 128 blocks in rows padded to 4
     if not fmt.scale_leaves_contraction:
         scale = scale.mT if turned != (fmt.block[0] == 1) else scale

@@ -17,6 +17,7 @@ from ..context import current_autocast
 from ..counters import counters
 from ..formats import Direction
 from ..ops import native
+from ..ops.capability import arch_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
@@ -116,8 +117,9 @@ class GroupedLinear(HasWeight):
              "name.experts.e", or "name.e" of packed weights.
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives.
-    On sm_90 one product serves all experts where no scale serves tokens of two
-    (`grouped_op.unsupported_reason`, printed by `fq.plan`).
+    On a GPU one product serves all experts where no scale serves tokens of two
+    (`grouped_op.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
+    values, which `require_native` refuses.
 
     first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts
                    each.
@@ -230,7 +232,10 @@ class GroupedLinear(HasWeight):
         self._name, self._reasons, self._planned = name, {}, ([], None)
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
-        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
+        plan, device = self.common_plan, next(self.parameters()).device
+        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(plan)
+        if plan is not None and self._refuses_values(plan, device):
+            self._goes_into_graphs = False
         self._tag = new_tag(self)
 
     @property
@@ -382,18 +387,30 @@ class GroupedLinear(HasWeight):
         serves all."""
         return self._unsupported_reason(self.common_plan, dtype, device)
 
+    @property
+    def decodes(self) -> bool:
+        """One product for all is of values that codes decode to."""
+        plan, device = self.common_plan, self._linears[0].weight.device
+        return plan is not None and plan.decodes_groups(arch_of(device))
+
     def _unsupported_reason(
         self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device
     ) -> str | None:
         if plan is None:
             return "experts have different plans"
         key, first = (plan.key, dtype, device), self._linears[0]
+        if self._refuses_values(plan, device):
+            return "require_native=True: one product would be of decoded values"
         if key not in self._reasons:
             bias = self._operand(self.owners[0])[1] is not None
             self._reasons[key] = unsupported_reason(
                 plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias
             )
         return self._reasons[key]
+
+    def _refuses_values(self, plan: GemmPlan, device: torch.device) -> bool:
+        recipe = self._linears[0].runtime.recipe
+        return recipe.require_native and plan.decodes_groups(arch_of(device))
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
@@ -459,9 +476,12 @@ class GroupedLinear(HasWeight):
 
     def prepare(self) -> None:
         """What graphs are given, made where plans or the device change."""
-        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
+        plan, device = self.common_plan, next(self.parameters()).device
+        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(plan)
+        if plan is not None and self._refuses_values(plan, device):
+            self._goes_into_graphs = False
         for layer in self._linears if self.packed else ():
-            layer.runtime.prepare_graphs(next(self.parameters()).device)
+            layer.runtime.prepare_graphs(device)
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}

@@ -15,7 +15,8 @@ set per group) and for their histories. Only the device knows the number of toke
 Tokens may arrive as codes, in one storage per expert (`parallel.experts`). Operands that are not
 quantized are multiplied by `torch._grouped_mm`. Two-level codes are decoded to values that are
 contiguous along the contraction; the partial sums of each group are multiplied by its tensor
-scales.
+scales. On GPUs without a kernel that multiplies codes of groups, all are decoded:
+`decoded_experts`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..counters import counters
 from ..encoded_matrix import has_tensor_amax
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction
 from ..ops import native
@@ -36,7 +36,9 @@ from ..ops.native import Operand, TokenGroups
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from . import decoded_experts
 from .bad_splits import bad_splits_flag
+from .decoded_experts import count_product, group_of, spread
 from .expert_weights import TwoLevelCodes, grouped_operand, read_as
 from .linear_definition import LinearCall, refuse_second_derivative
 from .operands import (
@@ -61,8 +63,9 @@ def unsupported_reason(
     arch = arch_of(device)
     if arch not in ARCHITECTURES or not native.is_available_on(device):
         return f"no grouped kernel on {arch}"
-    # torch multiplies values that are not quantized
-    if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):
+    decodes = plan.decodes_groups(arch)
+    in_codes = not decodes and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p))
+    if in_codes and not ARCHITECTURES[arch].groups:  # torch multiplies values
         return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
         return f"the activations are {dtype}"
@@ -83,10 +86,10 @@ def unsupported_reason(
                 )
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (
-            domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))
+            domain == "bf16" and (decodes or all(f.tensor_scale for f in plan.pair(product)))
         ):
             return f"{product.name} runs in the {domain} domain"
-        if bias and product.name == "fprop" and not _is_coded(plan, product):
+        if bias and product.name == "fprop" and (decodes or not _is_coded(plan, product)):
             return "a bias is added to bfloat16 products before they are rounded"
     for slot in ("input", "grad_output"):
         hybrid = plan.hybrid(slot)
@@ -103,9 +106,10 @@ def unsupported_reason(
                 continue
             # computed and read per group, so never shared by experts
             of_group = side.scale_leaves_contraction
-            if not of_group and (
-                fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)
-            ):
+            runs = fmt.block[1] == native.TILE or (
+                decodes and native.TILE % (fmt.block[1] or 1) == 0
+            )
+            if not of_group and (fmt.block[0] != 1 or (direction is COLUMNWISE and not runs)):
                 return (
                     f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens "
                     "of several experts"
@@ -187,17 +191,7 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> O
         )
         factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
-        group = group_of(groups, values)
-        places = (
-            torch.arange(len(values), device=values.device)
-            + (groups.padded - groups.offsets)[group]
-        )
-        values = (
-            values.new_zeros(len(groups.sources) * native.TILE, cols)
-            .index_copy_(0, places, values)
-            .t()
-            .contiguous()
-        )
+        values = spread(values, groups).t().contiguous()
     return Operand(values, factors, fmt)
 
 
@@ -217,7 +211,7 @@ def _forward_of_codes(
         given_operand(plan, "input", x, ROWWISE, groups), weight, groups, out_dtype
     )
     kept = given_operand(plan, "input", x, COLUMNWISE, groups)[:2] if save else ()
-    _count(plan, "fprop", x, groups)
+    count_product(plan, "fprop", x, groups)
     return y, groups, list(kept)
 
 
@@ -257,7 +251,7 @@ def _backward_of_codes(
                 codes, scale = saved
                 b = Operand(codes, scale, read_as(plan, "input", COLUMNWISE, resolved.layouts))
             dw = native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
-        _count(plan, "wgrad", dy, groups)
+        count_product(plan, "wgrad", dy, groups)
     if weight is not None:
         a = given_operand(plan, "grad_output", dy, ROWWISE, groups)
         weight = (
@@ -266,7 +260,7 @@ def _backward_of_codes(
             else weight._replace(data=weight.data.transpose(1, 2))
         )
         dx = _product_of_rows(a, weight, groups, dy.dtype)
-        _count(plan, "dgrad", dy, groups)
+        count_product(plan, "dgrad", dy, groups)
     return dx, dw
 
 
@@ -276,12 +270,6 @@ def _product_of_rows(
     if a.scale is None:
         return torch_compat.grouped_mm(a.data, weight.data.transpose(1, 2), groups.offsets[1:])
     return native.grouped_gemm(a, weight, groups.offsets, out_dtype=dtype)
-
-
-def _count(plan: GemmPlan, name: str, x: Tensor, groups: TokenGroups) -> None:
-    domains = plan.resolved(x.dtype, x.device).domains
-    product, domain = next((p, d) for p, d in zip(PRODUCTS, domains) if p.name == name)
-    counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
 
 
 class ExpertsState(NamedTuple):
@@ -342,7 +330,9 @@ class GroupedLinearCall(torch.autograd.Function):
             plan.resolved(x.dtype, x.device).call,
             torch.float32 if biases else x.dtype,
         )
-        if isinstance(x, QuantizedTensor):
+        if plan.decodes_groups(arch_of(x.device)):
+            y, ctx.groups, saved = decoded_experts.forward(x, ends, weight.data, plan, save, tag)
+        elif isinstance(x, QuantizedTensor):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
         else:
             y, ctx.groups, saved = native.grouped_step(
@@ -395,13 +385,16 @@ class GroupedLinearCall(torch.autograd.Function):
                 else None
             )
             saved = tensors[: ctx.kept] if need_w else ()
-            if isinstance(dy, QuantizedTensor):
+            turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
+            if ctx.plan.decodes_groups(arch_of(dy.device)):
+                values = None if weight is None else weight.data
+                dx, dw = decoded_experts.backward(dy, groups, values, saved, ctx.plan, turned)
+            elif isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(
                     dy, groups, weight, saved, ctx.plan, ctx.call, ctx.guard, ctx.state
                 )
             else:
                 factors, _, *rest = ctx.state
-                turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
                 dx, dw = native.grouped_step_backward(
                     dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned=turned
                 )
@@ -430,12 +423,6 @@ def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | 
     kind, fields = ctx.columnwise
     tensors = iter(own)
     return kind(*(next(tensors) if field is None else field[0] for field in fields))
-
-
-def group_of(groups: TokenGroups, x: Tensor) -> Tensor:
-    """Return the group of each token of x, int64 [tokens]."""
-    tokens = torch.arange(len(x), device=x.device, dtype=torch.int32)
-    return torch.searchsorted(groups.offsets[1:], tokens, right=True)
 
 
 def bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from ..ops.capability import (
     anchors,
     anchors_tensor,
     arch_of,
+    decodes_groups,
     gemm_domain,
     may_be_anchored,
     operand_layout,
@@ -49,7 +50,7 @@ from ..ops.layout import (
 )
 from ..ops.product_error import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
-from ..recipe import Recipe, Role, recipe_of
+from ..recipe import Recipe, Role
 from ..roles import QUANTIZED_TYPES
 from .quantize import OutputQuantization, boundaries
 
@@ -303,8 +304,15 @@ class GemmPlan:
     def pair(self, product: Product) -> tuple[Format, Format]:
         return self.operand(*product.a), self.operand(*product.b)
 
+    def decodes_groups(self, arch: str) -> bool:
+        """One product serves groups of tokens, whose codes are decoded."""
+        of_groups = self.shared_rungs == _OF_GROUPS
+        return of_groups and decodes_groups(map(self.pair, PRODUCTS), arch)
+
     def domain(self, product: Product, dtype: torch.dtype, arch: str) -> tuple[str, str]:
         """Return (domain, reason) of one GEMM of `dtype` activations on `arch`."""
+        if self.operand(*product.a).is_quantized and self.decodes_groups(arch):
+            return "bf16", f"no kernel multiplies codes of groups on {arch}"
         exact = self.accuracy == EXACT or self.rung(product) == EXACT
         return gemm_domain(*self.pair(product), dtype, arch, exact)
 
@@ -562,13 +570,6 @@ def build_plan(
     if recipe.require_native and arch is not None:
         _check_native(plan, name, arch)
     return plan
-
-
-@torch.compiler.assume_constant_result
-def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """Build the plan of a recipe from the recipe's key (`build_plan`). Runs while a graph is
-    traced; a traced call could not register a plan."""
-    return build_plan(recipe_of(key), name, arch, module_type)
 
 
 def _check_native(plan: GemmPlan, name: str, arch: str) -> None:

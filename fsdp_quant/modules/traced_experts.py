@@ -32,9 +32,11 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
+from . import decoded_experts
 from .bad_splits import bad_splits_flag
+from .decoded_experts import group_of
 from .expert_weights import operand_of_codes, packed_operand, read_as, shown_codes
-from .grouped_op import bias_gradients, group_of, unsupported_reason
+from .grouped_op import bias_gradients, unsupported_reason
 from .linear_definition import LinearCall, multiply, multiply_backward
 from .operands import buffers_of, slot_ids
 from .plan import GemmPlan, plan_of
@@ -213,18 +215,23 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
         parts = zip(_parts(x, ends), matrices, biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
-    y, groups, kept = native.grouped_step(
-        x,
-        ends,
-        weights.operand(plan, ROWWISE, x.dtype),
-        compiled,
-        save,
-        next(iter(seen), None),
-        x.dtype if bias is None else torch.float32,
-        bad_splits_flag(),
-        _NO_MODULE,
-        step=_step(x, seen),
-    )
+    weight = weights.operand(plan, ROWWISE, x.dtype)
+    if plan.decodes_groups(arch_of(x.device)):
+        of = x, ends, weight.data, plan, save, _NO_MODULE
+        y, groups, kept = decoded_experts.forward(*of)
+    else:
+        y, groups, kept = native.grouped_step(
+            x,
+            ends,
+            weight,
+            compiled,
+            save,
+            next(iter(seen), None),
+            x.dtype if bias is None else torch.float32,
+            bad_splits_flag(),
+            _NO_MODULE,
+            step=_step(x, seen),
+        )
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
     if kept:
@@ -266,17 +273,23 @@ def _run_backward(
         return [*(join(of) for join, of, needed in grads if needed), *seen]
     plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        dx, dw = native.grouped_step_backward(
-            dy,
-            groups,
-            weights.operand(plan, COLUMNWISE, dy.dtype) if need_x else None,
-            saved if need_w else [],
-            compiled,
-            next(iter(seen), None),
-            step=_step(dy, seen),
-            turned=turned and plan.turns_wgrad,
-        )
-        dw = dw.mT.contiguous() if turned and need_w and not plan.turns_wgrad else dw
+        weight = weights.operand(plan, COLUMNWISE, dy.dtype) if need_x else None
+        kept, turns = saved if need_w else [], turned and plan.turns_wgrad
+        if plan.decodes_groups(arch_of(dy.device)):
+            values = None if weight is None else weight.data
+            dx, dw = decoded_experts.backward(dy, groups, values, kept, plan, turns)
+        else:
+            dx, dw = native.grouped_step_backward(
+                dy,
+                groups,
+                weight,
+                kept,
+                compiled,
+                next(iter(seen), None),
+                step=_step(dy, seen),
+                turned=turns,
+            )
+        dw = dw.mT.contiguous() if dw is not None and turned and need_w and not turns else dw
         made = [dx] * need_x + [dw] * need_w
     return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
 

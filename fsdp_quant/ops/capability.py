@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class Architecture(NamedTuple):
                    are multiplied as such (`ops.layout.SPREAD`).
     anchors:       8-bit GEMMs with one exponent per tensor, line or run replace GEMMs with
                    one-byte scales.
+    groups:        kernels multiply the codes of groups of tokens, one weight per group.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Architecture(NamedTuple):
     fp32_pairs: frozenset[frozenset]
     byte_scales: bool = False
     anchors: bool = False
+    groups: bool = False
 
 
 HOPPER, BLACKWELL = 1, 2
@@ -63,6 +66,7 @@ ARCHITECTURES = {
             (9, 0),
             HOPPER,
             anchors=True,
+            groups=True,
             fp32_pairs=_OF_ROWS | {frozenset({_1X128}), frozenset({_1X128, _128X128})},
         ),
         Architecture("sm_100f", (10, 0), (10, 9), BLACKWELL, _OF_ROWS, byte_scales=True),
@@ -217,6 +221,22 @@ def gemm_domain(
         return "bf16", "anchoring is off: accuracy='exact', or its guard moved this product"
     missing = "" if compiled else ": the compiled operators are off"
     return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}{missing}"
+
+
+def decodes_groups(pairs: Iterable[tuple[Format, Format]], arch: str) -> bool:
+    """torch._grouped_mm multiplies groups of these operands on `arch`, decoded: no kernel
+    multiplies their codes, and each is in bf16 all that its code and scale say."""
+    row = ARCHITECTURES.get(arch)
+    if row is None or row.groups:
+        return False
+    coded = [pair for pair in pairs if pair[0].is_quantized or pair[1].is_quantized]
+    return bool(coded) and all(_are_encoded(a, b) and _is_bf16(a) and _is_bf16(b) for a, b in coded)
+
+
+def _is_bf16(fmt: Format) -> bool:
+    """Nothing stays outside a product of its decoded values."""
+    outside = fmt.scale_leaves_contraction or fmt.tensor_scale or fmt.rotated
+    return fmt.decodes_exactly_to_bf16 and not outside
 
 
 def operand_layout(a: Format, b: Format, domain: str, arch: str, anchored: str = ANCHORED) -> str:
