@@ -665,6 +665,20 @@ def test_codes_are_one_product_of_values_on_other_gpus(name: str, arch: str, pac
     torch.compiler.reset()
 
 
+def test_experts_that_require_native_products_are_not_decoded():
+    """If false, require_native=True trains in bf16 in silence, in eager mode or in graphs."""
+    x, ends = values(256, 64), torch.tensor([64, 128, 192, 256])
+    with hopper.emulated("sm_100f"):
+        recipe = recipes.mxfp8(require_native=True)
+        module = grouped(recipe, True, False, torch.bfloat16, (64, 48))
+        for call in (module, torch.compile(module, backend="aot_eager")):
+            counters.reset()
+            call(x, ends)
+            assert {domain for domain, *_ in counters.of("gemm")} == {"native"}
+        assert "require_native=True" in str(fq.plan(module))
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_one_product_scales_by_each_experts_history(packed: bool):
     """If false, an expert is scaled by the amaxes of another, or loses those of a step."""
