@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
@@ -218,25 +219,29 @@ def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...])
         assert numel <= forward <= 1.2 * numel, f"{name}: {forward} bytes of {numel} codes"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "fp8_block", "fp8_row"])
+SHARDED = ["mxfp8", "fp8_current", "fp8_block", "fp8_row"]
+EMULATED = [*((name, "sm_90a") for name in SHARDED), ("mxfp8", "sm_100f"), ("fp8_block", "sm_100f")]
+
+
+def in_both_modes(cases: list) -> list:
+    """(case, whether it is compiled), all or by turns."""
+    both = [(case, compiled) for case in cases for compiled in (False, True)]
+    by_turns = [(case, i % 2 == 1) for i, case in enumerate(cases)]
+    return both if laws.EVERYTHING else by_turns
+
+
+@pytest.mark.parametrize(("name", "compiled"), in_both_modes(SHARDED))
 def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str, compiled: bool):
     """If false, fully_shard gathers experts in high precision, trains others, or they break the
     graphs of their layer."""
     run_ranks(2, _trained, fq.recipes.by_name(name), compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "name, arch",
-    [
-        *((name, "sm_90a") for name in ("mxfp8", "fp8_block", "fp8_row", "fp8_current")),
-        *((name, "sm_100f") for name in ("mxfp8", "fp8_block")),
-    ],
-)
+@pytest.mark.parametrize(("case", "compiled"), in_both_modes(EMULATED))
 def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(
-    name: str, arch: str, compiled: bool
+    case: tuple[str, str], compiled: bool
 ):
     """If false, one product for all reads codes of another direction, expert or layout than FSDP2
     gathered."""
+    name, arch = case
     run_ranks(2, _trained, fq.recipes.by_name(name), compiled, arch)

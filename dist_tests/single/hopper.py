@@ -98,10 +98,6 @@ def unpack(packed: int, direction: Direction, eps: float = 0.0) -> Side | None:
     if not packed:
         return None
     fmt, stochastic, transposed, scale_layout = _SPECS[packed - _FIRST]
-    refuse(
-        fmt.bits == 6 and (transposed or scale_layout != native.COMPACT),
-        "6-bit elements go with e8m0 scales of (1, 32) blocks, as compact codes",
-    )
     return Side(Encoding(fmt, direction, stochastic, eps), transposed, scale_layout)
 
 
@@ -818,8 +814,11 @@ class Operators:
         operand_specs = [
             native.OperandSpec(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)
         ]
-        for i, spec in enumerate(operand_specs):
-            unpack(spec.side, list(Direction)[i % 2])
+        for side in filter(None, (unpack(spec.side, ROWWISE) for spec in operand_specs)):
+            refuse(
+                side.encoding.fmt.bits == 6 and (side.transposed or side.layout != native.COMPACT),
+                "6-bit elements go with e8m0 scales of (1, 32) blocks, as compact codes",
+            )
         self.plans.append(
             SimpleNamespace(
                 slots=[operand_specs[:2], operand_specs[2:4], operand_specs[4:]],
