@@ -781,6 +781,15 @@ def test_a_checkpoint_of_a_skipped_step_repeats_it(by_hand: bool):
         assert_same(a, b, f"saved behind the skipped step 3, step {step}")
 
 
+def test_a_layer_may_have_the_name_of_a_fact_of_the_state():
+    """Otherwise a layer called "skipped" whose GEMMs moved makes its own checkpoint unreadable."""
+    m = fq.convert(Net({"skipped": nn.Linear(40, 56)}), "mxfp8")
+    m["skipped"].runtime.move_to({"wgrad": "exact"})
+    state = fq.state_dict(m)
+    fq.load_state_dict(m, state)
+    assert fq.state_dict(m)["moved"] == state["moved"] and "wgrad" in state["moved"]
+
+
 # What a checkpoint holds besides parameters #
 
 

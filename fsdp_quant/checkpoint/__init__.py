@@ -15,5 +15,5 @@ a load names the tensor of a flipped bit.
 
 from .code_hash import fingerprint, fingerprints
 from .files import export_safetensors, load_safetensors, publish, replacing
-from .verification import SAVED_BY, Verified, verify
+from .verification import SAVED_BY, SKIPPED, Verified, verify
 from .weights import LocalWeight, code_tensors, prepared, storage_tensors

@@ -28,9 +28,10 @@ from .code_hash import fingerprint
 from .files import installed, read_checked, rebuild_tensors
 from .weights import LocalWeight
 
-# Key beside the modules in "moved" of a saved state: [rank that saved it, of how many]. DCP can
-# load older files because it is no leaf of its own.
-SAVED_BY = "saved by"
+# Keys next to the modules in "moved" of a saved state: [rank that saved it, of how many], and
+# whether its step was skipped. DCP can load older files because they are no leaves of their own. No
+# attribute, and so no module that is one, has a name with a space.
+SAVED_BY, SKIPPED = "saved by", "step skipped"
 
 
 @dataclass

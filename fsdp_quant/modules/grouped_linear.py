@@ -232,10 +232,7 @@ class GroupedLinear(HasWeight):
         self._name, self._reasons, self._planned = name, {}, ([], None)
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
-        plan, device = self.common_plan, next(self.parameters()).device
-        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(plan)
-        if plan is not None and self._refuses_values(plan, device):
-            self._goes_into_graphs = False
+        self._goes_into_graphs = self._may_go_into_graphs(next(self.parameters()).device)
         self._tag = new_tag(self)
 
     @property
@@ -408,6 +405,12 @@ class GroupedLinear(HasWeight):
             )
         return self._reasons[key]
 
+    def _may_go_into_graphs(self, device: torch.device) -> bool:
+        plan = self.common_plan
+        if "weight" not in self._parameters or not runs_in_graphs(plan):
+            return False
+        return plan is None or not self._refuses_values(plan, device)
+
     def _refuses_values(self, plan: GemmPlan, device: torch.device) -> bool:
         recipe = self._linears[0].runtime.recipe
         return recipe.require_native and plan.decodes_groups(arch_of(device))
@@ -476,10 +479,8 @@ class GroupedLinear(HasWeight):
 
     def prepare(self) -> None:
         """What graphs are given, made where plans or the device change."""
-        plan, device = self.common_plan, next(self.parameters()).device
-        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(plan)
-        if plan is not None and self._refuses_values(plan, device):
-            self._goes_into_graphs = False
+        device = next(self.parameters()).device
+        self._goes_into_graphs = self._may_go_into_graphs(device)
         for layer in self._linears if self.packed else ():
             layer.runtime.prepare_graphs(device)
 

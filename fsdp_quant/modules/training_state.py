@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint import SAVED_BY, fingerprints
+from ..checkpoint import SAVED_BY, SKIPPED, fingerprints
 from ..context import STEP
 from ..formats import Direction
 from ..recipe import Recipe
@@ -29,7 +29,6 @@ from .plan import EXACT, PRODUCTS, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
 from .training_steps import SHARED, restart_steps, steps_of
 
-SKIPPED = "skipped"  # a key of `moved`, beside SAVED_BY
 _SIDES = [
     f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction
 ]
@@ -393,11 +392,8 @@ def _read_moved(
     except (ValueError, RecursionError):
         found = None
     ladders = {product.name: ladder_of(product) for product in PRODUCTS}
-    saved_by, skipped = (
-        (found.pop(SAVED_BY, None), found.pop(SKIPPED, False))
-        if isinstance(found, dict)
-        else (None, False)
-    )
+    facts = found if isinstance(found, dict) else {}
+    saved_by, skipped = facts.pop(SAVED_BY, None), facts.pop(SKIPPED, False)
     moved = {}
     for name, of in found.items() if isinstance(found, dict) else ():
         # of a file from before there were rungs
