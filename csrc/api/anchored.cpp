@@ -20,7 +20,8 @@ std::vector<at::Tensor> encode_anchored(
     const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras) {
   const TokenTables* const tokens = extras.tokens;
   check_input(x);
-  TORCH_CHECK_VALUE(tokens == nullptr || (row_run >= 0 && col_run > 0), "an anchor of the whole contraction would cover several token groups");
+  TORCH_CHECK_VALUE(tokens == nullptr || (row_run >= 0 && (col_run > 0 || col_run == kOfTile)),
+                    "an anchor of the whole contraction would cover several token groups");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
@@ -32,11 +33,17 @@ std::vector<at::Tensor> encode_anchored(
   const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   bool whole[2];
   for (int d = 0; d < 2; ++d) whole[d] = launch.spec[d].present() && runs[d] == kOfTensor;
-  launch.of_codes = whole[0] || whole[1];
-  const auto holds = [&](int d) { return !launch.spec[d].present() || (runs[d] == kTile && !given[d]->has_value()); };
+  const bool by_tile = launch.spec[1].present() && col_run == kOfTile;
+  launch.of_codes = whole[0] || whole[1] || by_tile;
+  const auto holds = [&](int d) {
+    return !launch.spec[d].present() || ((runs[d] == kTile || (d == 1 && by_tile)) && !given[d]->has_value());
+  };
   launch.in_tile = holds(0) && holds(1);
   TORCH_CHECK_VALUE(whole[0] == whole[1] || !launch.spec[0].present() || !launch.spec[1].present(),
                     "one side is anchored by the tensor, and the other by its lines; make them in two calls");
+  TORCH_CHECK_VALUE(!by_tile || (launch.in_tile && tokens != nullptr && can_encode_anchored(x, launch.spec[1], round_to_bf16)),
+                    "anchors of tiles are of e4m3 columns of token groups, beside rows by runs of 128; of stacked matrices "
+                    "(linear_weight); or of codes");
   Launch<1> statistics = launch;
   ZeroedWorkspace workspace;
   int64_t anchor_at[2] = {-1, -1};
@@ -52,7 +59,6 @@ std::vector<at::Tensor> encode_anchored(
     TORCH_CHECK_VALUE(s.bits() == 8, "anchors are of codes of 8 bits");
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
-    TORCH_CHECK_VALUE(runs[d] != kOfTile, "anchors of tiles are of stacked matrices (linear_weight), or of codes");
     TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
     const EncodingSpec line = runs_of(s, runs[d]);  // the anchor is the amax of the run or tensor
     s.anchor_log2 = line.contraction_log2, compact[d] = line.scale_layout == ScaleLayout::kCompact;
@@ -76,11 +82,14 @@ std::vector<at::Tensor> encode_anchored(
     EncodingBuffers& b = t.buffers[d];
     result.push_back(new_empty(x, {g[d].data_rows, g[d].data_cols}, at::kByte));
     b.data = result.back().mutable_data_ptr<uint8_t>();
-    result.push_back(compact[d] ? new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat)
-                                : new_empty(x, {anchor[d].stored_blocks, anchor[d].stored_lines}, at::kFloat));
+    const Geometry& a = anchor[d];
+    result.push_back(compact[d]      ? new_empty(x, {a.scale_rows, a.scale_cols}, at::kFloat)
+                     : d == 1 && by_tile ? new_empty(x, {a.stored_lines, a.stored_blocks}, at::kFloat)
+                                         : new_empty(x, {a.stored_blocks, a.stored_lines}, at::kFloat));
     b.scale = result.back().mutable_data_ptr();
     set_geometry(b, g[d], d);
-    b.stored = anchor[d].stored, b.anchors = anchor[d].compact;
+    b.stored = a.stored, b.anchors = a.compact;
+    if (d == 1 && by_tile) b.compact = a.compact;
     if (whole[d]) b.anchors.line_stride = 0;
     b.vector_store = stores_vectors(launch.spec[d], b.data, g[d]);
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].buffers[d].amax = workspace.at(anchor_at[d]);

@@ -88,8 +88,9 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
     const EncodingSpec line = runs_of(spec, *run);
     const EncodingSizes<c10::SymInt> of_runs = encoding_sizes(line, columnwise, rows, cols, row0);
     const Symbols grid = {of_runs.scale_rows, of_runs.scale_cols};
-    const Symbols by_run = {of_runs.stored_blocks, of_runs.stored_lines};
-    return {data, line.scale_layout == ScaleLayout::kCompact ? grid : by_run, grid, false, false, false};
+    const Symbols by_run = {of_runs.stored_blocks, of_runs.stored_lines}, by_tile = {of_runs.stored_lines, of_runs.stored_blocks};
+    const bool is_compact = line.scale_layout == ScaleLayout::kCompact;
+    return {data, is_compact ? grid : line.outer == 1 ? by_run : by_tile, grid, false, false, false};
   }
   const Symbols scale = spec.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
   return {data, scale, amax, spec.stored_in_bytes(), spec.two_level(), spec.whole()};

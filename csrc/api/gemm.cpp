@@ -236,7 +236,8 @@ CountedOperand counted_operand(
 
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
-    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product, int64_t every) {
+    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product, int64_t every,
+    const int32_t* k_end) {
   check_cuda(a, "a");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   check_buffer(step, "step", a, at::kLong, 5);
@@ -249,7 +250,8 @@ void product_error(
   p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in modules/plan.py
   p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 4, "b");
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
-  p.k = a.size(-1), p.every = every, p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
+  p.k = a.size(-1), p.k_end = k_end, p.every = every, p.step = step.const_data_ptr<int64_t>() + 1;
+  p.sums = guard.mutable_data_ptr<float>() + 2 * product;
   check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");
 }
 

@@ -45,7 +45,8 @@ struct CountedOperand {
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;
-  const int64_t* step;  // current step
+  const int32_t* k_end;  // of K that is written, on the device; null: all
+  const int64_t* step;   // current step
   int64_t every;
   float* sums;
 };

@@ -7,7 +7,6 @@ namespace {
 
 template <GroupedDim kGrouped>
 Kernel aligned_rows(Tile tile) {
-  using Small = TileConfig<128, 5, 1, true>;
   return tile == Tile::k256x128x2 ? describe<Wide, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>()
                                   : describe<Small, Granularity::kBf16, Granularity::kBf16, false, false, kGrouped>();
 }

@@ -96,7 +96,9 @@ const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
     return "values are multiplied with scales of tensors and rows";
   const Scaling a = p.a.scaling, b = p.b.scaling;
   if (is_outer(a) != is_outer(b)) return "only one operand has scales along K";
-  if (a == Scaling::k128x128) return "a has 128x128 scales";
+  if (a == Scaling::k128x128 && (b != Scaling::k1x128 || grouping.dim != GroupedDim::kK))
+    return "a has 128x128 scales, and K is not grouped or b has no 1x128 scales";
+  if (a == Scaling::k128x128 && is_e5m2(p.a)) return "a is e5m2 with 128x128 scales";
   if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "only one operand has 1x512 scales";
   if ((a == Scaling::k1x512) != (grouping.dim == GroupedDim::kNone))
     return "products of 1x512 scales are whole, others in groups";
@@ -111,7 +113,8 @@ const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
 }
 
 Schedule schedule_of(const GemmProblem& p, int32_t sm_count, const Grouping& grouping) {
-  const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 || p.b.scaling == Scaling::k1x512 ? 1 : 2;
+  const bool both_by_line = p.a.scaling == Scaling::k1x128 && p.b.scaling == Scaling::k1x128;
+  const int grain = is_outer(p.a.scaling) ? 0 : both_by_line ? 2 : 1;
   const int64_t stores = p.accumulate ? 4 : p.out_type == CUDA_R_32F ? 2 : 1;
   // Assume groups of equal size.
   const int64_t m = grouping.dim == GroupedDim::kM ? ceil_div(p.m, grouping.groups) : p.m;
@@ -139,6 +142,7 @@ Kernel kernel_of(const GemmProblem& p, Tile tile, GroupedDim dim) {
   if (is_values(p.a)) return grouped_bf16_kernel(dim, tile);
   if (is_outer(p.a.scaling)) return grouped_rowwise_kernel(dim, tile, a, b);
   if (p.a.scaling == Scaling::k1x512) return dense_1x512_kernel(tile, a, b);
+  if (p.a.scaling == Scaling::k128x128) return grouped_128x128_1x128_kernel(tile);
   return p.b.scaling == Scaling::k128x128 ? grouped_1x128_128x128_kernel(dim, tile, a, b)
                                           : grouped_1x128_1x128_kernel(dim, tile, a, b);
 }

@@ -5,8 +5,9 @@
 //   a x b                      scales are applied                             used for
 //   1x512 x 1x512, 2^n         a's every 128 of K, b's every 512              wgrad of anchored e8m0 (dense); others: grouped
 //   tensor, row or none, both  to the finished sum                            current, delayed and row scaling
-//   1x128 x 128x128            every 128 of K                                 fprop and dgrad of block scaling
+//   1x128 x 128x128            every 128 of K                                 fprop, dgrad of block scaling; wgrad of anchored
 //   1x128 x 1x128              every 128 of K                                 wgrad of block scaling
+//   128x128 x 1x128            every 128 of K; K-grouped, a e4m3              transposed wgrad of anchored e8m0
 //   bf16 x bf16                tensor, row or none: to the finished sum       operands without an fp8 GEMM
 //
 // Partial sums of codes are promoted to fp32 every 128 of K. out is bf16 or fp32; fp32 may be accumulated in place, with one
@@ -57,6 +58,7 @@ cudaError_t launch(const GemmProblem& p, const Grouping& grouping, const Schedul
 Kernel grouped_rowwise_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel grouped_1x128_128x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel grouped_1x128_1x128_kernel(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2);
+Kernel grouped_128x128_1x128_kernel(Tile tile);  // K-grouped, e4m3
 Kernel dense_1x512_kernel(Tile tile, bool a_e5m2, bool b_e5m2);  // dense
 Kernel grouped_bf16_kernel(GroupedDim dim, Tile tile);
 

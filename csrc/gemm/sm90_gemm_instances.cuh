@@ -7,6 +7,11 @@
 
 namespace fsdp_quant::sm90 {
 
+// 256 rows with wide staging and 3 stages, or narrow and 4: the faster one, per scaling.
+using Wide = TileConfig<256, 3, 2, false>;
+using Deep = TileConfig<256, 4, 2, true>;
+using Small = TileConfig<128, 5, 1, true>;
+
 template <class S, Granularity kA, Granularity kB, GroupedDim kGrouped>
 Kernel of_elements(bool a_e5m2, bool b_e5m2) {
   if (a_e5m2) return describe<S, kA, kB, true, false, kGrouped>();
@@ -18,7 +23,6 @@ Kernel of_elements(bool a_e5m2, bool b_e5m2) {
 // Large: the shape of the 256-row tile.
 template <class Large, Granularity kA, Granularity kB, GroupedDim kGrouped>
 Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
-  using Small = TileConfig<128, 5, 1, true>;
   return tile == Tile::k256x128x2 ? of_elements<Large, kA, kB, kGrouped>(a_e5m2, b_e5m2)
                                   : of_elements<Small, kA, kB, kGrouped>(a_e5m2, b_e5m2);
 }
@@ -29,9 +33,5 @@ Kernel of_grouped_dim(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2) {
   return dim == GroupedDim::kM ? of_tile<Large, kA, kB, GroupedDim::kM>(tile, a_e5m2, b_e5m2)
                            : of_tile<Large, kA, kB, GroupedDim::kK>(tile, a_e5m2, b_e5m2);
 }
-
-// Wide staging with 3 stages, or narrow with 4: the faster one, per scaling.
-using Wide = TileConfig<256, 3, 2, false>;
-using Deep = TileConfig<256, 4, 2, true>;
 
 }  // namespace fsdp_quant::sm90

@@ -56,10 +56,14 @@ __device__ __forceinline__ void multiply(
     if (kGrouped == GroupedDim::kK && at.k_blocks == 0 && p.accumulate) continue;
     constexpr bool kIs1x512 = kA == Granularity::k1x512;
     static_assert(kIs1x512 == (kB == Granularity::k1x512), "1x512 scales on both operands");
-    constexpr bool kHasBlock = kB == Granularity::k128x128;
-    static_assert(kA != Granularity::k128x128, "nothing here has 128 x 128 scales of a");
+    constexpr bool kTilesOfA = kA == Granularity::k128x128, kHasBlock = kTilesOfA || kB == Granularity::k128x128;
+    static_assert(kA != kB || !kTilesOfA, "128 x 128 scales of one operand");
+    static_assert(!kTilesOfA || kGrouped == GroupedDim::kK, "b's matrices have 128 x 128 scales, a's rows do not");
     const float* const of_group = p.b_scale + (kGrouped == GroupedDim::kM ? at.group * p.b_scale_plane : 0);
-    BlockScales block(of_group + int64_t{min(at.n0, p.n - 1) / 128} * p.b_scale_ld + at.k0, kHasBlock ? at.k_blocks : 0, lane);
+    const float* const of_line =
+        kTilesOfA ? p.a_scale + int64_t{min(at.m0 + group_row, p.m - 1) / 128} * p.a_scale_ld
+                  : of_group + int64_t{min(at.n0, p.n - 1) / 128} * p.b_scale_ld;
+    BlockScales block(of_line + at.k0, kHasBlock ? at.k_blocks : 0, lane);
     const uint32_t a_scale_at = (warp_row + lane / 4 + (kGrouped == GroupedDim::kM ? at.m0 & 3 : 0)) * 4;
     float sum[S::kWaves][64];
 #pragma unroll

@@ -171,6 +171,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
     product_error_kernel(const __grid_constant__ ProductError p) {
   const int64_t step = *p.step;
   if (step % p.every != 0) return;
+  const int64_t k = p.k_end != nullptr ? min(p.k, static_cast<int64_t>(*p.k_end)) : p.k;
   __shared__ Shared s;
   const auto cluster = cg::this_cluster();
   const int64_t first = (static_cast<int64_t>(cluster.block_rank()) * kErrorThreads + threadIdx.x) * kCodes;
@@ -178,10 +179,10 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Lines lines(p.operand[i], probe);
-    weigh(s.energy[i], p.operand[i].of_tokens, p.k, s, cluster, [&](int64_t start, auto add) {
+    weigh(s.energy[i], p.operand[i].of_tokens, k, s, cluster, [&](int64_t start, auto add) {
 #pragma unroll 4
       for (int l = 0; l < kLines; ++l) {
-        const Codes c(p.operand[i], lines[l], start + first, p.k);
+        const Codes c(p.operand[i], lines[l], start + first, k);
         add(l, c.all[0] + c.all[1] + c.all[2] + c.all[3]);
       }
     });
@@ -191,7 +192,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
   double extra = 0.0, product = 0.0;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i)
-    add_lines(extra, product, static_cast<float>(own), p.operand[i], p.operand[1 - i], s.energy[i], s.energy[1 - i], probe, p.k,
+    add_lines(extra, product, static_cast<float>(own), p.operand[i], p.operand[1 - i], s.energy[i], s.energy[1 - i], probe, k,
               first, s, cluster);
   extra = warp_sum(extra), product = warp_sum(product);
   if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32][0] = extra, s.warp[threadIdx.x / 32][1] = product;

@@ -128,7 +128,8 @@ struct Launch {
   bool shares_codes_transposed;  // the columnwise codes are the rowwise ones, transposed
   bool reversed;                 // last tile first: what the previous pass read last is still in L2
   bool of_codes;                 // convert the codes of the blocks, rounded again where the anchor makes them subnormal
-  bool in_tile;                  // anchors are of runs of 128, or with of_codes of tiles of 128 x 128: no statistics
+  bool in_tile;                  // no statistics: anchors are of runs of 128; with of_codes of tiles of 128 x 128 (of token
+                                 // groups, the columnwise ones)
   int32_t tiles;
   uint32_t* barrier;  // [2], cooperative launches only
   const void* up;     // values are act(x) * up; null: x

@@ -26,6 +26,9 @@ cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
 }
 
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) {
+  if (launch.in_tile && launch.of_codes)  // token groups: rows by runs, columns by tiles
+    return launch.spec[0].present() ? launch_instance<LoadTokens, AnchoredInTile8, OfCodesInTile8, 1, 3>(launch, stream)
+                                    : launch_instance<LoadTokens, Absent, OfCodesInTile8, 1, 3>(launch, stream);
   if (launch.in_tile) return launch_sides<AnchoredInTile8>(launch, stream);
   return launch.of_codes ? launch_sides<OfCodes8>(launch, stream) : launch_sides<Anchored8>(launch, stream);
 }

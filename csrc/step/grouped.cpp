@@ -36,7 +36,7 @@ GemmOperand grouped_operand(const OperandSpec& r, const Encoded& e) {
 
 // Steps of which one is probed. A product of many experts takes long to probe.
 int64_t probed_every(const GemmOperand& a) {
-  return static_cast<Scaling>(a.kind >> 3) == Scaling::k1x128 ? kProbedStepsOfRuns : kProbedSteps;
+  return has_fp32_blocks(static_cast<Scaling>(a.kind >> 3)) ? kProbedStepsOfRuns : kProbedSteps;
 }
 
 // Quantize x [tokens, cols], the input or gradient, by token group (see encode). Returns codes as listed by `append`.
@@ -141,7 +141,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
       if (turned) std::swap(a, b);
       dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
       k_grouped_gemm(dw, a, b, tokens.padded, groups, false, nullptr, 0);
-      record_error(*call, kWgrad, a, b, probed_every(a));
+      record_error(*call, kWgrad, a, b, probed_every(a), tokens.padded + groups);  // tiles after the last group are not written
     }
     count(plan, kSlots * kDirections + kWgrad, groups);
   }

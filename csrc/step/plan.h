@@ -33,8 +33,11 @@ struct OperandSpec {
 
   bool is_quantized() const { return packed != 0; }
   bool is_anchored() const { return run != kOfBlocks; }
-  // A kernel quantizes values with line or run anchors directly; otherwise compact codes are anchored afterwards.
-  bool anchors_values() const { return run >= 0 && spec.bits() == 8 && spec.outer == 1 && !spec.stochastic; }
+  // A kernel quantizes values with line or run anchors directly, and token groups with tile anchors; otherwise compact codes
+  // are anchored afterwards.
+  bool anchors_values(bool in_groups) const {
+    return (run >= 0 || (in_groups && run == kOfTile)) && spec.bits() == 8 && spec.outer == 1 && !spec.stochastic;
+  }
   bool decodes() const { return is_quantized() && kind == 0; }
   bool has_tensor_amax() const { return spec.two_level() && !spec.operand(); }  // stored besides data and scale
 };

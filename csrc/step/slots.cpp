@@ -143,7 +143,7 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(*call.plan, slot, d, row, col)) continue;
     count(call.handle, slot * kDirections + d);
-    if (r[d].anchors_values()) {
+    if (r[d].anchors_values(tokens != nullptr)) {
       anchors[d] = r[d].packed;
     } else {
       TORCH_CHECK_NOT_IMPLEMENTED(tokens == nullptr || !r[d].is_anchored(), "codes of groups of tokens are not anchored");
@@ -168,16 +168,22 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
     for (const Direction d : {kRowwise, kColumnwise})
       if (plain[d].present() && r[d].is_anchored()) anchor(encoded[d], r[d], d, x.size(0), x.size(1));
   }
-  if (is_anchored) {
+  const auto encode_anchors = [&](int64_t row, int64_t col) {
+    if (row == 0 && col == 0) return;
     const MaybeTensor none;
-    if (anchors[1] == 0) extras.tokens = nullptr;
-    auto tensors = encode_anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
-                          anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
-                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, extras);
+    extras.tokens = col != 0 ? tokens : nullptr;
+    auto tensors = encode_anchored(x, row, col, row != 0 ? r[0].run : 0, col != 0 ? r[1].run : 0,
+                                   row != 0 && r[0].run == 0 ? known.rows : none,
+                                   col != 0 && r[1].run == kAmaxRun ? known.runs : none, false, extras);
     auto next = tensors.begin();
+    const int64_t wanted[kDirections] = {row, col};
     for (int d = 0; d < kDirections; ++d)
-      if (anchors[d] != 0) encoded[d].data = std::move(*next++), encoded[d].scale = std::move(*next++);
-  }
+      if (wanted[d] != 0) encoded[d].data = std::move(*next++), encoded[d].scale = std::move(*next++);
+    extras.column_sums = nullptr;
+  };
+  const bool apart = anchors[1] != 0 && r[1].run == kOfTile && r[0].run != kTile;  // lines of rows need statistics
+  if (apart) encode_anchors(anchors[0], 0);
+  encode_anchors(apart ? 0 : anchors[0], anchors[1]);
   return encoded;
 }
 
@@ -205,10 +211,11 @@ LinearOperand operand_of(const OperandSpec& r, Direction d, const Encoded& e, co
   return o;
 }
 
-void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b, int64_t every) {
+void record_error(
+    const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b, int64_t every, const int32_t* k_end) {
   const int64_t counted = call.plan->counted[gemm];
   if (!call.guard.has_value() || counted == 0) return;
-  product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm, every);
+  product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm, every, k_end);
 }
 
 at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias) {

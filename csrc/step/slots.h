@@ -73,7 +73,8 @@ struct LinearOperand : GemmOperand {
 LinearOperand operand_of(const OperandSpec& r, Direction d, const Encoded& e, const LinearOperand* other = nullptr);
 
 // Add this GEMM's error due to shared exponents to the guard, if watched.
-void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b, int64_t every = kProbedSteps);
+void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const GemmOperand& b, int64_t every = kProbedSteps,
+                  const int32_t* k_end = nullptr);
 
 at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias);
 

@@ -41,6 +41,7 @@ from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import Stored, adam_update
 from fsdp_quant.quantizer import HybridQuantizer
+from fsdp_quant.roles import QUANTIZED_TYPES
 
 # Tiles for more than one round of the GPU.
 MANY = (130, 26000)
@@ -681,9 +682,11 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
             [on_device(i) for i in ids],
         )
 
-        fmt = plan.operand(("input", "", "grad_output")[slot], COLUMNWISE)
+        of = QUANTIZED_TYPES[slot]
+        fmt, layouts = plan.operand(of, COLUMNWISE), plan.resolved(BF16, made[0].device).layouts
+        in_tiles = layouts[of][COLUMNWISE] == layout.ANCHORED_TILE
 
-        def seen(buffers: list[Tensor], fmt=fmt) -> list[Tensor]:
+        def seen(buffers: list[Tensor], fmt=fmt, in_tiles=in_tiles) -> list[Tensor]:
             tiles, of_all = int(groups.padded[-1]) // 128, len(groups.sources)
             of_groups = [t[with_tokens] if t.numel() == len(ends) else t for t in buffers]
             at = len(buffers) - (3 if fmt.tensor_scale else 2)  # of the columnwise side
@@ -691,6 +694,8 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
             of_groups[at] = data[:, : data.shape[1] // of_all * tiles]
             if fmt.scale_leaves_contraction:
                 of_groups[at + 1] = scale.view(len(ends), -1)[with_tokens]
+            elif in_tiles:
+                of_groups[at + 1] = scale.view(ceil_div(len(data), 128), -1)[:, :tiles].contiguous()
             else:
                 along = (
                     scale.view(len(data), -1) if fmt.tensor_scale else scale.view(of_all, -1).t()
@@ -698,7 +703,7 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
                 of_groups[at + 1] = along[:, : along.shape[1] // of_all * tiles].contiguous()
             return of_groups
 
-        def want(slot=slot, row=row) -> list[Tensor]:
+        def want(slot=slot, row=row, seen=seen) -> list[Tensor]:
             tables = groups.tables.cpu()
             return seen(
                 emulation.linear_tokens(

@@ -46,6 +46,7 @@ GROUPED = {
     "sm90_fp8_grouped_gemm_rowwise": (ROW, ROW),
     "sm90_fp8_grouped_gemm_1x128_128x128": (BY_128, BY_128X128),
     "sm90_fp8_grouped_gemm_1x128_1x128": (BY_128, BY_128),
+    "sm90_fp8_grouped_gemm_128x128_1x128": (BY_128X128, BY_128),
     "sm90_bf16_grouped_gemm": (None, None),
 }
 DENSE = "sm90_fp8_gemm_1x512_1x512"
@@ -118,18 +119,20 @@ def entries() -> Iterator[Entry]:
     for (kernel, blocks), e, (count, tile) in itertools.product(
         GROUPED.items(), (E4M3, E5M2), TILES.items()
     ):
-        if blocks[0] is None and e is E5M2:
+        of_a, of_b = blocks
+        if e is E5M2 and of_a in (None, BY_128X128):
             continue
-        elements, groups = "bf16" if blocks[0] is None else f"{e.name} x e4m3", len(ROW_ENDS) - 1
-        a = _operand(ROW_ENDS[-1] + 3, K_OF_ROWS, blocks[0], 1, e)
-        b = _operand(N, K_OF_ROWS, blocks[1], 2, E4M3, groups)
-        offsets = torch.tensor(ROW_ENDS, dtype=torch.int32)
-        for dtype in (BF16, FP32):
+        elements, groups = "bf16" if of_a is None else f"{e.name} x e4m3", len(ROW_ENDS) - 1
+        of_rows = () if of_a == BY_128X128 else (BF16, FP32)  # rows of several groups share no tile
+        for dtype in of_rows:
+            a = _operand(ROW_ENDS[-1] + 3, K_OF_ROWS, of_a, 1, e)
+            b = _operand(N, K_OF_ROWS, of_b, 2, E4M3, groups)
+            offsets = torch.tensor(ROW_ENDS, dtype=torch.int32)
             out = start((len(a.data), N), dtype, False)
             instance = (kernel, elements, "groups of M", tile)
             yield Entry("grouped_gemm", instance, a, b, out, count, offsets)
-        a = _operand(M_OF_K, K_ENDS[-1], blocks[0], 3, e)
-        b = _operand(N, K_ENDS[-1], blocks[1], 4, E4M3)
+        a = _operand(M_OF_K, K_ENDS[-1], of_a, 3, e)
+        b = _operand(N, K_ENDS[-1], of_b, 4, E4M3)
         offsets = torch.tensor(K_ENDS, dtype=torch.int32)
         for dtype, adds in ((BF16, False), (FP32, False), (FP32, True)):
             out = start((groups, M_OF_K, N), dtype, adds)

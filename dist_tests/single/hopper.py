@@ -206,6 +206,9 @@ class Operators:
         grid = fmt.scale_shape((rows, cols), direction)
         if first:
             grid = ceil_div(first + padded[0], row_block), grid[1]
+        if run == native.OF_TILE:
+            grid = native.anchor_shape(rows, cols, columnwise, run)
+            return data, grid, grid, False, False, False
         if run is not None:
             length, lines = (rows, cols) if columnwise else (cols, rows)
             runs = ceil_div(length, run) if run else 1
@@ -601,9 +604,13 @@ class Operators:
                 kind >> 3
             ]
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
-            runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
-            if block[0] == 128:  # of matrices one after the other
-                tiles = scale.view(len(data), -1, round_up(ceil_div(data.shape[-1], 128), 4))
+            if block[1] is None:
+                runs = None
+            elif block[0] == 1:
+                runs = scale.view(ceil_div(data.shape[-1], block[1]), -1)
+            else:  # of matrices one after the other
+                matrices = 1 if data.dim() == 2 else len(data)
+                tiles = scale.view(matrices, -1, round_up(ceil_div(data.shape[-1], 128), 4))
                 lines = tiles.repeat_interleave(128, 1)[:, : data.shape[-2]]
                 runs = lines.flatten(0, 1).t()
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))

@@ -12,7 +12,7 @@ import torch
 from dist_tests.laws import assert_lost_rows_are_counted, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
-from fsdp_quant.formats import ROWWISE, Direction, Format, format_of
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
@@ -107,12 +107,18 @@ def test_operands_of_experts_are_anchored_in_tiles():
         alone = build_plan(recipes.mxfp8(), "m")
         plan = replace(alone, alone=False).of_groups
         resolved = plan.resolved(BF16, CPU)
-        tokens = set(resolved.layouts["input"].values()) | set(
-            resolved.layouts["grad_output"].values()
-        )
-        assert resolved.call is not None and tokens == {layout.ANCHORED_128}
-        assert set(resolved.layouts["weight"].values()) == {layout.ANCHORED_TILE}
-        assert {plan.next_rung(product, True) for product in PRODUCTS} == {"exact"}
+        of = resolved.layouts
+        assert resolved.call is not None
+        for product in PRODUCTS:
+            (slot, direction), (other, across) = product.a, product.b
+            assert of[slot][direction] == layout.ANCHORED_128, product
+            assert of[other][across] == layout.ANCHORED_TILE, product
+        assert [plan.next_rung(p, True) for p in PRODUCTS] == ["exact", "exact", "anchored 128"]
+        moved = plan.moved_to({"wgrad": layout.ANCHORED_128})
+        of = moved.resolved(BF16, CPU).layouts
+        assert of["input"][COLUMNWISE] == of["grad_output"][COLUMNWISE] == layout.ANCHORED_128
+        assert of["weight"][ROWWISE] == layout.ANCHORED_TILE
+        assert moved.next_rung(PRODUCTS[2], True) == "exact"
         assert not {layout.ANCHORED_128, layout.ANCHORED_TILE} & layouts(alone)
 
 

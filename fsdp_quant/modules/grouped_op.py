@@ -109,7 +109,8 @@ def unsupported_reason(
             runs = fmt.block[1] == native.TILE or (
                 decodes and native.TILE % (fmt.block[1] or 1) == 0
             )
-            if not of_group and (fmt.block[0] != 1 or (direction is COLUMNWISE and not runs)):
+            spans = fmt.block[0] != 1 if direction is ROWWISE else not runs
+            if not of_group and spans:
                 return (
                     f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens "
                     "of several experts"

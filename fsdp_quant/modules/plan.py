@@ -46,6 +46,7 @@ from ..ops.layout import (
     ANCHORS,
     COMPACT,
     OVER_TOKENS,
+    is_anchored_as_encoded,
     is_anchored_of_codes,
 )
 from ..ops.product_error import NOT_COUNTED, counted_as
@@ -80,7 +81,7 @@ PRODUCTS = (
 EXACT = "exact"
 LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
 LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
-_OF_GROUPS = (ANCHORED_128, ANCHORED_128, ANCHORED_128)
+_OF_GROUPS = (ANCHORED_TILE, ANCHORED_TILE, ANCHORED_TILE)
 
 
 def ladder_of(product: Product) -> tuple[str, ...]:
@@ -177,22 +178,21 @@ class GemmPlan:
         """Return whether the bits depend on the step, through random bits or histories, or the
         guard watches the plan on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
-        rounded = any(side is not None and side.is_stochastic for side in self._boundary_sides)
+        of = self.boundary
+        boundary_sides = () if of is None else (of.output, of.grad_input)
+        rounded = any(side is not None and side.is_stochastic for side in boundary_sides)
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
-
-    @property
-    def _boundary_sides(self) -> tuple:
-        return () if self.boundary is None else (self.boundary.output, self.boundary.grad_input)
 
     @cached_property
     def of_groups(self) -> GemmPlan:
         """This plan for one grouped GEMM over groups of tokens. In wgrad's contraction, groups and
         runs of anchors begin at multiples of 128.
 
-        One kernel computes and applies the anchors of all operands, in tiles of 128 x 128. Weights
-        have one anchor per tile, which multiplies as fast as one per line.
+        One kernel computes and applies the anchors of both directions of a tensor, in tiles of
+        128 x 128. Operands b (weights, and the input in wgrad) have one anchor per tile, which
+        multiplies as fast as one per line; operands a have one per run of 128.
         """
         return replace(self, shared_rungs=_OF_GROUPS)
 
@@ -263,16 +263,11 @@ class GemmPlan:
             )
             for slot in {slot for slot, _ in made}
         }
-        one, saves = slots.get("input", self.input).shares_storage, self.saves
-        saves = (
-            saves
-            if saves == "input"
-            else "rowwise"
-            if one
-            else "columnwise"
-            if "input" in slots
-            else saves
-        )
+        saves = self.saves
+        if saves != "input" and slots.get("input", self.input).shares_storage:
+            saves = "rowwise"
+        elif saves != "input" and "input" in slots:
+            saves = "columnwise"
         return replace(
             self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor)
         )
@@ -289,10 +284,10 @@ class GemmPlan:
         return Quantizer(anchored_format(fmt, None, whole=True))
 
     def _watched(self, product: Product, domain: str) -> tuple[int, int]:
-        a, b = (
-            _counted(False, f) if domain == "anchored" else NOT_COUNTED for f in self.pair(product)
-        )
-        return a, b
+        if domain != "anchored":
+            return NOT_COUNTED, NOT_COUNTED
+        a, b = self.pair(product)
+        return _counted(False, a), _counted(False, b)
 
     def hybrid(self, slot: str) -> HybridQuantizer:
         return getattr(self, slot)
@@ -342,6 +337,8 @@ class GemmPlan:
             ladder = (ANCHORED_TENSOR, EXACT)
         if is_shared and rung == ANCHORED_TENSOR:
             rung = self.shared_rungs[PRODUCTS.index(product)]
+        if rung == ANCHORED_TILE and ladder == LADDER_OVER_TOKENS:
+            return ANCHORED_128
         return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
@@ -486,11 +483,16 @@ class GemmPlan:
         if rung == ANCHORED_TENSOR and not by_tensor:
             rung = self.shared_rungs[PRODUCTS.index(product)]
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
-        if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
-            # runs are anchored from bf16 values rounded to nearest, lines from existing codes
-            rung = ANCHORED
-        if slot == "weight" and rung == ANCHORED_128 and self.shared_rungs == _OF_GROUPS:
-            rung = ANCHORED_TILE
+        of_values = rung not in (ANCHORED_TENSOR, ANCHORED, EXACT)  # bf16, rounded to nearest
+        if of_values and (dtype is not torch.bfloat16 or rounded):
+            rung = ANCHORED  # of existing codes
+        if rung in (ANCHORED_128, ANCHORED_TILE) and self.shared_rungs == _OF_GROUPS:
+            is_tiled = slot == "weight" or (
+                rung == ANCHORED_TILE
+                and (slot, direction) == product.b
+                and is_anchored_as_encoded(pair[0], ANCHORED_TENSOR)
+            )
+            rung = ANCHORED_TILE if is_tiled else ANCHORED_128
         return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 

@@ -180,7 +180,7 @@ def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple,
     reading = native.operand_spec_of(encoding, layout, domain, arch_of(x.device), False, None)
     if reading is None:
         raise ValueError(f"the compiled step makes no {encoding} of the input")
-    run = reading.run if reading.run >= 0 else None
+    run = None if reading.run == -1 else reading.run
     shape = native.TILE * _tiles(x.shape[0], experts), x.shape[1]
     of = native.encoding_shapes(reading.side, True, shape, run=run)
     if run is not None:

@@ -35,7 +35,7 @@ COMPACT: Final = "compact"
 NATIVE, SPREAD = "native", "spread"
 ANCHORED_TENSOR, ANCHORED = "anchored tensor", "anchored"
 ANCHORED_512, ANCHORED_128 = "anchored 512", "anchored 128"
-# Of weights in grouped GEMMs, whose tokens are anchored by runs of 128.
+# Of operand b in grouped GEMMs, whose operand a is anchored by runs of 128.
 ANCHORED_TILE = "anchored 128x128"
 # elements that share a scale; None: a whole line
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}
