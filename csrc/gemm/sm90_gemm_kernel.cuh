@@ -22,7 +22,9 @@
 // tile are not stored. K-grouped: every group has all tiles of its own out, over its own K.
 //
 // Measured on an H200. 256 x 128 tiles in clusters of 2 won on every large shape. k1x128 is bound by its two operations per
-// element: four stages and narrow staging gained 7 %, math groups that take turns to issue lost 6 %. TMA stores lost to
+// element: four stages and narrow staging gained 7 %, math groups that take turns to issue lost 6 %. Scales are no tensor
+// maps: a box whose first column is not at a multiple of 16 bytes, as where a group begins at any row, is an illegal
+// instruction (H100); without groups of rows such maps gained 0 to 4 %. TMA stores lost to
 // coalesced stores. fp32 additions in L2 gained 5 % over read-modify-write in threads. k1x512 is 8 to 12 % faster than
 // anchors of 128 through 1x128 scales; one row-scaled GEMM per 512 tokens, added in fp32, ran at .45 of bf16. Dense GEMMs
 // with 1x128 and 128x128 scales ran at .79 to 1.007 of cuBLASLt 13.0 and were removed.
