@@ -10,7 +10,7 @@
 namespace fsdp_quant {
 
 constexpr int64_t kProbedSteps = 16;  // one in this many steps is probed
-constexpr int64_t kProbedStepsOfRuns = 64;  // of products of groups on the finest rung, runs of 128
+constexpr int64_t kProbedStepsOfGroups = 64;  // of grouped GEMMs
 // Mean square of an element's relative error with a scale per block.
 constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 

@@ -34,11 +34,6 @@ GemmOperand grouped_operand(const OperandSpec& r, const Encoded& e) {
           tensor_decode_scale(e.tensor_amax, r.packed), kScaledValues};
 }
 
-// Steps of which one is probed. A product of many experts takes long to probe.
-int64_t probed_every(const GemmOperand& a) {
-  return has_fp32_blocks(static_cast<Scaling>(a.kind >> 3)) ? kProbedStepsOfRuns : kProbedSteps;
-}
-
 // Quantize x [tokens, cols], the input or gradient, by token group (see encode). Returns codes as listed by `append`.
 // factors: see Delayed.
 std::vector<at::Tensor> linear_tokens(
@@ -101,7 +96,7 @@ std::vector<at::Tensor> grouped_step(
   const GemmOperand a = of_x.is_quantized() ? grouped_operand(of_x, encoded[kRowwise]) : GemmOperand{rows};
   const GemmOperand b = {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind};
   const at::Tensor y = m_grouped_product(a, b, tables, tokens, out_dtype);
-  record_error(*call, kFprop, a, b, probed_every(a));
+  record_error(*call, kFprop, a, b, kProbedStepsOfGroups);
   count(plan, kSlots * kDirections + kFprop, tokens.groups);
   std::vector<at::Tensor> result = {y, tables};
   if (keeps) append(result, call->plan->operand_specs[kInput][kColumnwise], encoded[kColumnwise]);
@@ -141,7 +136,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
       if (turned) std::swap(a, b);
       dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
       k_grouped_gemm(dw, a, b, tokens.padded, groups, false, nullptr, 0);
-      record_error(*call, kWgrad, a, b, probed_every(a), tokens.padded + groups);  // tiles after the last group are not written
+      record_error(*call, kWgrad, a, b, kProbedStepsOfGroups, tokens.padded + groups);  // tiles after the last group are not written
     }
     count(plan, kSlots * kDirections + kWgrad, groups);
   }
@@ -154,7 +149,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const GemmOperand b = {coded ? *weight : weight->transpose(1, 2), weight_scale,
                            of_weight.decodes() ? kScaledValues : of_weight.kind};
     dx = m_grouped_product(a, b, tables, tokens, dy.scalar_type());
-    record_error(*call, kDgrad, a, b, probed_every(a));
+    record_error(*call, kDgrad, a, b, kProbedStepsOfGroups);
     count(plan, kSlots * kDirections + kDgrad, groups);
   }
   return {dx, dw};

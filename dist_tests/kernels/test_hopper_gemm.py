@@ -634,7 +634,7 @@ def test_errors_say_what_was_got_and_wanted():
         ),
         "grouped_gemm_wgrad of a [72, 640] with scaling 4": (
             gap,
-            depth(a=operand(72, 640, "e4m3", BY_128X128)),
+            depth(a=operand(72, 640, "e4m3", BY_128X128), b=operand(144, 640, "e4m3", BY_128X128)),
         ),
     }
     for text, (error, (op, arguments, options)) in refused.items():

@@ -892,8 +892,8 @@ class Operators:
 
     def _watch(self, plan, product, guard, step, a, b, grouped: bool = False) -> None:
         counted, every = self.plans[plan].watched[product], product_error.PROBED_STEPS
-        if grouped and a[2] >> 3 == _1X128:
-            every = product_error.PROBED_STEPS_OF_RUNS
+        if grouped:
+            every = product_error.PROBED_STEPS_OF_GROUPS
         if guard is not None and counted:
             self.product_error(
                 a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product, every

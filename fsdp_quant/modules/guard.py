@@ -3,9 +3,9 @@
 move the GEMM to finer anchors, and finally to none.
 
 If both operands of a GEMM are codes, a kernel estimates, in one of `PROBED_STEPS` steps, the error
-that anchors add, relative to the error of the formats (`ops.product_error`). Grouped GEMMs with
-runs of 128 tokens are probed in one of `PROBED_STEPS_OF_RUNS` steps. The estimate compares where
-along the contraction one operand has codes that underflowed with where the other has its energy.
+that anchors add, relative to the error of the formats (`ops.product_error`). Grouped GEMMs are
+probed in one of `PROBED_STEPS_OF_GROUPS` steps. The estimate compares where along the contraction
+one operand has codes that underflowed with where the other has its energy.
 
 When a step begins, an asynchronous copy of the sums to the host starts. A later step judges them,
 once they have arrived, so nothing here waits for a device. Each rank judges the GEMMs that it runs;

