@@ -641,6 +641,46 @@ def test_operands_are_made_once_a_gather_and_freed_with_it():
     run_ranks(2, _laid_out)
 
 
+def _autocast(rank: int, world: int) -> None:
+    """fp32 parameters; a first forward that autocast does not reach, as in an evaluation."""
+    for name in ("mxfp8", "mxfp6"):
+        seen = []
+        for sharded, before in ((False, False), (True, False), (True, True)):
+            with hopper.emulated():
+                net = fq.convert(nets.build(hidden=(64, 64)), fq.recipes.by_name(name))
+                if sharded:
+                    nets.shard(net)
+                optimizer, x = nets.adam(net), nets.batch(rows=16)
+                if before:
+                    with torch.no_grad():
+                        net(x)
+                outputs = []
+                for _ in range(2):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        outputs.append(net(x))
+                    outputs[-1].float().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(outputs + list(nets.full_state(net).values()))
+                for m in _managed(net) if sharded else []:
+                    if isinstance(m.local, WeightShard):
+                        pair, plan = m.local.state.gathered.pair, m.local.state.plan
+                        wanted = plan.on(torch.bfloat16, m.device)
+                        layouts = wanted.resolved(torch.bfloat16, m.device).layouts["weight"]
+                        read = {(d, of) for d, of in layouts.items() if of != "compact"}
+                        assert set(pair.operands) == read, f"{name}: {set(pair.operands)}"
+        for got in seen[1:]:
+            for i, (a, b) in enumerate(zip(got, seen[0], strict=True)):
+                laws.assert_same_bytes(a, b, f"{name}: tensor {i}")
+
+
+@on_cpu
+def test_fp32_weights_under_autocast_are_gathered_as_bf16_gemms_read_them():
+    """If false, gathers convert codes for activations of the parameters' dtype, and a backward
+    finds the codes that it needs freed."""
+    run_ranks(2, _autocast)
+
+
 def _one_launch_a_group(rank: int, world: int) -> None:
     """Three weights per group, one format; gathers of two blocks in the forward, and of both in the
     backward."""

@@ -30,6 +30,7 @@ from .operands import (
     buffers_of,
     codes_of_transposed,
     gathered_storage,
+    record_activations,
     lies_transposed,
     weight_storages,
 )
@@ -106,6 +107,7 @@ def _operands(
     plan = call.plan
     if isinstance(weight, QuantizedTensor):
         layouts = resolved.layouts["weight"]
+        record_activations(weight, dtype)
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
         columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
         if columnwise is None:

@@ -163,6 +163,12 @@ def gathered_storage(
     return operand
 
 
+def record_activations(weight: QuantizedTensor, dtype: torch.dtype) -> None:
+    """Let the next gather of the weight convert its codes for activations of this dtype."""
+    if weight._pair.owner is not None:
+        weight._pair.owner.activation_dtype = dtype
+
+
 def weight_storages(
     weight: Tensor,
     directions: Sequence[Direction],
@@ -175,6 +181,7 @@ def weight_storages(
     made here of its values."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
+        record_activations(weight, dtype)
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
     values = values_of(weight).detach()
     state = _state_of(state, plan, values)

@@ -62,20 +62,32 @@ class GatherGroup:
             operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
         )
         self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
-        self._operands = _Operands(self.members)
+        self._dtypes = [member.activation_dtype for member in self.members]
+        self._layouts = [member.layouts for member in self.members]
+        self._operands = _Operands(self.members, self._layouts)
         self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint
         for member in self.members:
             member.group = self
 
     def is_of(self, local: Sequence[Tensor]) -> bool:
-        """It gathers these tensors, in their present formats."""
+        """It gathers these tensors, in their present formats and layouts."""
         before = [tensor() for tensor in self._local]
         now = [member.state.gathered for member in self.members]
         return (
             len(before) == len(local)
             and all(map(operator.is_, before, local))
             and all(map(operator.is_, now, self.members))
+            and self._converts_as_read()
         )
+
+    def _converts_as_read(self) -> bool:
+        """GEMMs of the present activations read the layouts of the operands."""
+        dtypes = [member.activation_dtype for member in self.members]
+        if not all(map(operator.is_, dtypes, self._dtypes)):
+            if self._layouts != [member.layouts for member in self.members]:
+                return False
+            self._dtypes = dtypes
+        return True
 
     @property
     def recomputed(self) -> list[bool]:
@@ -139,7 +151,9 @@ class GatherPlan:
         ]
         # columnwise codes that the backward reads only in another layout
         self._unread = [
-            t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}
+            (m, t)
+            for m, t, n in zip(members, operands.unread, needs)
+            if t is not None and n == {COLUMNWISE}
         ]
         self._unpacked = [
             i
@@ -256,8 +270,9 @@ class GatherPlan:
             member.derive()
         for relayout in self._relayouts:
             relayout()
-        for codes in self._unread:
-            torch_compat.free_storage(codes)
+        for member, codes in self._unread:
+            if member.activation_dtype is not None:  # else their layout is a guess
+                torch_compat.free_storage(codes)
 
 
 def _held_key(shard: Shard) -> tuple:
@@ -351,7 +366,7 @@ class _Operands:
     unread:  per weight, the gathered columnwise codes if all GEMMs read copies of them; else None.
     """
 
-    def __init__(self, members: Sequence[GatheredWeight]):
+    def __init__(self, members: Sequence[GatheredWeight], layouts: Sequence[dict[Direction, str]]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
         self._made: list[tuple[int, Direction, Storage, GemmOperand]] = []
@@ -364,8 +379,9 @@ class _Operands:
             for i, member in enumerate(members):
                 if member.state.packed:
                     continue
-                layouts = member.state.layouts(member.dtype, member.managed.device) or {}
-                layout, storage = layouts.get(d, COMPACT), member.pair.get(d)
+                if d is ROWWISE:
+                    member.pair.drop_operands()  # of activations of another dtype
+                layout, storage = layouts[i].get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))
             made = to_gemm_operands(

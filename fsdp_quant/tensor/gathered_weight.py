@@ -198,6 +198,18 @@ class GatheredWeight:
         )
 
     @property
+    def activation_dtype(self) -> torch.dtype | None:
+        """The dtype of the activations that it multiplies: of the last eager forward; before one,
+        of a parameter that autocast leaves as it is. None: not known."""
+        of_parameter = None if self.dtype is torch.float32 else self.dtype
+        return self.state.activation_dtype or of_parameter
+
+    @property
+    def layouts(self) -> dict[Direction, str]:
+        """The layouts in which GEMMs read it; a direction that is left out: compact."""
+        return self.state.layouts(self.dtype, self.managed.device) or {}
+
+    @property
     def is_first(self) -> bool:
         """FSDP2 asks for its all-gather inputs first in the group."""
         return self.group is not None and self.group.members[0] is self

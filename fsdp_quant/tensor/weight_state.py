@@ -62,6 +62,7 @@ class WeightState:
     held:          codes by key inside `fq.hold`, with the versions of their values; None outside.
     statistics:    shared by ranks in the last forward of the root, by matrix and direction; None
                    before one.
+    activation_dtype: of the activations that the last eager forward multiplied; None before one.
     """
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
@@ -91,6 +92,7 @@ class WeightState:
         self.weight_sync: WeightSync | None = None
         self.held: dict | None = None
         self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
+        self.activation_dtype: torch.dtype | None = None
 
     def __getstate__(self) -> dict:
         return {k: v for k, v in self.__dict__.items() if k not in _OF_PROCESS} | {
@@ -172,10 +174,17 @@ class WeightState:
         return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
     def layouts(self, dtype: torch.dtype, device: torch.device) -> dict[Direction, str] | None:
-        """The layouts in which the layer's GEMMs of `dtype` activations read both directions; None:
-        compact."""
+        """The layouts in which the layer's GEMMs read both directions; None: compact.
+
+        dtype:  of the parameter. Activations have the dtype that the last eager forward multiplied;
+                before one that of autocast, else the parameter's.
+        """
         if self.plan is None:
             return None
+        if self.activation_dtype is not None:
+            dtype = self.activation_dtype
+        elif dtype is torch.float32 and torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
         plan = self.plan if self.part[1] > 1 else self.plan.on(dtype, device)
         plan = plan if plan.alone else plan.of_groups
         return plan.resolved(dtype, device).layouts["weight"]
@@ -220,7 +229,9 @@ class WeightState:
 
 
 # Fields that neither copies nor files have.
-_OF_PROCESS = frozenset({"gathered", "managed", "weight_sync", "held", "statistics"})
+_OF_PROCESS = frozenset(
+    {"gathered", "managed", "weight_sync", "held", "statistics", "activation_dtype"}
+)
 
 
 class WeightTensor(Tensor):
