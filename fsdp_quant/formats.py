@@ -416,7 +416,7 @@ IDENTITY = FORMATS["identity"]
 
 
 def known_formats() -> list[str]:
-    """Names that `format_of` takes, aliases included."""
+    """Names that `format_of` accepts, aliases included."""
     return sorted([*FORMATS, *ALIASES])
 
 

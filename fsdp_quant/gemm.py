@@ -46,7 +46,7 @@ class Watch(NamedTuple):
 
 
 class StaleWeightError(RuntimeError):
-    """A GEMM would read codes that were freed, or made from a master that has changed since.
+    """A GEMM would read codes that were freed, or encoded from a master that has changed since.
 
     >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
     >>> with fq.hold(model), torch.no_grad():

@@ -70,7 +70,7 @@ class GemmOperand(EncodedMatrix):
         return self._operand_rows(start, length, scale, dim=1)
 
     def compact_buffers(self, arch: str | None = None) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales of the compact storage that a NATIVE or SPREAD operand was made of.
+        """Codes and scales of the compact storage that a NATIVE or SPREAD operand was derived from.
 
         arch: of the GPU whose layout this is; None: the device of the codes.
         """

@@ -171,8 +171,8 @@ def recipe_of(key: str) -> Recipe:
     where it is no object yet."""
     if key not in _RECIPES:
         raise ValueError(
-            f"the recipe {key.split()[0]} is made inside a compiled region; make it outside, and "
-            "enter it inside"
+            f"the recipe {key.split()[0]} is created inside a compiled region; create it outside, "
+            "and enter it inside"
         )
     return _RECIPES[key]
 
@@ -223,7 +223,7 @@ class PerLayer:
         counts = [count for _, count, _ in self._ends]
         if sum(counts) > len(names):
             raise ValueError(
-                f"{self} takes {' and '.join(map(str, counts))} of {len(names)} layers; they "
+                f"{self} covers {' and '.join(map(str, counts))} of {len(names)} layers; they "
                 "overlap"
             )
         for what, count, recipe in self._ends:
@@ -350,14 +350,14 @@ def schedule(
             )
         return math.ceil(at * total_steps - 1e-9)
 
-    made: list[tuple[int, int | None, Recipe | PerLayer]] = []
+    ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []
     for start, stop, recipe in switches:
         first = step_of(start)
         if first is None:
             raise ValueError("schedule: a range needs a first step; the end has none")
-        made.append((first, step_of(stop), _given(recipe, "schedule", Recipe, PerLayer)))
-    made.sort(key=lambda switch: switch[0])
-    return Schedule(_given(base, "schedule", Recipe, PerLayer), tuple(made))
+        ranges.append((first, step_of(stop), _given(recipe, "schedule", Recipe, PerLayer)))
+    ranges.sort(key=lambda switch: switch[0])
+    return Schedule(_given(base, "schedule", Recipe, PerLayer), tuple(ranges))
 
 
 def _check_recipe(what: str, value: object, *others: type) -> None:

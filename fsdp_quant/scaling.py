@@ -332,19 +332,19 @@ class SharedStatistics:
     def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
         """Return the statistics of each (fragment, encoding) that is shared: known ones, else
         computed in one launch per encoding."""
-        made: dict[tuple[int, int], Statistics] = {}
+        computed: dict[tuple[int, int], Statistics] = {}
         for (encoding, dtype, _), at in self._alike.items():
             for f, e in at:
                 if (found := fragments[f].found) and (one := found[e]) is not None:
-                    made[f, e] = one
-            missing = [place for place in at if place not in made] if made else at
+                    computed[f, e] = one
+            missing = [place for place in at if place not in computed] if computed else at
             if missing:
                 of = [fragments[f] for f, _ in missing]
                 found = dispatch.multi_tensor_amax(
                     [f.rows for f in of], encoding, [f.row0 for f in of], dtype
                 )
-                made.update(zip(missing, found))
-        return [made[place] for place in self._places]
+                computed.update(zip(missing, found))
+        return [computed[place] for place in self._places]
 
 
 def share_amaxes(

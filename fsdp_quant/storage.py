@@ -327,18 +327,18 @@ def to_gemm_operands(
     transposed: dict[int, Tensor] = {}
     for fmt, places in transposing.items():
         of = [wanted[i][0] for i in places]
-        made = dispatch.multi_tensor_transpose(
+        results = dispatch.multi_tensor_transpose(
             [s.data for s in of], [s.padded_shape for s in of], fmt, calls
         )
-        transposed.update(zip(places, made))
+        transposed.update(zip(places, results))
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for key, places in anchoring.items():
         of = [wanted[i][0] for i in places]
         data, scales, amaxes, cols = zip(
             *((s.data, s.scales, s.tensor_amax, s.padded_shape[1]) for s in of)
         )
-        made = dispatch.multi_tensor_anchor(data, scales, amaxes, cols, *key, calls)
-        anchored.update(zip(places, made))
+        results = dispatch.multi_tensor_anchor(data, scales, amaxes, cols, *key, calls)
+        anchored.update(zip(places, results))
     operands = [
         storage.to_gemm_operand(layout, transposed.get(i), anchored.get(i))
         for i, (storage, layout) in enumerate(wanted)

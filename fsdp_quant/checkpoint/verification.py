@@ -162,11 +162,11 @@ def _verify_state(
         other += [weight] if is_same is False else []
     if recipes_of_state:
         found.lines.append(
-            f"  {name}: codes of {same} of {len(codes)} weights made again, and compared"
+            f"  {name}: codes of {same} of {len(codes)} weights encoded again, and compared"
         )
     else:
         found.lines.append(
-            f"  {name}: codes not compared, because no recipe of fq.recipes alone made them"
+            f"  {name}: codes not compared, because no recipe of fq.recipes alone encoded them"
         )
     if other:
         found.problems.append(

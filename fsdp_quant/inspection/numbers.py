@@ -102,13 +102,15 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantiz
         encoding = hybrid.side(direction).encoding(direction)
         source = reference.prepared(source, encoding).float()
         by_shape.setdefault(source.shape, []).append((direction, source))
-    made = [
+    per_shape = [
         _of_directions(values, [(source, storages[d]) for d, source in of])
         for of in by_shape.values()
     ]
     order = [direction for of in by_shape.values() for direction, _ in of]
     fields = (
-        made[0] if len(made) == 1 else {k: torch.cat([m[k] for m in made], -1) for k in made[0]}
+        per_shape[0]
+        if len(per_shape) == 1
+        else {k: torch.cat([m[k] for m in per_shape], -1) for k in per_shape[0]}
     )
     return Measured(whole, {d: 0 if shared else order.index(d) for d in quantized}, fields)
 

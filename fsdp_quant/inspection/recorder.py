@@ -350,8 +350,8 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
     factors = [h.encode_scale for h in layer.runtime.histories(layer_plan, slot, x.device)]
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
-    made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
-    return measure(x, made, hybrid)
+    storages, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
+    return measure(x, storages, hybrid)
 
 
 def _of_codes(weight: Tensor | FSDPHooks) -> list[Measured]:
@@ -365,15 +365,15 @@ def _of_piece(piece: Piece) -> Measured:
 
     def encode(direction: Direction) -> Storage:
         shared = (state.statistics or {}).get((state.name, direction))
-        (made,) = encode_shards(
+        (encoded,) = encode_shards(
             [Shard(piece, direction, values.dtype, shared, None, False)], values.device
         )
         return Storage.of(
-            made, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
+            encoded, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
         )
 
-    made = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
-    return measure(seen, made, state.quantizer)
+    storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
+    return measure(seen, storages, state.quantizer)
 
 
 def _of_gradient(norms: list[Tensor]) -> Callable[[Tensor], None]:

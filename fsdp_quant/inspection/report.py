@@ -187,9 +187,9 @@ def _curves(runs: Sequence[Run]) -> str:
     for run in runs:
         for name, points in run.scalars.items():
             groups[name].append((run.name, points))
-    made = "".join(_curve(name, series) for name, series in groups.items())
+    plots = "".join(_curve(name, series) for name, series in groups.items())
     return (
-        made
+        plots
         or "<p>The run logged no scalars; call log.scalars(loss=loss.item()) in the loop.</p>\n"
     )
 
@@ -197,7 +197,7 @@ def _curves(runs: Sequence[Run]) -> str:
 def _curve(name: str, series: Sequence[tuple[str, list]]) -> str:
     """One plot of (run, points) over shared axes; a value of None breaks the line.
 
-    Only the lines scale with the page: labels are text beside the SVG.
+    Only the lines scale with the page: labels are text next to the SVG.
     """
     finite = [(s, v) for _, points in series for s, v in points if v is not None]
     broken = [(run, s) for run, points in series for s, v in points if v is None]
@@ -233,18 +233,18 @@ def _curve(name: str, series: Sequence[tuple[str, list]]) -> str:
 
 def _worst_tables(runs: Sequence[Run]) -> str:
     head = ("layer", "operand", "points", *(f"{quantity} (median), step" for quantity in POINTS))
-    made = []
+    tables = []
     for run in runs:
         rows = [
             (s.layer, s.operand, f"{s.points:.2f}", *(_worst_cell(s, q) for q in POINTS))
             for s in worst(run)[:WORST]
         ]
-        made.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
+        tables.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
     said = (
         "<p>A point: 3 dB, 10 % of underflow or 1 % of saturation from the median of that operand "
         "over all layers.</p>\n"
     )
-    return said + "".join(made) if any(made) else "<p>No samples.</p>\n"
+    return said + "".join(tables) if any(tables) else "<p>No samples.</p>\n"
 
 
 def _worst_cell(of: Suffering, quantity: str) -> str:
@@ -260,16 +260,16 @@ def _worst_cell(of: Suffering, quantity: str) -> str:
 
 
 def _ran(run: Run) -> str:
-    made = f"<h3>{escape(run.name)}</h3>\n"
+    text = f"<h3>{escape(run.name)}</h3>\n"
     if run.plan is not None:
         groups: dict[tuple, list[str]] = defaultdict(list)
         for row in run.plan.gemms:
             groups[(row.product, *row.operands, row.domain, row.reason)].append(row.module)
         rows = [(*key, len(of), of[0]) for key, of in groups.items()]
-        made += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
-        made += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
+        text += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
+        text += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
     counts = [(kind, what, n) for kind, of in (run.receipt or {}).items() for what, n in of.items()]
-    return made + (
+    return text + (
         _table(("counted", "what", "how many"), counts)
         if counts
         else "<p>No receipt was logged.</p>\n"

@@ -120,8 +120,8 @@ def _is_fresh(output: Path, command: str) -> bool:
     if not (output.exists() and said.exists() and depends.exists() and said.read_text() == command):
         return False
     files = depends.read_text().partition(":")[2].replace("\\\n", " ").split()
-    made = output.stat().st_mtime
-    return all(os.path.exists(file) and os.path.getmtime(file) <= made for file in files)
+    built_at = output.stat().st_mtime
+    return all(os.path.exists(file) and os.path.getmtime(file) <= built_at for file in files)
 
 
 def compile_sources(
@@ -156,7 +156,7 @@ def compile_sources(
 def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
     """Link into a temporary file and rename it, so that a process keeps the old file that it has
     mapped."""
-    made = output.with_suffix(f".{os.getpid()}")
+    temporary = output.with_suffix(f".{os.getpid()}")
     _run(
         [
             *cxx(),
@@ -165,10 +165,10 @@ def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
             *map(str, objects),
             *rest,
             "-o",
-            str(made),
+            str(temporary),
         ]
     )
-    made.replace(output)
+    temporary.replace(output)
 
 
 def jobs() -> int:
@@ -356,8 +356,8 @@ def find_toolkit(fits: Callable[[Path], bool]) -> tuple[Path | None, list[Path]]
     """Return (the folder of a CUDA toolkit that fits or None, the folders searched): CUDA_HOME,
     else that of nvcc, else the default."""
     nvcc = shutil.which("nvcc")
-    told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     homes = (
-        [Path(told)] if told else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
+        [Path(given)] if given else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
     )
     return next(filter(fits, homes), None), homes

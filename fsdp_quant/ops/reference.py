@@ -3,7 +3,7 @@
 bit for bit.
 
 [Note: one encoder]
-A storage is made in two steps, so that a statistic may be shared between ranks in between:
+Encoding has two steps, so that a statistic may be shared between ranks in between:
 
     amax, tensor_amax = statistics(x)            largest magnitude of each block, and of the tensor
     codes, scale      = encode(x, amax, tensor_amax)
@@ -19,7 +19,7 @@ with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywh
                   a power of two
     code = saturating round-to-nearest-even of fl(x * enc)
 
-Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
+Blocks are on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
 a block that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes
 of the full tensor as soon as the amaxes are.
 

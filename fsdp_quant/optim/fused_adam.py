@@ -101,7 +101,7 @@ class FusedAdam(torch.optim.Optimizer):
             or not all(0.0 <= b < 1.0 for b in betas)
         ):
             raise ValueError(
-                "lr, eps and weight_decay must not be negative and betas lie in [0, 1), got "
+                "lr, eps and weight_decay must not be negative and betas be in [0, 1), got "
                 f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
             )
         if moment_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
@@ -359,8 +359,8 @@ class _Held:
             raise ValueError("FusedAdam updates parameters with gradients, got none")
         if grad.is_sparse:
             raise ValueError(
-                "FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for "
-                "it"
+                "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam "
+                "for it"
             )
         return grad
 

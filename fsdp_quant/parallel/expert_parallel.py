@@ -263,7 +263,7 @@ class ExpertParallel(ParallelStyle):
         name = name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} "
+                f"{name}: ExpertParallel needs a mesh of one axis, got {device_mesh.ndim} "
                 f"({device_mesh.mesh_dim_names}); pass "
                 'the axis of expert parallelism, such as mesh["ep"]'
             )
@@ -322,8 +322,8 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
 def planned_dispatch(
     module: nn.Module, counts: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> dict[tuple, int]:
-    """What this rank's tokens take on their ways in a forward and backward: (pass, direction,
-    format) -> bytes, as `receipt` says.
+    """Bytes that this rank's tokens send and receive in a forward and backward: (pass, direction,
+    format) -> bytes, as `receipt` counts.
 
     module:  with `ExpertParallel`, whose layers are converted.
     counts:  [E] of this rank's tokens.

@@ -46,11 +46,11 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
-    made, packings = {}, []
+    config_groups, packings = {}, []
     for i, (scheme, names) in enumerate(groups.items()):
         weights, inputs = _arguments(scheme)
         packings.append(scheme.kind.packing)
-        made[f"group_{i}"] = {
+        config_groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(groups) == 1 else names,
             "weights": weights,
             "input_activations": inputs,
@@ -61,7 +61,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": packings[0] if len(set(packings)) == 1 else "mixed-precision",
-        "config_groups": made,
+        "config_groups": config_groups,
         "ignore": ignore,
         "kv_cache_scheme": None,
     }

@@ -62,10 +62,10 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         rows = shard.piece.values.shape[0]
         if shard.piece.state is not state or not rows:
             continue
-        made = local.state.own_codes(local, source)
+        expected = local.state.own_codes(local, source)
         with counters.uncounted():
-            made = made or encode_shards([shard._replace(records=False)], managed.device)[0]
-        _compare(state.name, whole.narrow(shard.piece.row0, rows), made)
+            expected = expected or encode_shards([shard._replace(records=False)], managed.device)[0]
+        _compare(state.name, whole.narrow(shard.piece.row0, rows), expected)
 
 
 def _compare(name: str, got: Storage, want: Encoded) -> None:

@@ -173,15 +173,15 @@ class GatherPlan:
                     asked.append((i, d, s))
                     whose.append((i, matrix if member.state.packed else None))
         launches: list[tuple[RecordedEncode, list[int]]] = []
-        made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
+        by_direction: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
         for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
-            made.setdefault((i, d), []).append((shard.piece, encoded))
+            by_direction.setdefault((i, d), []).append((shard.piece, encoded))
         copies, inputs, metadata = [], [], []
         is_repeatable = sum(len(places) for _, places in launches) == len(asked)
         for i, (member, chosen) in enumerate(zip(self.members, self._chosen)):
             own_inputs, own_metadata = [], {}
             for d in chosen.directions:
-                of = made.get((i, d), [])
+                of = by_direction.get((i, d), [])
                 own = [e for piece, e in of if piece.values.shape[0] or not member.state.packed]
                 copies += member.replicated(d, own)
                 rows_sent = member.rows_sent(d, own)
@@ -223,9 +223,11 @@ class GatherPlan:
         device = self.members[0].managed.device
         shards = [asked[n][2] for n in missing]
         if all(self.members[asked[n][0]].state.held is None for n in missing):
-            made = encode_shards(shards, device, launches if len(missing) == len(asked) else None)
+            encoded = encode_shards(
+                shards, device, launches if len(missing) == len(asked) else None
+            )
         else:
-            made = [
+            encoded = [
                 held(
                     self.members[asked[n][0]].state,
                     _held_key(shard),
@@ -234,7 +236,7 @@ class GatherPlan:
                 )
                 for n, shard in zip(missing, shards)
             ]
-        results.update(zip(missing, made))
+        results.update(zip(missing, encoded))
         return [results[n] for n in range(len(asked))]
 
     @torch.no_grad()
@@ -354,7 +356,7 @@ class _Operands:
     def __init__(self, members: Sequence[GatheredWeight]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
-        self._made: list[tuple[int, Direction, Storage, GemmOperand]] = []
+        self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
         self._is_recorded = {d: True for d in Direction}
         buffers = [b for m in members for b in m.all_buffers]
         for b in buffers:
@@ -368,16 +370,16 @@ class _Operands:
                 layout, storage = layouts.get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))
-            made = to_gemm_operands(
+            operands = to_gemm_operands(
                 [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
-            for (i, storage, layout), operand in zip(of, made):
+            for (i, storage, layout), operand in zip(of, operands):
                 members[i].pair.cache_operand(d, layout, operand)
-                self._made.append((i, d, storage, operand))
+                self._derived.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
         self.unread = []
         for i, member in enumerate(members):
-            read = [(s, o.data) for j, d, s, o in self._made if j == i and d is COLUMNWISE]
+            read = [(s, o.data) for j, d, s, o in self._derived if j == i and d is COLUMNWISE]
             own = {id(t) for t in self.own[i][COLUMNWISE]}
             copied = bool(read) and all(id(data) in own for _, data in read)
             self.unread.append(read[0][0].data if copied else None)
@@ -399,7 +401,7 @@ class _Operands:
             else:
                 calls += [
                     functools.partial(_rewrite, storage, operand)
-                    for i, of, storage, operand in self._made
+                    for i, of, storage, operand in self._derived
                     if of is d and d in needs[i]
                 ]
         return calls
@@ -407,9 +409,9 @@ class _Operands:
 
 def _rewrite(source: Storage, target: GemmOperand) -> None:
     """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
-    made = source.to_gemm_operand(target.layout).buffers()
+    fresh = source.to_gemm_operand(target.layout).buffers()
     torch_compat.copy_all(
-        [(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()]
+        [(t, fresh[n]) for n, t in target.buffers().items() if t.data_ptr() != fresh[n].data_ptr()]
     )
 
 

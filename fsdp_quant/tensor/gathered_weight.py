@@ -332,12 +332,12 @@ class GatheredWeight:
             for piece in self.state.pieces(values, self.cuts, self.managed.rank)
         ]
 
-    def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
-        """uint8 [rows, bytes] of every wire buffer; made: codes of each matrix with rows on this
+    def rows_sent(self, direction: Direction, encoded: Sequence[Encoded]) -> list[Tensor]:
+        """uint8 [rows, bytes] of every wire buffer; encoded: codes of each matrix with rows on this
         rank."""
         sent = []
         for buffer in self.wire[direction]:
-            fields = [getattr(e, buffer.name) for e in made]
+            fields = [getattr(e, buffer.name) for e in encoded]
             rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
             missing = buffer.rows - rows.shape[0]
             sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
@@ -353,11 +353,11 @@ class GatheredWeight:
         return list(zip(rows[: sum(sizes)].split(sizes), each))
 
     def replicated(
-        self, direction: Direction, made: Sequence[Encoded]
+        self, direction: Direction, encoded: Sequence[Encoded]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the replicated buffers."""
         buffers = self.buffers[direction].replicated.items()
-        return [(target, _seen_as(target, getattr(made[0], name))) for name, target in buffers]
+        return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
     def unpack(
         self, chosen: GatherPass, metadata: dict[tuple[Direction, str], Tensor]

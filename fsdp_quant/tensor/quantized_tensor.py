@@ -118,12 +118,12 @@ class QuantizedTensor(Tensor):
     def matrix_for(self, direction: Direction) -> EncodedMatrix:
         """`rowwise` or `columnwise`.
 
-        Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
+        Raises ValueError if the tensor has none, StaleWeightError if it was freed.
         """
         storage = self._pair.get(direction)
         if storage is None:
             raise ValueError(
-                f"this tensor has no {direction.value} storage: it was dropped or never made "
+                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
                 f"({self!r})"
             )
         return self._readable(storage)
@@ -480,14 +480,14 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(); where fully_shard does so, of a weight that fq.freeze made, pass "
+            "dequantize(); where fully_shard does so, of a weight of fq.freeze, pass "
             "ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
         )
     if not isinstance(source, QuantizedTensor):
         raise NotImplementedError(
             f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} "
-            "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that made it, "
-            "or write to what dequantize() returns"
+            "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that encoded "
+            "it, or write to what dequantize() returns"
         )
     for into, of in _buffer_pairs(target, source):
         into.copy_(of, non_blocking=non_blocking)

@@ -266,7 +266,7 @@ def _split(func, weight, sizes, dim=0):
     if state.weight_sync is not None:
         raise ValueError(
             f"{state.name} is published by a weight sync, which writes all of it on every "
-            "rank; fully_shard would cut it and never be told of new codes: give a weight to "
+            "rank; fully_shard would cut it and not see new codes: give a weight to "
             "fully_shard or to a weight sync, not to both"
         )
     return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), (weight, sizes, dim))

@@ -70,17 +70,17 @@ class Sharded(NamedTuple):
 
 
 class _Root:
-    """Statistics of one root of `fully_shard` in the last forward; taken: reduced in this one."""
+    """Statistics of one root of `fully_shard` in the last forward; is_reduced: in this one."""
 
     def __init__(self, module: nn.Module):
-        self.taken = False
+        self.is_reduced = False
         self.collectives: dict[tuple, Collective] = {}
         module.register_forward_pre_hook(self._begin, prepend=True)
 
     def _begin(self, module: nn.Module, args) -> None:
         # a checkpoint of the whole root recomputes with the statistics of its forward
         if not torch_compat.backward_is_running():
-            self.taken = False
+            self.is_reduced = False
             torch_compat.end_failed_pass(module)
 
 
@@ -117,8 +117,8 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
         module = torch_compat.root_module(managed) if root is None else None
         if module is not None:
             root = _ROOTS[shared] = _Root(module)
-        if root is not None and not root.taken:
-            root.taken = True
+        if root is not None and not root.is_reduced:
+            root.is_reduced = True
             reduce_statistics(
                 _ordinary_weights(torch_compat.managed_params_of_root(managed)), root.collectives
             )

@@ -209,14 +209,14 @@ class WeightState:
         if not self.packed:
             return [Piece(self, values, cuts, rank)]
         first, last = cuts.bounds[rank], cuts.bounds[rank + 1]
-        everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
+        everywhere, rows, pieces = self.shares_statistics(cuts), self.shape[1], []
         for e in range(len(self.packed)) if every or everywhere else range(first, last):
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
             # nothing before the rank that holds it
             ends = [rows if e < end else 0 for end in cuts.bounds[1:]]
             of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
-            made.append(Piece(self.packed[e], matrix, of, at))
-        return made
+            pieces.append(Piece(self.packed[e], matrix, of, at))
+        return pieces
 
 
 # Fields that neither copies nor files have.
@@ -291,7 +291,7 @@ def encode_shards(
         of = [shards[i] for i in places]
         repeatable: list[RecordedEncode] = []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
-        made = dispatch.multi_tensor_encode(
+        codes = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in of],
             encoding,
             [None if s.statistics is None else s.statistics.to(device) for s in of],
@@ -304,7 +304,7 @@ def encode_shards(
         )
         if launches is not None and repeatable:
             launches.append((repeatable[0], places))
-        for i, s, encoded in zip(places, of, made):
+        for i, s, encoded in zip(places, of, codes):
             results[i] = encoded
             if encoding.fmt.is_quantized:
                 counters.add("weight encode", (s.piece.state.name, s.direction.value))
@@ -334,13 +334,13 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make: Callable[[
     version = values.data_ptr(), 0 if values.is_inference() else values._version
     if key not in state.held:
         state.held[key] = version, make()
-    seen, made = state.held[key]
+    seen, encoded = state.held[key]
     if seen != version:
         raise StaleWeightError(
             f"{state.name} was written inside fq.hold, which multiplies the codes of its first "
             "use; leave the context before the weights change"
         )
-    return made
+    return encoded
 
 
 def share_over_tensor_group(

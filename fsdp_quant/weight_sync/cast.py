@@ -58,7 +58,7 @@ def cast_master_weights(
     """
     shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
-    made: dict[tuple[int, int], Cast] = {}
+    casts: dict[tuple[int, int], Cast] = {}
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
@@ -86,8 +86,8 @@ def cast_master_weights(
                 if whole_scales and stats is not None
                 else one.scale
             )
-            made[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
-    return [[made[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
+            casts[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
+    return [[casts[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
 
 
 def _of_rows(stats: Statistics | None, block_rows: slice, whole: bool) -> Statistics | None:

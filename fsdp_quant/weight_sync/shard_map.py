@@ -143,15 +143,15 @@ class Segments:
     @cached_property
     def _packed(self) -> list[list[int]]:
         """`offsets` of concatenated runs."""
-        made = []
+        per_rank = []
         for rank in range(self.ranks):
             offsets, used = [], 0
             for wire in self.wire_tensors:
                 first, end = wire.span(rank)
                 offsets.append(used + (first - used) % ALIGNMENT)
                 used = offsets[-1] + end - first
-            made.append([*offsets, used])
-        return made
+            per_rank.append([*offsets, used])
+        return per_rank
 
     @cached_property
     def size(self) -> int:
@@ -191,15 +191,15 @@ class Segments:
         bytes."""
         if self.in_place_offsets is None:
             return self._packed
-        made = []
+        per_rank = []
         for rank in range(self.ranks):
             offsets, used = [], 0
             for wire, place in zip(self.wire_tensors, self.in_place_offsets):
                 first, end = wire.span(rank)
                 offsets.append(place + first - rank * self.size if first < end else used)
                 used = offsets[-1] + end - first
-            made.append([*offsets, used])
-        return made
+            per_rank.append([*offsets, used])
+        return per_rank
 
     def validate(self) -> None:
         """Raise ValueError unless the byte ranges contain every element once, from its owner."""

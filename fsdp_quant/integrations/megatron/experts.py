@@ -139,7 +139,7 @@ class _GroupedLinear(GroupedLinear):
         """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per
         expert."""
         core.need("sharded_state_dict")
-        settings, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
+        settings, tensors = core.ensure_metadata_has_dp_cp_group(metadata), {}
         apart, groups = settings.get("singleton_local_shards", False), self._groups
         first, everywhere = rank_of(groups.ep) * self.num_gemms, size_of(groups.ep) * self.num_gemms
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
@@ -166,8 +166,8 @@ class _GroupedLinear(GroupedLinear):
             )
             for key, tensor in found.items():
                 tensor.replica_id = (*tensor.replica_id[:2], rank_of(groups.expt_dp))
-                made[f"{prefix}{key.removeprefix(f'{e}.')}{e}"] = tensor
-        return made
+                tensors[f"{prefix}{key.removeprefix(f'{e}.')}{e}"] = tensor
+        return tensors
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):

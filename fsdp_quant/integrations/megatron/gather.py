@@ -218,9 +218,9 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
             f"{state.name} is {param.dtype}; gather_codes was tested with parameters in bf16 that "
             "have fp32 masters"
         )
-    made = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
-    made.tensor_group = state.tensor_group
-    return made.wrapped(param.detach())
+    own = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+    own.tensor_group = state.tensor_group
+    return own.wrapped(param.detach())
 
 
 class GathersCodes:
@@ -303,11 +303,11 @@ def gather_codes(
             "from gpt_layer_spec"
         )
     options = {"transport": transport, "stats": stats}
-    made = [
+    group_codes = [
         GroupCodes(params, group.intra_distributed_optimizer_instance_group, **options)
         for group, params, _ in planned
     ]
-    for (group, _, modules), codes in zip(planned, made):
+    for (group, _, modules), codes in zip(planned, group_codes):
         codes.weight_proxy()
         group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
         group.fsdp_quant_codes = codes

@@ -330,7 +330,7 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.explicit_expert_comm and not skip_bias_add:
             raise ValueError(
-                f"{self.runtime.name}: the dispatcher sums what ranks of an expert make; pass "
+                f"{self.runtime.name}: the dispatcher sums the outputs of an expert's ranks; pass "
                 "skip_bias_add=True"
             )
         if bias:

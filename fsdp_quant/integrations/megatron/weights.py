@@ -55,11 +55,11 @@ class WeightProxy:
                     "were not tested; leave --use-torch-fsdp2 out, or build the model of fq.Linear"
                 )
             return parameter
-        made = self.synced.detach()
+        weight = self.synced.detach()
         return (
-            _PassGradient.apply(parameter, [made])
+            _PassGradient.apply(parameter, [weight])
             if torch.is_grad_enabled() and parameter.requires_grad
-            else made
+            else weight
         )
 
 

@@ -66,7 +66,7 @@ def set_for_backward(name: str, value: object) -> None:
 
 
 def _stash_steals() -> bool:
-    """torch up to 2.11 takes no reference to a stashed object but drops one when it is replaced."""
+    """torch up to 2.11 adds no reference to a stashed object but drops one when it is replaced."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("fsdp_quant probe", probe)

@@ -61,7 +61,7 @@ def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup
 
 
 def is_named(group: dist.ProcessGroup | None) -> bool:
-    """Graphs can find the group by name: torch made it, not a trainer."""
+    """Graphs can find the group by name: torch created it, not a trainer."""
     return group is not None and group in dist.distributed_c10d._world.pg_group_ranks
 
 

@@ -115,7 +115,7 @@ class ManagedParam:
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The mesh of tensor parallelism, beside the shards; None without."""
+        """The mesh of tensor parallelism, in addition to that of the shards; None without."""
         spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(
             self.param, "_tp_spec", None
         )
