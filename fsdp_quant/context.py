@@ -221,10 +221,8 @@ class StepState:
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
         """Write a step, int64 [1], to the copies of every offset on `device`. torch.compile traces
         it."""
-        shown, here = (
-            [t for (where, _), t in self._kept.items() if where == device],
-            self.in_graph(device),
-        )
+        shown = [t for (where, _), t in self._kept.items() if where == device]
+        here = self.in_graph(device)
         for tensor in shown if any(t is here for t in shown) else [*shown, here]:
             tensor[_STEP].copy_(step)
 

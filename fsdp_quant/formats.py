@@ -43,25 +43,21 @@ def value_class(cls: type[_T]) -> type[_T]:
     Neither is pickled: text hashes differently in another process.
     """
     cls = dataclass(frozen=True)(cls)
-    compute: Callable[[Any], int] = cls.__hash__
 
-    def hash_once(self: Any) -> int:
-        cached = self.__dict__.get("_hash")
-        if cached is None:
-            cached = self.__dict__["_hash"] = compute(self)
-        return cached
+    def once(name: str, compute: Callable) -> Callable:
+        def cached(self: object):
+            value = self.__dict__.get(name)
+            if value is None:
+                value = self.__dict__[name] = compute(self)
+            return value
 
-    def text_once(self: object) -> str:
-        cached = self.__dict__.get("_canonical")
-        if cached is None:
-            cached = self.__dict__["_canonical"] = _text_of_fields(self)
         return cached
 
     def state(self: object) -> dict:
         return {n: v for n, v in self.__dict__.items() if n not in ("_hash", "_canonical")}
 
-    setattr(cls, "__hash__", hash_once)
-    setattr(cls, "_canonical_text", text_once)
+    setattr(cls, "__hash__", once("_hash", cls.__hash__))
+    setattr(cls, "_canonical_text", once("_canonical", lambda self: _text_of_fields(self)))
     setattr(cls, "__getstate__", state)
     return cls
 

@@ -97,11 +97,12 @@ class Cuts:
         return tuple(sorted(divided))
 
     @functools.cache
-    def shares_statistics(self, encoding: Encoding) -> bool:
-        """Return whether a statistic of this encoding depends on elements of several ranks."""
-        return bool(self.cut_block_rows(encoding)) or (
-            encoding.fmt.tensor_scale and self.is_sharded
-        )
+    def shares_statistics(self, encoding: Encoding, parts: int = 1) -> bool:
+        """Return whether a statistic of this encoding depends on elements of several ranks, or of
+        `parts` tensor-parallel parts."""
+        if self.cut_block_rows(encoding) or (parts > 1 and encoding.fmt.spans_tensor):
+            return True
+        return encoding.fmt.tensor_scale and self.is_sharded
 
 
 class RowCuts(Cuts):
@@ -166,9 +167,7 @@ class Fragment:
     def shares_statistics(self, encoding: Encoding) -> bool:
         """Return whether a statistic of this encoding depends on other rows or tensor-parallel
         parts."""
-        return self.cuts.shares_statistics(encoding) or (
-            self.part[1] > 1 and encoding.fmt.spans_tensor
-        )
+        return self.cuts.shares_statistics(encoding, self.part[1])
 
     def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
         """Return the block rows whose amaxes depend on other rows or tensor-parallel parts."""
@@ -367,11 +366,9 @@ def share_amaxes(
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
     """Return the statistics with `amax` in place of the amax that spans the tensor."""
-    return (
-        Statistics(statistics.amax, amax)
-        if encoding.fmt.tensor_scale
-        else Statistics(amax, statistics.tensor_amax)
-    )
+    if encoding.fmt.tensor_scale:
+        return Statistics(statistics.amax, amax)
+    return Statistics(amax, statistics.tensor_amax)
 
 
 # Delayed scaling #
@@ -435,10 +432,8 @@ class AmaxHistory:
         """Move the history to a device. Does nothing for the meta device, so the values survive."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
-                self.amaxes, self.encode_scale = (
-                    self.amaxes.to(device),
-                    self.encode_scale.to(device),
-                )
+                self.amaxes = self.amaxes.to(device)
+                self.encode_scale = self.encode_scale.to(device)
         return self
 
     @staticmethod

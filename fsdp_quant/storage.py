@@ -52,10 +52,9 @@ class Storage(EncodedMatrix):
     data:         uint8 [rows, fmt.row_bytes(cols)]; identity: [rows, cols] in its own dtype.
     scale:        decode scales [block rows, block cols] of the blocks the rows overlap (fp32, or
                   uint8 codes).
-    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
-    dtype:        what `dequantize()` returns by default.
-    row0:         global index of the first row: the block grid is the global tensor's.
     layout:       always "compact" (see the note above).
+
+    Other fields: as of `EncodedMatrix`.
 
     >>> storage = fq.Quantizer("nvfp4").quantize(torch.randn(32, 64)).rowwise
     >>> storage.data.shape, storage.scale.shape  # two codes per byte; a scale per 16 elements
@@ -134,16 +133,7 @@ class Storage(EncodedMatrix):
     # Reading #
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        return dispatch.decode(
-            self.data,
-            self.scale,
-            self.tensor_amax,
-            self.fmt,
-            self.direction,
-            self.padded_shape[1],
-            self.row0,
-            dtype,
-        )
+        return self._decoded(self.data, self.scale, self.tensor_amax, dtype)
 
     def factored_operand(self) -> tuple[Tensor, Tensor | None]:
         """`operand` without the scales that span the contraction: (bf16 [outer, contraction], fp32
@@ -157,16 +147,7 @@ class Storage(EncodedMatrix):
             scale, outside = None, self.scales.flatten()
         elif self.tensor_amax is not None:
             outside = dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
-        values = dispatch.decode(
-            self.data,
-            scale,
-            None,
-            self.fmt,
-            self.direction,
-            self.padded_shape[1],
-            self.row0,
-            torch.bfloat16,
-        )
+        values = self._decoded(self.data, scale, None, torch.bfloat16)
         return (values if self.direction is ROWWISE else values.t()), outside
 
     # GEMM layout #

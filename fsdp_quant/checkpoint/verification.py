@@ -85,9 +85,8 @@ def _verify_file(path: Path, found: Verified) -> None:
 
 
 def _verify_folder(path: Path, found: Verified) -> None:
-    values: dict[
-        tuple[str, ...], Any
-    ] = {}  # by place; functions that read tensors, which are large
+    # by place; functions that read tensors, which are large
+    values: dict[tuple[str, ...], Any] = {}
     try:
         metadata = FileSystemReader(path).read_metadata()
         for key, stored in metadata.state_dict_metadata.items():

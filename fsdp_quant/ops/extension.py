@@ -75,9 +75,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
             glue = _compiled_glue(folder, kernels, environ)
         ctypes.CDLL(str(kernels.absolute()), ctypes.RTLD_GLOBAL)
         torch.ops.load_library(str(glue.absolute()))
-    except (
-        Exception
-    ) as error:  # of any kind: importing the package must not fail without the operators
+    except Exception as error:  # of any kind: importing the package must not fail
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         return Status(
             None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record

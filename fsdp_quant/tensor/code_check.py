@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from ..counters import counters
 from ..encoded_matrix import BUFFERS
@@ -36,12 +35,6 @@ def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 checking = read_setting()
-
-
-def bytes_apart(a: Tensor, b: Tensor) -> int:
-    """Number of bytes in which two buffers of one size differ."""
-    a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
-    return int((a != b).sum())
 
 
 def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
@@ -70,8 +63,11 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
 
 def _compare(name: str, got: Storage, want: Encoded) -> None:
     for field in BUFFERS:
-        a, b = getattr(got, field), getattr(want, field)
-        if a is not None and (apart := bytes_apart(a, b)):
+        buffers = getattr(got, field), getattr(want, field)
+        if buffers[0] is None:
+            continue
+        a, b = (t.contiguous().view(torch.uint8).flatten() for t in buffers)
+        if apart := int((a != b).sum()):
             raise StaleWeightError(
                 f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a "
                 "product is about to read, are not those of the shard as it is now: the weight was "

@@ -355,6 +355,7 @@ class _Operands:
 
     def __init__(self, members: Sequence[GatheredWeight]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
+        self.unread: list[Tensor | None] = [None] * len(members)
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
         self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
         self._is_recorded = {d: True for d in Direction}
@@ -377,12 +378,8 @@ class _Operands:
                 members[i].pair.cache_operand(d, layout, operand)
                 self._derived.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
-        self.unread = []
-        for i, member in enumerate(members):
-            read = [(s, o.data) for j, d, s, o in self._derived if j == i and d is COLUMNWISE]
-            own = {id(t) for t in self.own[i][COLUMNWISE]}
-            copied = bool(read) and all(id(data) in own for _, data in read)
-            self.unread.append(read[0][0].data if copied else None)
+                if d is COLUMNWISE and any(t is operand.data for t in self.own[i][d]):
+                    self.unread[i] = storage.data
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
             self._is_recorded[d] = all(id(t) in written for own in self.own for t in own[d])

@@ -4,7 +4,7 @@ the all-gather outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,15 +50,16 @@ def wire_buffers(
     shape:  of the weight, [rows, cols] or [matrices, rows, cols].
     """
     fmt, direction, (*matrices, rows, cols) = encoding.fmt, encoding.direction, shape
+    most = cuts.bounds[1]  # rows, or matrices, of a rank
+    padded_rows, padded_cols = fmt.padded_shape((rows, cols), direction)
+    row_bytes = fmt.row_bytes(padded_cols, high_precision)
     if matrices:
-        of_one = _matrix_buffers(encoding, (rows, cols), high_precision)
-        return [
-            WireBuffer(name, cuts.bounds[1] * rows, row_bytes) for name, rows, row_bytes in of_one
-        ]
-    most = cuts.bounds[1]  # rows of a rank
+        buffers = [WireBuffer("data", most * padded_rows, row_bytes)]
+        if (scales := fmt.scale_shape((rows, cols), direction)) is not None:
+            buffers.append(WireBuffer("scale", most * scales[0], scales[1] * fmt.scale_bytes))
+        return buffers + ([WireBuffer("tensor_amax", most, 4)] if fmt.tensor_scale else [])
     chunk = most if len(cuts.bounds) > 2 else None
-    padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
-    buffers = [WireBuffer("data", most, fmt.row_bytes(padded_cols, high_precision))]
+    buffers = [WireBuffer("data", most, row_bytes)]
     scale_shape, b0 = fmt.scale_shape((cuts.rows, cols), direction), fmt.dims(direction)[0]
     placement = scale_placement(fmt, direction, chunk)
     if scale_shape is not None and b0 is not None:
@@ -76,20 +77,6 @@ def wire_buffers(
             index = tuple(owner[block] for block in sorted(owner))
         buffers.append(WireBuffer("scale", rows, scale_shape[1] * fmt.scale_bytes, index))
     return buffers
-
-
-def _matrix_buffers(
-    encoding: Encoding, shape: tuple[int, int], high_precision: torch.dtype
-) -> Iterator[tuple[str, int, int]]:
-    """(field of `Storage`, rows, bytes per row) of every buffer of one matrix."""
-    fmt, direction = encoding.fmt, encoding.direction
-    rows, cols = fmt.padded_shape(shape, direction)
-    yield "data", rows, fmt.row_bytes(cols, high_precision)
-    scale_shape = fmt.scale_shape(shape, direction)
-    if scale_shape is not None:
-        yield "scale", scale_shape[0], scale_shape[1] * fmt.scale_bytes
-    if fmt.tensor_scale:
-        yield "tensor_amax", 1, 4
 
 
 @dataclass(eq=False)
@@ -391,6 +378,11 @@ class GatheredWeight:
 def cuts_of(managed: ManagedParam) -> RowCuts:
     """How FSDP2 cuts dim 0 of a weight."""
     return RowCuts.chunked(managed.global_shape[0], managed.world_size)
+
+
+def cuts_and_rank(managed: ManagedParam | None, rows: int) -> tuple[RowCuts, int]:
+    """How ranks cut dim 0 of a weight, and this rank among them. rows: of a whole weight (None)."""
+    return (RowCuts((0, rows)), 0) if managed is None else (cuts_of(managed), managed.rank)
 
 
 def _seen_as(target: Tensor, source: Tensor) -> Tensor:

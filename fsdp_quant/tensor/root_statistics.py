@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from ..counters import counters
 from ..formats import Direction
 from ..ops.dispatch import Statistics
-from ..scaling import Fragment, RowCuts, SharedStatistics
+from ..scaling import Fragment, SharedStatistics
 from . import torch_compat
 from .agreement import check_same_model
-from .gathered_weight import GatheredWeight, cuts_of
+from .gathered_weight import GatheredWeight, cuts_and_rank
 from .torch_compat import ManagedParam
 from .weight_state import Piece, WeightState, WeightTensor, values_of
 
@@ -60,10 +60,7 @@ class Sharded(NamedTuple):
         )
 
     def pieces(self) -> list[Piece]:
-        if self.managed is None:
-            cuts, rank = RowCuts((0, self.local.shape[0])), 0
-        else:
-            cuts, rank = cuts_of(self.managed), self.managed.rank
+        cuts, rank = cuts_and_rank(self.managed, self.local.shape[0])
         if self.state.packed and not self.state.shares_statistics(cuts):
             return []
         return self.state.pieces(values_of(self.local), cuts, rank)

@@ -129,11 +129,8 @@ class WeightState:
     @property
     def part(self) -> tuple[int, int]:
         """(rank, size) of tensor parallelism."""
-        return (
-            (0, 1)
-            if self.tensor_group is None
-            else (self.tensor_group.rank(), self.tensor_group.size())
-        )
+        group = self.tensor_group
+        return (0, 1) if group is None else (group.rank(), group.size())
 
     @property
     def spans_parts(self) -> bool:
@@ -160,11 +157,9 @@ class WeightState:
         """The history that scales this direction of the weight, on `device`; None without delayed
         scaling."""
         side = (quantizer or self.quantizer).side(direction)
-        return (
-            self.history(self.name, "weight", direction, side).to(device)
-            if side.is_delayed
-            else None
-        )
+        if not side.is_delayed:
+            return None
+        return self.history(self.name, "weight", direction, side).to(device)
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """The dtype to which values are rounded before encoding: `compute_dtype`; for identity the
@@ -186,10 +181,6 @@ class WeightState:
         """The codes of a quantized parameter; None: encode the values."""
         return None
 
-    def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
-        """Some statistic of this encoding depends on other ranks."""
-        return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
-
     def shares_statistics(self, cuts: RowCuts) -> bool:
         """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices
         no cut divides, only those of histories do."""
@@ -197,7 +188,8 @@ class WeightState:
             return len(cuts.bounds) > 2 and any(
                 part.quantizer.delayed_directions for part in self.packed
             )
-        return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
+        encodings = self.quantizer.encodings.values()
+        return any(cuts.shares_statistics(e, self.part[1]) for e in encodings)
 
     def pieces(self, values: Tensor, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
         """A rank's rows of each matrix of a weight whose dim 0 is cut by `cuts`.

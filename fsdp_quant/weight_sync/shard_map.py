@@ -51,25 +51,6 @@ class ShardMap:
                 f"element has one owner; got {list(self.cuts)}"
             )
 
-    @staticmethod
-    def of_ranges(ranges: list[tuple[int, int]], numel: int) -> ShardMap:
-        """The map of (start, end) ranges by rank; an empty range may have any start.
-
-        Raises ValueError for ranges that overlap, leave a gap, or are not in rank order.
-        """
-        cuts = [0]
-        for rank, (start, end) in enumerate(ranges):
-            if start != end and start != cuts[-1]:
-                what = "overlap" if start < cuts[-1] else "leave a gap"
-                raise ValueError(
-                    f"the ranges {what} at rank {rank}, which owns [{start}, {end}) after "
-                    f"{cuts[-1]} of {numel}"
-                )
-            cuts.append(cuts[-1] if start == end else end)
-        if cuts[-1] != numel:
-            raise ValueError(f"the ranges end at element {cuts[-1]} of {numel}")
-        return ShardMap(tuple(cuts))
-
     @property
     def numel(self) -> int:
         return self.cuts[-1]

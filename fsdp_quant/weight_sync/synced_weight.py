@@ -174,10 +174,7 @@ class SyncedWeight:
 
     def history(self, direction: Direction) -> AmaxHistory | None:
         """The history of a delayed side, on the weight's device."""
-        side = self.quantizer.side(direction)
-        if side is None or not side.is_delayed:
-            return None
-        return self.state.history(self.state.name, "weight", direction, side).to(self.device)
+        return self.state.delayed_history(direction, self.device)
 
     def factor(self, direction: Direction) -> Tensor | None:
         history = self.history(direction)

@@ -143,7 +143,7 @@ class GroupCodes:
         self._begun, self._whole_at = False, STEP.weight_events
         self._gathered: _Values | None = None  # in the gather that has begun
 
-    def weight_proxy(self) -> None:
+    def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes."""
         for *_, weight_proxy, synced in self._weights:
             weight_proxy.synced, weight_proxy.state.weight_sync = synced, self.sync
@@ -308,7 +308,7 @@ def gather_codes(
         for group, params, _ in planned
     ]
     for (group, _, modules), codes in zip(planned, group_codes):
-        codes.weight_proxy()
+        codes.attach()
         group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
         group.fsdp_quant_codes = codes
         for module in dict.fromkeys(modules):

@@ -56,11 +56,9 @@ class WeightProxy:
                 )
             return parameter
         weight = self.synced.detach()
-        return (
-            _PassGradient.apply(parameter, [weight])
-            if torch.is_grad_enabled() and parameter.requires_grad
-            else weight
-        )
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            return _PassGradient.apply(parameter, [weight])
+        return weight
 
 
 SERIAL = itertools.count()

@@ -153,9 +153,8 @@ def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
-    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(
-        a, b[1:]
-    ),  # each row of a times its group's [N, K]
+    # each row of a times its group's [N, K]
+    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }
 if extension.is_loaded():
