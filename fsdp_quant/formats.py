@@ -343,11 +343,9 @@ class Format:
         if not self.is_quantized:
             return float(dtype.itemsize)
         outer, contraction = self.block
-        shared = (
-            0.0
-            if contraction is None
-            else SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
-        )
+        if contraction is None:
+            return self.element.bits / 8
+        shared = SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
         return self.element.bits / 8 + shared
 
     def __repr__(self) -> str:
@@ -355,11 +353,8 @@ class Format:
 
     @functools.cached_property
     def _text(self) -> str:
-        marks = (
-            [self.element.name]
-            if self.name.startswith("fp8") or self.element in (E5M2, E3M2)
-            else []
-        )
+        is_open = self.name.startswith("fp8") or self.element in (E5M2, E3M2)
+        marks = [self.element.name] if is_open else []
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
         marks += [self.scale_rule] if self.scale_rule != "nearest" else []
@@ -426,14 +421,8 @@ def format_of(name: str | Format, **changes) -> Format:
     >>> list(fq.FORMATS)[:3]
     ['identity', 'fp8_tensor', 'fp8_row']
     """
-    fmt = (
-        name
-        if isinstance(name, Format)
-        else FORMATS.get(ALIASES.get(name, name))
-        if isinstance(name, str)
-        else None
-    )
-    if fmt is None:
+    fmt = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else name
+    if not isinstance(fmt, Format):
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known_formats())}")
     if isinstance(changes.get("element"), str):
         if changes["element"] not in ELEMENTS:

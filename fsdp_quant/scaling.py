@@ -522,11 +522,9 @@ class AmaxHistory:
                 or saved.dtype is not torch.float32
                 or saved.shape != own.shape
             ):
-                got = (
-                    f"{saved.dtype} {list(saved.shape)}"
-                    if isinstance(saved, Tensor)
-                    else type(saved).__name__
-                )
+                got = type(saved).__name__
+                if isinstance(saved, Tensor):
+                    got = f"{saved.dtype} {list(saved.shape)}"
                 raise ValueError(
                     f"{part} of the amax history of {name} is {got} in the saved state; wanted "
                     f"float32 {list(own.shape)}, of the DelayedScaling(length=) of this recipe"

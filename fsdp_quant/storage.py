@@ -76,11 +76,9 @@ class Storage(EncodedMatrix):
         rows, cols = fmt.padded_shape(shape, direction)
         data = torch.zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8, device=device)
         scale_shape = fmt.scale_shape(shape, direction)
-        scale = (
-            None
-            if scale_shape is None
-            else torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        )
+        scale = None
+        if scale_shape is not None:
+            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         tensor_amax = torch.zeros(1, device=device) if fmt.tensor_scale else None
         data = data if fmt.is_quantized else data.view(dtype)
         return cls(fmt, direction, shape, data, scale, tensor_amax, dtype)

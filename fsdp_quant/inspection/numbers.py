@@ -107,11 +107,9 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantiz
         for of in by_shape.values()
     ]
     order = [direction for of in by_shape.values() for direction, _ in of]
-    fields = (
-        per_shape[0]
-        if len(per_shape) == 1
-        else {k: torch.cat([m[k] for m in per_shape], -1) for k in per_shape[0]}
-    )
+    fields = per_shape[0]
+    if len(per_shape) > 1:
+        fields = {k: torch.cat([m[k] for m in per_shape], -1) for k in fields}
     return Measured(whole, {d: 0 if shared else order.index(d) for d in quantized}, fields)
 
 

@@ -257,7 +257,11 @@ class Inspection:
             for layer in layers:
                 state, weight = layer._weight_state, layer.weight
                 if state.holds_codes:
-                    measured = _of_codes(codes.get(id(state), weight))
+                    of = codes.get(id(state), weight)
+                    sides = {
+                        d: s for d in Direction if (s := getattr(of, d.value, None)) is not None
+                    }
+                    measured = [measure_codes(sides)] if sides else []
                 elif id(state) in pieces:
                     measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
@@ -341,11 +345,6 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     storages, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
     return measure(x, storages, hybrid)
-
-
-def _of_codes(weight: Tensor | FSDPHooks) -> list[Measured]:
-    storages = {d: s for d in Direction if (s := getattr(weight, d.value, None)) is not None}
-    return [measure_codes(storages)] if storages else []
 
 
 def _of_piece(piece: Piece) -> Measured:

@@ -134,8 +134,15 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
             f"fq.inspect(model, path=)"
         )
     data = [
-        {"name": r.name, "steps": r.steps, "first": _shown_first(r), "numbers": _in_order(r)}
-        for r in runs
+        {
+            "name": run.name,
+            "steps": run.steps,
+            # shown first: the quantity with the worst points; "" without samples
+            "first": next((f"{of.operand}/{of.quantity}" for of in worst(run)), ""),
+            # layers as pairs: objects of JavaScript put keys such as "3" before the others
+            "numbers": {name: list(layers.items()) for name, layers in run.numbers.items()},
+        }
+        for run in runs
     ]
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
@@ -155,16 +162,6 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
         f'id="data">{text}</script>\n<script>'
         f"const ramp = {[list(c) for c in _RAMP]};{_JS}</script></body></html>\n"
     )
-
-
-def _shown_first(run: Run) -> str:
-    """The quantity with the worst points of all, "" without samples."""
-    return next((f"{of.operand}/{of.quantity}" for of in worst(run)), "")
-
-
-def _in_order(run: Run) -> dict[str, list[tuple[str, list]]]:
-    """Layers as pairs: objects of JavaScript put keys such as "3" before the others."""
-    return {quantity: list(layers.items()) for quantity, layers in run.numbers.items()}
 
 
 def _section(name: str, title: str, content: str) -> str:
@@ -251,12 +248,8 @@ def _worst_cell(of: Suffering, quantity: str) -> str:
     if quantity not in of.worst:
         return "none"
     value, step, middle = of.worst[quantity]
-    shown = (
-        (f"{value:.2f}", f"{middle:.2f}")
-        if quantity == "sqnr_db"
-        else (f"{value:.2%}", f"{middle:.2%}")
-    )
-    return f"{shown[0]} ({shown[1]}), {step}"
+    form = ".2f" if quantity == "sqnr_db" else ".2%"
+    return f"{value:{form}} ({middle:{form}}), {step}"
 
 
 def _ran(run: Run) -> str:

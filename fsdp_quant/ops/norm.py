@@ -232,7 +232,7 @@ def reference_norm_backward(
     rows = (*x.shape[:-1], 1)
     if spec.centred:
         values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
-        of_row = _statistics_dtype(values, gamma)
+        of_row = torch.float32 if x.is_cuda else gamma.dtype  # dtype of torch's statistics
         dx, dweight, dbias = _aten.native_layer_norm_backward(
             dy.to(values.dtype),
             values,
@@ -261,11 +261,6 @@ def reference_norm_backward(
     dx = dx.to(x.dtype)
     dbias = None if bias is None else dbias.to(bias.dtype)
     return dx if residual is None else dx + residual, dweight.to(weight.dtype), dbias
-
-
-def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
-    """The dtype of mean and rstd in torch's LayerNorm."""
-    return torch.float32 if x.is_cuda else gamma.dtype
 
 
 # The reference in graphs (`opaque`) #

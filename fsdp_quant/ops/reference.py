@@ -417,14 +417,11 @@ def decode(
 def has_scales_of(scale: Tensor, fmt: Format) -> bool:
     """Every stored scale is one that the options of `fmt` allow: a power of two (`pow2`), one of
     `FP8_EXACT_SCALES`."""
-    allowed = (
-        (1.0,)
-        if fmt.pow2
-        else tuple(s for _, s in FP8_EXACT_SCALES)
-        if fmt.decodes_exactly_to_e4m3
-        else None
-    )
-    if allowed is None:
+    if fmt.pow2:
+        allowed = [1.0]
+    elif fmt.decodes_exactly_to_e4m3:
+        allowed = [s for _, s in FP8_EXACT_SCALES]
+    else:
         return True
     values = decode_scale(scale, fmt)
     significand = torch.frexp(values).mantissa * 2.0

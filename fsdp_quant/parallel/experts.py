@@ -101,7 +101,7 @@ def _dispatched(
                 _count(route, phase, d.value, fmt.name, buffer)
     came = list(zip(moving, route.spread(buffers), (n for _, n in buffers)))
     parts, start = [], 0
-    for e, rows in enumerate(route.splits, route.own_experts.start):
+    for e, rows in enumerate(route.splits, route.group.rank() * len(route.splits)):
         part = {}
         for d, storages in encoded.items():
             fields = {

@@ -41,11 +41,6 @@ class TokenRoute:
         return self.group.size()
 
     @property
-    def own_experts(self) -> slice:
-        experts = len(self.counts) // self.ranks
-        return slice(self.group.rank() * experts, (self.group.rank() + 1) * experts)
-
-    @property
     def splits(self) -> list[int]:
         """[E / R] rows of each expert of this rank: the splits of `fq.GroupedLinear`."""
         return [sum(of) for of in zip(*self.arriving)]

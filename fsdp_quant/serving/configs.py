@@ -19,13 +19,6 @@ class Scheme(NamedTuple):
     inputs: str
 
 
-def scheme_of(kind: Kind, quantizes_input: bool, input_amax: float | None) -> Scheme:
-    """The scheme of a layer. Inputs of nvfp4 need a scale of the checkpoint."""
-    if input_amax:
-        return Scheme(kind, "static")
-    return Scheme(kind, "dynamic" if quantizes_input and not kind.is_two_level else "none")
-
-
 _FLOAT = {"type": "float", "symmetric": True}  # in compressed-tensors' words
 
 

@@ -306,8 +306,12 @@ def _parts(
 
 
 def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
+    """How a layer is quantized. Inputs of nvfp4 need a scale of the checkpoint."""
+    if part.input_amax:
+        return Scheme(kind, "static")
     inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").side(ROWWISE)
-    return configs.scheme_of(kind, inputs.fmt.is_quantized, part.input_amax)
+    is_dynamic = inputs.fmt.is_quantized and not kind.is_two_level
+    return Scheme(kind, "dynamic" if is_dynamic else "none")
 
 
 def _planned(source: Source, part: Part, format: str) -> list[Planned]:

@@ -198,11 +198,8 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
         facts: dict[str, str] = {}
         for m in params:
             recipes = dict.fromkeys(recipe_text(module) for module, _ in m.owners)
-            shape = (
-                f"{list(m.registered.shape)} {m.registered.dtype} "
-                if m.registered.device_mesh == mesh
-                else ""
-            )
+            is_of_mesh = m.registered.device_mesh == mesh
+            shape = f"{list(m.registered.shape)} {m.registered.dtype} " if is_of_mesh else ""
             # before the root's first forward names are short
             name = m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
             facts[name] = f"{shape}of {', '.join(recipes)}"

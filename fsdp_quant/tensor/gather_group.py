@@ -359,7 +359,8 @@ class _Operands:
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
         self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
         self._is_recorded = {d: True for d in Direction}
-        buffers = [b for m in members for b in m.all_buffers]
+        every = (b for m in members for b in (*m.buffers.values(), m.derived))
+        buffers = [b for b in every if b is not None]
         for b in buffers:
             b.alloc()
         for d in Direction:

@@ -175,14 +175,11 @@ class GatheredWeight:
                 pair.put(direction, storage)
         for matrix in state.packed:
             matrix.managed, matrix.gathered = managed, self
-        shown = {
-            f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()
-        }
-        self.pair = (
-            StoragePair(owner=state, groups=self.pairs, shown=shown)
-            if state.packed
-            else self.pairs[0]
-        )
+        self.pair = self.pairs[0]
+        if state.packed:
+            buffers = ((d, *one) for d, of in self.buffers.items() for one in of.whole.items())
+            shown = {f"{d.value}_{name}": t for d, name, t in buffers}
+            self.pair = StoragePair(owner=state, groups=self.pairs, shown=shown)
 
     @property
     def is_first(self) -> bool:
@@ -287,10 +284,6 @@ class GatheredWeight:
         return passes
 
     # The two halves of a gather #
-
-    @property
-    def all_buffers(self) -> list[DirectionBuffers]:
-        return [*self.buffers.values(), *([] if self.derived is None else [self.derived])]
 
     @property
     def records(self) -> bool:

@@ -81,11 +81,9 @@ def cast_master_weights(
                 fragment.rows.shape[1],
             )
             stats = shared[f][e]
-            scale = (
-                dispatch.scales(stats, encoding, enc)
-                if whole_scales and stats is not None
-                else one.scale
-            )
+            scale = one.scale
+            if whole_scales and stats is not None:
+                scale = dispatch.scales(stats, encoding, enc)
             casts[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
     return [[casts[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
 

@@ -402,11 +402,10 @@ class CastPlan:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
         history, (base, synced) = weight.history(direction), self._scale_base(side)
         runs = next(r for r in self._runs if side.encoding in r.encodings)
-        delayed = (
-            {}
-            if history is None
-            else {"enc": history.encode_scale.data_ptr(), "record": history.amaxes.data_ptr()}
-        )
+        delayed = {}
+        if history is not None:
+            delayed["enc"] = history.encode_scale.data_ptr()
+            delayed["record"] = history.amaxes.data_ptr()
         scale_runs = side.scale_runs(synced)
         for at, first, count in scale_runs:
             out = base + first * fmt.scale_bytes
@@ -414,11 +413,9 @@ class CastPlan:
         # another rank writes the scale; every rank keeps the history
         if delayed and not scale_runs:
             runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
-        kept = (
-            weight.amaxes.get(direction)
-            if weight.gathers_values
-            else weight.staged[direction].tensor_amax
-        )
+        kept = weight.amaxes.get(direction)
+        if not weight.gathers_values:
+            kept = weight.staged[direction].tensor_amax
         if kept is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
             runs.add(self._at(source), kept.data_ptr(), 1)

@@ -153,11 +153,9 @@ def _checked(
             )
         for d, encoding in quantizer.encodings.items():
             if encoding.fmt.rotated or quantizer.is_stochastic:
-                what = (
-                    "rotated, which mixes elements of two owners"
-                    if encoding.fmt.rotated
-                    else "rounded stochastically"
-                )
+                what = "rounded stochastically"
+                if encoding.fmt.rotated:
+                    what = "rotated, which mixes elements of two owners"
                 raise ValueError(
                     f"{name}.{d.value} is {quantizer}, {what}; do so with activations and "
                     "gradients only"

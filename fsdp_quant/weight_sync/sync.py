@@ -455,11 +455,8 @@ class WeightSync:
             reduced = (
                 f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
             )
-        cast = (
-            "by kernels"
-            if self.unsupported_reason is None
-            else f"of covering rows, because {self.unsupported_reason}"
-        )
+        why = self.unsupported_reason
+        cast = "by kernels" if why is None else f"of covering rows, because {why}"
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:

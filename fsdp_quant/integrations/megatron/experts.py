@@ -122,12 +122,10 @@ class _GroupedLinear(GroupedLinear):
             weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
             layer.give(weight, None if self.skip_bias_add else bias)
             layer.training = self.training
-        splits = (
-            tokens_per_expert.tolist()
-            if isinstance(tokens_per_expert, Tensor)
-            else tokens_per_expert
-        )
-        return super().forward(x, splits), biases if self.use_bias and self.skip_bias_add else None
+        if isinstance(tokens_per_expert, Tensor):
+            tokens_per_expert = tokens_per_expert.tolist()
+        y = super().forward(x, tokens_per_expert)
+        return y, biases if self.use_bias and self.skip_bias_add else None
 
     backward_dw = ParallelLinear.backward_dw
     get_extra_state = ParallelLinear.get_extra_state
@@ -148,11 +146,8 @@ class _GroupedLinear(GroupedLinear):
                 f"{e}.{kind}": getattr(self, f"{kind}{e}")
                 for kind in ("weight", "bias")[: 1 + self.use_bias]
             }
-            offsets = (
-                sharded_offsets
-                if apart
-                else (*sharded_offsets, (len(sharded_offsets), first + e, everywhere))
-            )
+            place = len(sharded_offsets), first + e, everywhere
+            offsets = sharded_offsets if apart else (*sharded_offsets, place)
             found = core.make_sharded_tensors_for_checkpoint(
                 own,
                 "",
