@@ -131,14 +131,7 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
                     lambda home: (home / "include" / "cuda_runtime_api.h").exists()
                 )
                 glue = builder.build_glue(
-                    csrc,
-                    cache,
-                    kernels,
-                    root,
-                    torch.__version__,
-                    cuda,
-                    toolkit,
-                    cache / "objects",
+                    csrc, cache, kernels, root, torch.__version__, cuda, toolkit, cache / "objects"
                 )
                 builder.check(sys.executable, kernels, glue)
             except builder.Failed as error:

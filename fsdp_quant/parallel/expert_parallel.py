@@ -159,13 +159,13 @@ class ExpertDispatch:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
-        rows = as_rows(x)
+        rows, what = as_rows(x), f"{tokens}, {gradients}"
         route = route_tokens(
             splits,
             rows,
             self.group,
             self.alignment,
-            what=f"{tokens}, {gradients}",
+            what=what,
             experts=self.experts,
             name=self.name,
         )

@@ -223,20 +223,17 @@ class GatherPlan:
         device = self.members[0].managed.device
         shards = [asked[n][2] for n in missing]
         if all(self.members[asked[n][0]].state.held is None for n in missing):
-            encoded = encode_shards(
-                shards, device, launches if len(missing) == len(asked) else None
-            )
+            recorded = launches if len(missing) == len(asked) else None
+            results.update(zip(missing, encode_shards(shards, device, recorded)))
         else:
-            encoded = [
-                held(
-                    self.members[asked[n][0]].state,
+            for n, shard in zip(missing, shards):
+                i = asked[n][0]
+                results[n] = held(
+                    self.members[i].state,
                     _held_key(shard),
-                    local[asked[n][0]],
+                    local[i],
                     lambda shard=shard: encode_shards([shard], device)[0],
                 )
-                for n, shard in zip(missing, shards)
-            ]
-        results.update(zip(missing, encoded))
         return [results[n] for n in range(len(asked))]
 
     @torch.no_grad()

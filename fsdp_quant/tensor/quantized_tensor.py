@@ -462,10 +462,7 @@ def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignore
 
 
 @_TABLE.implements(
-    aten.new_zeros.default,
-    aten.zeros_like.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
+    aten.new_zeros.default, aten.zeros_like.default, aten.new_empty.default, aten.empty_like.default
 )
 def _plain_like(func, tensor, size=None, dtype=None, device=None, **ignored):
     """Plain tensors: gradients and optimizer states are never quantized."""

@@ -73,13 +73,8 @@ def cast_master_weights(
             [f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype
         )
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
-            codes = flat_codes.codes_of_run(
-                one.data,
-                encoding.fmt.bits,
-                fragment.start,
-                fragment.values.numel(),
-                fragment.rows.shape[1],
-            )
+            run = fragment.start, fragment.values.numel(), fragment.rows.shape[1]
+            codes = flat_codes.codes_of_run(one.data, encoding.fmt.bits, *run)
             stats = shared[f][e]
             scale = one.scale
             if whole_scales and stats is not None:
