@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .counters import counters
 from .encoded_matrix import EncodedMatrix
-from .formats import IDENTITY, ROWWISE, Direction, check_pair
+from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
 from .gemm_operand import GemmOperand
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
@@ -258,15 +258,11 @@ def _bf16(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
             and (bias is None or bias.dtype is out_dtype)
         ):
             return torch.nn.functional.linear(x, w, bias)
-        return native.gemm(
-            native.Operand(x, None, IDENTITY),
-            native.Operand(w, None, IDENTITY),
-            torch.float32 if out_dtype is torch.float16 else out_dtype,
-            None,
-            False,
-            bias,
-            functools.reduce(torch.mul, (f.float().view(1) for f in factors)) if factors else None,
-        ).to(out_dtype)
+        left, right = (native.Operand(t, None, IDENTITY) for t in (x, w))
+        written = torch.float32 if out_dtype is torch.float16 else out_dtype
+        if factors:
+            alpha = functools.reduce(torch.mul, (f.float().view(1) for f in factors))
+        return native.gemm(left, right, written, None, False, bias, alpha).to(out_dtype)
     return epilogue.of(bf16_product(x, w), scale_x, scale_w)
 
 
@@ -310,8 +306,7 @@ def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, dom
 
 def _fake(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
     m, n = (
-        s[0] if of.startswith(ROWWISE.value) else s[1]
-        for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
+        s[of.startswith(COLUMNWISE.value)] for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
     )
     return a[0].new_empty((m, n), dtype=out_dtype)
 

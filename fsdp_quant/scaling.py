@@ -245,16 +245,14 @@ class SharedStatistics:
         own_slots: bool = True,
     ):
         self._places: list[tuple[int, int]] = []
+        self._alike: dict[tuple, list[tuple[int, int]]] = {}
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
         for f, fragment in enumerate(fragments):
             for e, encoding in enumerate(fragment.encodings):
                 if fragment.shares_statistics(encoding) or (all_blocks and encoding.fmt.has_scales):
                     self._places.append((f, e))
-        self._alike: dict[tuple, list[tuple[int, int]]] = {}
-        for f, e in self._places:
-            one = fragments[f]
-            alike = one.encodings[e], one.dtype, one.values.dtype
-            self._alike.setdefault(alike, []).append((f, e))
+                    alike = encoding, fragment.dtype, fragment.values.dtype
+                    self._alike.setdefault(alike, []).append((f, e))
         self._own = self._of_own_rows(fragments)
         self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, its source)
         amaxes: list[Tensor] = []

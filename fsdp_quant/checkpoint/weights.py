@@ -65,7 +65,7 @@ class LocalWeight:
         if isinstance(local, WeightTensor) and local.state.packed:
             raise NotImplementedError(
                 f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have "
-                "no form as DTensors; save the high-precision weight, of which a load makes the "
+                "no form as DTensors; save the high-precision weight, which a load encodes to the "
                 "same codes"
             )
         return None if self.managed is None else self.managed.registered
@@ -117,17 +117,9 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, cuts, rank, every=True)
-        weights += [
-            LocalWeight(
-                f"{name}.{e}" if state.packed else name,
-                piece,
-                m,
-                state.statistics or {},
-                experts,
-                codes,
-            )
-            for e, piece in enumerate(pieces, first)
-        ]
+        of = m, state.statistics or {}, experts, codes
+        for e, piece in enumerate(pieces, first):
+            weights.append(LocalWeight(f"{name}.{e}" if state.packed else name, piece, *of))
     return weights
 
 

@@ -285,16 +285,11 @@ def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
     if not isinstance(local, FSDPHooks):
         return _plain_bytes(m, once)
     state, quantizer = local.state, local.state.matrices[0].quantizer
-    cuts = cuts_of(m)
 
     def size(needs: frozenset[Direction]) -> int:
-        return sum(
-            gathered_size(
-                wire_buffers(quantizer.encodings[d], cuts, m.global_shape, m.param_dtype),
-                m.world_size,
-            )
-            for d in gathered_directions(quantizer, needs)
-        )
+        of = cuts_of(m), m.global_shape, m.param_dtype
+        encodings = [quantizer.encodings[d] for d in gathered_directions(quantizer, needs)]
+        return sum(gathered_size(wire_buffers(e, *of), m.world_size) for e in encodings)
 
     both = frozenset(Direction)
     if once:

@@ -167,12 +167,9 @@ def runtime_folders(
 
     packages:  the folder that contains torch.
     """
-    homes = [
-        packages / "nvidia" / f"cu{cuda.split('.')[0]}",
-        packages / "nvidia" / "cuda_runtime",
-        packages / "nvidia" / "cublas",
-    ]
-    homes = [*([toolkit] if toolkit is not None else []), *homes]
+    names = f"cu{cuda.split('.')[0]}", "cuda_runtime", "cublas"
+    homes = [packages / "nvidia" / name for name in names]
+    homes = homes if toolkit is None else [toolkit, *homes]
     return (
         [home / "include" for home in homes if (home / "include").is_dir()],
         [home / name for home in homes for name in ("lib64", "lib") if (home / name).is_dir()],

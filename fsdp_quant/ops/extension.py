@@ -89,14 +89,8 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
 
     Raises builder.Failed, also if an earlier compilation failed.
     """
-    csrc = next(
-        (
-            p
-            for p in (folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc")
-            if (p / "bindings.cpp").exists()
-        ),
-        None,
-    )
+    sources = folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc"
+    csrc = next((path for path in sources if (path / "bindings.cpp").exists()), None)
     cuda = torch.version.cuda or ""  # set wherever kernels are loaded
     name = builder.glue_name(torch.__version__, cuda)
     have = ", ".join(sorted(p.name for p in folder.glob("_glue*.so"))) or "none"

@@ -233,15 +233,10 @@ def reference_norm_backward(
     if spec.centred:
         values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
         of_row = torch.float32 if x.is_cuda else gamma.dtype  # dtype of torch's statistics
+        given = dy.to(values.dtype), values, x.shape[-1:]
+        statistics = (t.view(rows).to(of_row) for t in (mean, rstd))
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            dy.to(values.dtype),
-            values,
-            x.shape[-1:],
-            mean.view(rows).to(of_row),
-            rstd.view(rows).to(of_row),
-            gamma,
-            beta,
-            [True, True, bias is not None],
+            *given, *statistics, gamma, beta, [True, True, bias is not None]
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)

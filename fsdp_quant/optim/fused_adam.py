@@ -332,14 +332,9 @@ class _Held:
             rounded = None if stored is None else self.values
         suffix = "" if "exp_avg" in plain else "_codes"
         self.step = plain["step"]
-        self.stored = Stored(
-            master,
-            plain[f"exp_avg{suffix}"],
-            plain[f"exp_avg_sq{suffix}"],
-            rounded,
-            plain.get("exp_avg_scale"),
-            plain.get("exp_avg_sq_scale"),
-        )
+        moments = plain[f"exp_avg{suffix}"], plain[f"exp_avg_sq{suffix}"]
+        scales = plain.get("exp_avg_scale"), plain.get("exp_avg_sq_scale")
+        self.stored = Stored(master, *moments, rounded, *scales)
         self.launches = native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 

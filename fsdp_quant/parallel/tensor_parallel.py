@@ -137,7 +137,7 @@ class ColwiseParallel(_Style, styles.ColwiseParallel):
 
     recipe:  turns an nn.Linear into an `fq.Linear`; without it the layer may be one, or be
              converted later.
-    input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor tells its own.
+    input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor has its own.
 
     Raises ValueError, on every rank, for a mesh of more axes, a layer under `fully_shard`, and
     features that R does not divide.

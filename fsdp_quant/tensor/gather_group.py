@@ -38,7 +38,7 @@ from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
-from .gathered_weight import GatheredWeight, GatherPass
+from .gathered_weight import GatheredWeight, GatherPass, gathered_size
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 # Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
@@ -130,9 +130,10 @@ class GatherPlan:
             for i, (chosen, n) in enumerate(zip(self._chosen, needs))
         ]
         self.sizes: Counter[tuple[str, str]] = Counter()
-        for chosen in self._chosen:
-            for direction, fmt, size in chosen.sizes:
-                self.sizes[direction, fmt] += size
+        for member, chosen in zip(members, self._chosen):
+            for d in chosen.directions:
+                size = gathered_size(member.wire[d], member.managed.world_size)
+                self.sizes[d.value, member.quantizer.encodings[d].fmt.name] += size
         self._relayouts = operands.relayouts(needs)
         self._deriving = [
             m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
@@ -263,12 +264,8 @@ def _held_key(shard: Shard) -> tuple:
     """Key of codes in `fq.hold`. Training does not use those of an evaluation, which recorded no
     amax."""
     state = shard.piece.state
-    return (
-        "shard",
-        shard.direction,
-        state.name,
-        shard.records and bool(state.quantizer.delayed_directions),
-    )
+    records = shard.records and bool(state.quantizer.delayed_directions)
+    return "shard", shard.direction, state.name, records
 
 
 def _facts(
@@ -284,13 +281,8 @@ def _facts(
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
             same += () if history is None else (history.encode_scale, history.amaxes)
-    return (
-        shard.shape,
-        shard.dtype,
-        shard.device,
-        delayed and member.records,
-        state.held is None,
-    ), same
+    records = delayed and member.records
+    return (shard.shape, shard.dtype, shard.device, records, state.held is None), same
 
 
 class _Sent(NamedTuple):

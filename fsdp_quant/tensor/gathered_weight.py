@@ -116,13 +116,11 @@ class GatherPass(NamedTuple):
     directions:  directions that are encoded and sent.
     outputs:     all-gather outputs, in the order of the inputs.
     inner_tensors: other buffers of the storages, freed with the outputs.
-    sizes:       (direction, format, bytes) of each direction that is sent, for counters.
     """
 
     directions: tuple[Direction, ...]
     outputs: list[Tensor]
     inner_tensors: list[Tensor]
-    sizes: list[tuple[str, str, int]]
 
 
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
@@ -246,13 +244,8 @@ class GatheredWeight:
 
     def _allocate_derived(self) -> DirectionBuffers:
         with torch.no_grad():
-            like = torch.zeros(
-                len(self.matrices),
-                self.rows,
-                self.cols,
-                dtype=self.dtype,
-                device=self.managed.device,
-            )
+            shape = len(self.matrices), self.rows, self.cols
+            like = torch.zeros(shape, dtype=self.dtype, device=self.managed.device)
             # an identity storage is a view
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
         inner = {
@@ -270,17 +263,9 @@ class GatheredWeight:
             chosen = [self.buffers[d] for d in directions]
             if self.derived is not None and COLUMNWISE in needs:
                 chosen.append(self.derived)
-            sizes = [
-                (
-                    d.value,
-                    self.quantizer.encodings[d].fmt.name,
-                    gathered_size(self.wire[d], self.managed.world_size),
-                )
-                for d in directions
-            ]
             outputs = [t for b in chosen for t in b.outputs]
             inner = [t for b in chosen for t in b.inner_tensors.values()]
-            passes[needs] = GatherPass(directions, outputs, inner, sizes)
+            passes[needs] = GatherPass(directions, outputs, inner)
         return passes
 
     # The two halves of a gather #
@@ -300,17 +285,9 @@ class GatheredWeight:
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
         values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
-        return [
-            Shard(
-                piece,
-                direction,
-                self.dtype,
-                shared.get((piece.state.name, direction)),
-                None,
-                self.records,
-            )
-            for piece in self.state.pieces(values, self.cuts, self.managed.rank)
-        ]
+        pieces = self.state.pieces(values, self.cuts, self.managed.rank)
+        known = ((p, shared.get((p.state.name, direction))) for p in pieces)
+        return [Shard(p, direction, self.dtype, of, None, self.records) for p, of in known]
 
     def rows_sent(self, direction: Direction, encoded: Sequence[Encoded]) -> list[Tensor]:
         """uint8 [rows, bytes] of every wire buffer; encoded: codes of each matrix with rows on this

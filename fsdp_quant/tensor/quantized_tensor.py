@@ -298,13 +298,8 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (
-            self.rowwise,
-            self.columnwise,
-            tuple(self.shape),
-            self.requires_grad,
-            is_parameter,
-        )
+        storages, shape = (self.rowwise, self.columnwise), tuple(self.shape)
+        return _rebuild, (*storages, shape, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))

@@ -176,12 +176,8 @@ class QuantizedWeight(WeightCodes):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (
-            self.inner.detach(),
-            self.state,
-            isinstance(self, torch.nn.Parameter),
-            self.requires_grad,
-        )
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self.inner.detach(), self.state, is_parameter, self.requires_grad)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (

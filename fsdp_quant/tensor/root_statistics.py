@@ -4,7 +4,7 @@ forward of the root, unconditionally.
 
 [Note: which statistics a gather uses]
 Amaxes of whole tensors, and of blocks that a shard boundary cuts, must be reduced before any rank
-encodes. Only calls that all ranks make issue collectives, never a flag of one rank:
+encodes. Only calls on all ranks issue collectives, never a flag of one rank:
 
     forward of the root     the first gather inside reduces those of all weights of the root, from
                             the shards as they are

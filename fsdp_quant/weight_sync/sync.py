@@ -42,7 +42,7 @@ class WeightSync:
     fingerprint: hash of names, shapes, formats and rounding; independent of world size, cuts and
                  transport.
 
-    Every rank of the group makes the same collective calls in the order of the plan.
+    Every rank of the group issues the same collectives in the order of the plan.
     """
 
     def __init__(

@@ -99,14 +99,10 @@ class SyncedWeight:
             d: StagedScales.zeros(e, self.shape, self.device, dense)
             for d, e in self.encoded.items()
         }
-        others = [
-            (d, e.fmt)
+        self.amaxes = {
+            d: torch.zeros((1,) if e.fmt.tensor_scale else (1, 1), device=self.device)
             for d, e in self.quantizer.encodings.items()
             if self.gathers_values and self.spans_parts(e)
-        ]
-        self.amaxes = {
-            d: torch.zeros((1,) if fmt.tensor_scale else (1, 1), device=self.device)
-            for d, fmt in others
         }
 
     @property

@@ -157,7 +157,7 @@ class GroupCodes:
             if master is None and end > start:
                 raise RuntimeError(
                     f"{name}: the optimizer keeps no main_param of the elements [{start}, {end}) "
-                    "that this rank owns; make Megatron's distributed optimizer, not a "
+                    "that this rank owns; create Megatron's distributed optimizer, not a "
                     "precision-aware one, before the first forward"
                 )
             masters.append(
@@ -210,7 +210,7 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
     state = weight_proxy.state
     if not hasattr(param, "main_param"):
         raise ValueError(
-            f"{state.name} has no main_param; make Megatron's distributed optimizer before "
+            f"{state.name} has no main_param; create Megatron's distributed optimizer before "
             "gather_codes"
         )
     if param.dtype is not torch.bfloat16:

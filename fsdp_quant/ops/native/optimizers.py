@@ -172,17 +172,9 @@ def adam_count(
     (`fused_adam.SCALARS`), fp32 [steps, 8]."""
     device = steps[0].device
     found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
-    on_device = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
-    rows = _ops.adam_count(
-        steps,
-        found_inf,
-        on_device,
-        0.0 if on_device is not None else lr,
-        beta1,
-        beta2,
-        eps,
-        decay,
-        decoupled,
-    )
+    on_device = None
+    if isinstance(lr, Tensor):
+        on_device, lr = lr.to(device, torch.float32), 0.0
+    rows = _ops.adam_count(steps, found_inf, on_device, lr, beta1, beta2, eps, decay, decoupled)
     torch.autograd.graph.increment_version(steps)
     return rows

@@ -232,15 +232,8 @@ def _group_arguments(
             [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records],
         )
     columnwise = encoding.direction is not ROWWISE
-    return (
-        pack_encoding(encoding),
-        columnwise,
-        encoding.eps,
-        row0,
-        amaxes,
-        tensor_amaxes,
-        *histories,
-    ), list(zip(tensor_amaxes, kept))
+    first = pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes
+    return (*first, *histories), list(zip(tensor_amaxes, kept))
 
 
 def multi_tensor_quantize(
