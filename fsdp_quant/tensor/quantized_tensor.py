@@ -490,13 +490,8 @@ def _copy_(func, target, source, non_blocking=False):
 def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
     """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes,
     parts, formats or layouts."""
-    into, out_of = list(_storages(target)), list(_storages(source))
-    same = target.shape == source.shape and target._pair.owner is None
-    if (
-        not same
-        or [key for key, _ in into] != [key for key, _ in out_of]
-        or any(a.geometry != b.geometry for (_, a), (_, b) in zip(into, out_of))
-    ):
+    into, out_of = ([(key, s.geometry) for key, s in _storages(t)] for t in (target, source))
+    if target.shape != source.shape or target._pair.owner is not None or into != out_of:
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
             "into it with HybridQuantizer.update(tensor, source.dequantize())"
