@@ -94,19 +94,19 @@ def _set_up(place: str) -> tuple[nn.Module, Iterable, advise.Loss | None]:
     """(model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything else."""
     path, _, name = place.partition(":")
     name = name or "setup"
-    made = runpy.run_path(path).get(name)
-    if not callable(made):
+    setup = runpy.run_path(path).get(name)
+    if not callable(setup):
         raise ValueError(
             f"{path} has no function {name!r}; write one that returns (model, batches) or (model, "
             "batches, loss)"
         )
-    made = made()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    result = setup()
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
-            f"{place} returned {type(made).__name__}; wanted (model, batches) or (model, batches, "
-            "loss)"
+            f"{place} returned {type(result).__name__}; wanted (model, batches) or (model, "
+            "batches, loss)"
         )
-    model, batches, *loss = made
+    model, batches, *loss = result
     return model, batches, loss[0] if loss else None
 
 
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="versions, devices, which operations run compiled")
     tester = commands.add_parser(
         "selftest",
-        help="kernels beside the reference, products beside fp64, rates: a report to send",
+        help="compare kernels with the reference and products with fp64: a report to send",
     )
     tester.add_argument("--report", type=Path, default=Path("fsdp_quant-selftest.json"))
     planner = commands.add_parser("plan", help="the products of a recipe")

@@ -160,13 +160,8 @@ class StepState:
     def values(self, token_offset: int | None = None) -> list[int]:
         """Return the values of `STEP_FIELDS`. token_offset: default, this thread's."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return [
-            self.seed,
-            self.step,
-            self.micro_batch,
-            self.token_offset if token_offset is None else token_offset,
-            rank,
-        ]
+        offset = self.token_offset if token_offset is None else token_offset
+        return [self.seed, self.step, self.micro_batch, offset, rank]
 
     def on(self, device: torch.device) -> Tensor:
         """Return int64 [5] (`STEP_FIELDS`) on `device`, for this thread's token offset. Every call
@@ -221,10 +216,8 @@ class StepState:
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
         """Write a step, int64 [1], to the copies of every offset on `device`. torch.compile traces
         it."""
-        shown, here = (
-            [t for (where, _), t in self._kept.items() if where == device],
-            self.in_graph(device),
-        )
+        shown = [t for (where, _), t in self._kept.items() if where == device]
+        here = self.in_graph(device)
         for tensor in shown if any(t is here for t in shown) else [*shown, here]:
             tensor[_STEP].copy_(step)
 

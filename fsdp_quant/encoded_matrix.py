@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .formats import ROWWISE, Direction, Encoding, Format
-from .ops import reference
+from .ops import dispatch, reference
 from .ops.dispatch import Encoded
 from .ops.layout import ANCHORED_TENSOR, COMPACT, operand_format
 
@@ -121,11 +121,9 @@ class EncodedMatrix:
 
     @property
     def decodes_exactly_to_bf16(self) -> bool:
-        return (
-            self.fmt.decodes_exactly_to_bf16
-            if self.fmt.is_quantized
-            else self.dtype is torch.bfloat16
-        )
+        if self.fmt.is_quantized:
+            return self.fmt.decodes_exactly_to_bf16
+        return self.dtype is torch.bfloat16
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Element times every scale [rows, cols] in fp32 (identity: its own dtype), rounded once to
@@ -134,6 +132,17 @@ class EncodedMatrix:
         A rotated matrix stays rotated.
         """
         raise NotImplementedError
+
+    def _decoded(
+        self,
+        data: Tensor,
+        scale: Tensor | None,
+        tensor_amax: Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        """Values of compact codes of this matrix, with the scales that are not None."""
+        of = self.fmt, self.direction, self.padded_shape[1], self.row0
+        return dispatch.decode(data, scale, tensor_amax, *of, dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The logical values [rows, cols] in `dtype` (default: the matrix's), rotated back if they

@@ -43,25 +43,21 @@ def value_class(cls: type[_T]) -> type[_T]:
     Neither is pickled: text hashes differently in another process.
     """
     cls = dataclass(frozen=True)(cls)
-    compute: Callable[[Any], int] = cls.__hash__
 
-    def hash_once(self: Any) -> int:
-        cached = self.__dict__.get("_hash")
-        if cached is None:
-            cached = self.__dict__["_hash"] = compute(self)
-        return cached
+    def once(name: str, compute: Callable) -> Callable:
+        def cached(self: object):
+            value = self.__dict__.get(name)
+            if value is None:
+                value = self.__dict__[name] = compute(self)
+            return value
 
-    def text_once(self: object) -> str:
-        cached = self.__dict__.get("_canonical")
-        if cached is None:
-            cached = self.__dict__["_canonical"] = _text_of_fields(self)
         return cached
 
     def state(self: object) -> dict:
         return {n: v for n, v in self.__dict__.items() if n not in ("_hash", "_canonical")}
 
-    setattr(cls, "__hash__", hash_once)
-    setattr(cls, "_canonical_text", text_once)
+    setattr(cls, "__hash__", once("_hash", cls.__hash__))
+    setattr(cls, "_canonical_text", once("_canonical", lambda self: _text_of_fields(self)))
     setattr(cls, "__getstate__", state)
     return cls
 
@@ -347,11 +343,9 @@ class Format:
         if not self.is_quantized:
             return float(dtype.itemsize)
         outer, contraction = self.block
-        shared = (
-            0.0
-            if contraction is None
-            else SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
-        )
+        if contraction is None:
+            return self.element.bits / 8
+        shared = SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
         return self.element.bits / 8 + shared
 
     def __repr__(self) -> str:
@@ -359,11 +353,8 @@ class Format:
 
     @functools.cached_property
     def _text(self) -> str:
-        marks = (
-            [self.element.name]
-            if self.name.startswith("fp8") or self.element in (E5M2, E3M2)
-            else []
-        )
+        is_open = self.name.startswith("fp8") or self.element in (E5M2, E3M2)
+        marks = [self.element.name] if is_open else []
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
         marks += [self.scale_rule] if self.scale_rule != "nearest" else []
@@ -416,7 +407,7 @@ IDENTITY = FORMATS["identity"]
 
 
 def known_formats() -> list[str]:
-    """Names that `format_of` takes, aliases included."""
+    """Names that `format_of` accepts, aliases included."""
     return sorted([*FORMATS, *ALIASES])
 
 
@@ -430,14 +421,8 @@ def format_of(name: str | Format, **changes) -> Format:
     >>> list(fq.FORMATS)[:3]
     ['identity', 'fp8_tensor', 'fp8_row']
     """
-    fmt = (
-        name
-        if isinstance(name, Format)
-        else FORMATS.get(ALIASES.get(name, name))
-        if isinstance(name, str)
-        else None
-    )
-    if fmt is None:
+    fmt = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else name
+    if not isinstance(fmt, Format):
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known_formats())}")
     if isinstance(changes.get("element"), str):
         if changes["element"] not in ELEMENTS:

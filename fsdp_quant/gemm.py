@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .counters import counters
 from .encoded_matrix import EncodedMatrix
-from .formats import IDENTITY, ROWWISE, Direction, check_pair
+from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
 from .gemm_operand import GemmOperand
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
@@ -45,8 +45,32 @@ class Watch(NamedTuple):
     product: int
 
 
+class Epilogue(NamedTuple):
+    """Applied to a product in fp32: times alpha, plus bias, rounded once to out_dtype."""
+
+    out_dtype: torch.dtype
+    bias: Tensor | None
+    alpha: Tensor | None
+
+    def of(self, product: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+        """The result; scales: of rows or tensors, which multiply first (their own product, if both
+        are of a tensor)."""
+        y = product.float()
+        if a_scale is not None and b_scale is not None and a_scale.numel() == b_scale.numel() == 1:
+            a_scale, b_scale = a_scale * b_scale, None
+        if a_scale is not None:
+            y = y * a_scale[:, None]
+        if b_scale is not None:
+            y = y * b_scale
+        if self.alpha is not None:
+            y = y * self.alpha
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.to(self.out_dtype)
+
+
 class StaleWeightError(RuntimeError):
-    """A GEMM would read codes that were freed, or made from a master that has changed since.
+    """A GEMM would read codes that were freed, or encoded from a master that has changed since.
 
     >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
     >>> with fq.hold(model), torch.no_grad():
@@ -110,10 +134,9 @@ def gemm(
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
     if out is not None and tuple(out.shape) != (m, n):
         raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
-    out_dtype, arch = (
-        out_dtype or (out.dtype if out is not None else a.dtype),
-        arch_of(a.data.device),
-    )
+    arch = arch_of(a.data.device)
+    out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
+    epilogue = Epilogue(out_dtype, bias, alpha)
     if domain is None:
         domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
         # rows of a tensor have no layout of their own
@@ -128,25 +151,18 @@ def gemm(
         _check_compiled(a, b, domain)
     if codes and m * n * k_a > 0:
         anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
-        result = _multiply(
-            to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored)),
-            to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored)),
-            out_dtype,
-            out,
-            accumulate,
-            bias,
-            alpha,
-            watch,
-        )
+        left = to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
+        right = to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
+        result = _multiply(left, right, out, accumulate, epilogue, watch)
     else:
         if codes:  # an empty product
-            result = _reference(a, b, out_dtype, bias, alpha)
+            result = _reference(a, b, epilogue)
         else:
             compact = to_storage(a), to_storage(b)
             if tracing and not native.is_available_for(a.data):
-                result = _recorded(*compact, out_dtype, bias, alpha, domain)
+                result = _recorded(*compact, epilogue, domain)
             else:
-                result = _DOMAINS[domain](*compact, out_dtype, bias, alpha)
+                result = _DOMAINS[domain](*compact, epilogue)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
@@ -178,14 +194,13 @@ def _check_compiled(a: EncodedMatrix, b: EncodedMatrix, domain: str) -> None:
 def _multiply(
     a: GemmOperand,
     b: GemmOperand,
-    out_dtype: torch.dtype,
     out: Tensor | None,
     accumulate: bool,
-    bias: Tensor | None,
-    alpha: Tensor | None,
+    epilogue: Epilogue,
     watch: Watch | None,
 ) -> Tensor:
     """The product on the tensor cores, with partial sums in fp32."""
+    out_dtype, bias, alpha = epilogue
     for operand in (a, b):
         if operand.tensor_amax is not None:
             scale = dispatch.tensor_decode_scale(operand.tensor_amax, operand.fmt)
@@ -197,17 +212,12 @@ def _multiply(
     return native.gemm(left, right, out_dtype, out, accumulate, bias, alpha)
 
 
-def _native(
-    a: Storage,
-    b: Storage,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    alpha: Tensor | None,
-) -> Tensor:
+def _native(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
     """Both operands in their own dtype: exactly torch's linear. A wider result is rounded once."""
+    out_dtype, bias, alpha = epilogue
     x, w = a.operand(), b.operand()
     if out_dtype is torch.float32 and x.dtype is w.dtype is not out_dtype:
-        return (_bf16 if x.dtype is torch.bfloat16 else _reference)(a, b, out_dtype, bias, alpha)
+        return (_bf16 if x.dtype is torch.bfloat16 else _reference)(a, b, epilogue)
     if x.dtype != w.dtype:
         raise ValueError(
             f"gemm of {x.dtype} by {w.dtype}, both in high precision: torch multiplies equal "
@@ -217,20 +227,10 @@ def _native(
     if bias is not None and alpha is None:
         return torch.nn.functional.linear(x, w, bias.to(x.dtype)).to(out_dtype)
     product = x.mm(w.t())
-    return (
-        _finish(product, out_dtype, bias, alpha)
-        if bias is not None or alpha is not None
-        else product.to(out_dtype)
-    )
+    return product.to(out_dtype) if alpha is None else epilogue.of(product, None, None)
 
 
-def _bf16(
-    a: Storage,
-    b: Storage,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    alpha: Tensor | None,
-) -> Tensor:
+def _bf16(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
     """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction
     multiply after.
 
@@ -243,6 +243,7 @@ def _bf16(
                 f"operand {name} ({storage.describe()}, {storage.dtype}) does not decode exactly "
                 "to bf16; use the reference domain"
             )
+    out_dtype, bias, alpha = epilogue
     (x, scale_x), (w, scale_w) = a.factored_operand(), b.factored_operand()
     factors = [f for f in (scale_x, scale_w, alpha) if f is not None]
     if (
@@ -257,51 +258,17 @@ def _bf16(
             and (bias is None or bias.dtype is out_dtype)
         ):
             return torch.nn.functional.linear(x, w, bias)
-        return native.gemm(
-            native.Operand(x, None, IDENTITY),
-            native.Operand(w, None, IDENTITY),
-            torch.float32 if out_dtype is torch.float16 else out_dtype,
-            None,
-            False,
-            bias,
-            functools.reduce(torch.mul, (f.float().view(1) for f in factors)) if factors else None,
-        ).to(out_dtype)
-    return _finish(bf16_product(x, w), out_dtype, bias, alpha, scale_x, scale_w)
+        left, right = (native.Operand(t, None, IDENTITY) for t in (x, w))
+        written = torch.float32 if out_dtype is torch.float16 else out_dtype
+        if factors:
+            alpha = functools.reduce(torch.mul, (f.float().view(1) for f in factors))
+        return native.gemm(left, right, written, None, False, bias, alpha).to(out_dtype)
+    return epilogue.of(bf16_product(x, w), scale_x, scale_w)
 
 
-def _reference(
-    a: EncodedMatrix,
-    b: EncodedMatrix,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    alpha: Tensor | None,
-) -> Tensor:
+def _reference(a: EncodedMatrix, b: EncodedMatrix, epilogue: Epilogue) -> Tensor:
     """Both operands decoded to fp32 with all their scales, one fp32 product."""
-    return _finish(a.operand().float().mm(b.operand().float().t()), out_dtype, bias, alpha)
-
-
-def _finish(
-    product: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    alpha: Tensor | None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-) -> Tensor:
-    """Epilogue in fp32: global scales (their product first when both are of a tensor), alpha, bias,
-    one rounding."""
-    y = product.float()
-    if scale_a is not None and scale_b is not None and scale_a.numel() == scale_b.numel() == 1:
-        scale_a, scale_b = scale_a * scale_b, None
-    if scale_a is not None:
-        y = y * scale_a[:, None]
-    if scale_b is not None:
-        y = y * scale_b
-    if alpha is not None:
-        y = y * alpha
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(out_dtype)
+    return epilogue.of(a.operand().float().mm(b.operand().float().t()), None, None)
 
 
 _DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
@@ -310,21 +277,12 @@ _DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
 # The reference in graphs #
 
 
-def _recorded(
-    a: Storage,
-    b: Storage,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    alpha: Tensor | None,
-    domain: str,
-) -> Tensor:
+def _recorded(a: Storage, b: Storage, epilogue: Epilogue, domain: str) -> Tensor:
     """The product as one operator, which no compiler looks into (`ops.opaque`)."""
     buffers = (list(s.buffers().values()) for s in (a, b))
     what = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
-    dtypes = [a.dtype, b.dtype]
-    return _product_op(
-        *buffers, *what, [*a.shape, *b.shape], *dtypes, out_dtype, bias, alpha, domain
-    )
+    shapes, dtypes = [*a.shape, *b.shape], [a.dtype, b.dtype]
+    return _product_op(*buffers, *what, shapes, *dtypes, *epilogue, domain)
 
 
 def _storage_over(
@@ -343,13 +301,12 @@ def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, dom
     _check_there(a, b)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
     with torch.no_grad():
-        return _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+        return _DOMAINS[domain](a, b, Epilogue(out_dtype, bias, alpha))
 
 
 def _fake(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
     m, n = (
-        s[0] if of.startswith(ROWWISE.value) else s[1]
-        for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
+        s[of.startswith(COLUMNWISE.value)] for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
     )
     return a[0].new_empty((m, n), dtype=out_dtype)
 

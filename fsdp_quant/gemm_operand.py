@@ -37,17 +37,7 @@ class GemmOperand(EncodedMatrix):
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         if self.layout in LAID_OUT:
-            data, scale = self.compact_buffers()
-            return dispatch.decode(
-                data,
-                scale,
-                self.tensor_amax,
-                self.fmt,
-                self.direction,
-                self.padded_shape[1],
-                0,
-                dtype,
-            )
+            return self._decoded(*self.compact_buffers(), self.tensor_amax, dtype)
         outer, scale = self.data.shape[0], self.scales
         if self.layout in (ANCHORED_TENSOR, ANCHORED):
             scale = scale.view(-1, 1)
@@ -70,7 +60,7 @@ class GemmOperand(EncodedMatrix):
         return self._operand_rows(start, length, scale, dim=1)
 
     def compact_buffers(self, arch: str | None = None) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales of the compact storage that a NATIVE or SPREAD operand was made of.
+        """Codes and scales of the compact storage that a NATIVE or SPREAD operand was derived from.
 
         arch: of the GPU whose layout this is; None: the device of the codes.
         """

@@ -8,9 +8,9 @@ codes and validity are ours.
     INIT                             CAST (generation)                GATHERED
     READY
 
-The trainer decides who owns which elements (`ShardMap`), where the bytes lie (`bind`) and when they
-move. A weight is a `QuantizedTensor` parameter of `fq.quantized_model_init`; a product that reads a
-direction which is not READY at the newest generation raises StaleWeightError.
+The trainer decides who owns which elements (`ShardMap`), where the bytes are stored (`bind`) and
+when they move. A weight is a `QuantizedTensor` parameter of `fq.quantized_model_init`; a product
+that reads a direction which is not READY at the newest generation raises StaleWeightError.
 
 What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise
 ones, or both. Two transports give the same bytes: "codes", and "highprec", which gathers rounded

@@ -237,10 +237,10 @@ class HybridQuantizer:
         statistics: dict[Direction, Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
         """`operands` of x [rows, cols] as compact storages."""
-        made, amaxes = self.operands(
+        matrices, amaxes = self.operands(
             x, directions, layouts={}, key=key, factors=factors, statistics=statistics
         )
-        return {d: to_storage(matrix) for d, matrix in made.items()}, amaxes
+        return {d: to_storage(matrix) for d, matrix in matrices.items()}, amaxes
 
     def operands(
         self,
@@ -285,14 +285,14 @@ class HybridQuantizer:
             for d, one in zip(encodings, encoded)
             if one.amax is not None and source[d] in self.delayed_directions
         }
-        made = {
+        matrices = {
             d: encoded_matrix(one, encodings[d], x.shape, x.dtype)
             for d, one in zip(encodings, encoded)
         }
-        if wants_columnwise and COLUMNWISE not in made:
-            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE], key)
+        if wants_columnwise and COLUMNWISE not in matrices:
+            matrices[COLUMNWISE] = self.columnwise_of(matrices[ROWWISE], key)
         return {
-            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in made.items() if d in directions
+            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in matrices.items() if d in directions
         }, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
@@ -314,8 +314,8 @@ class HybridQuantizer:
             key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(
                 x.device
             )
-        made, _ = self.storages(rows, key=key)
-        return QuantizedTensor(made.get(ROWWISE), made.get(COLUMNWISE), shape=x.shape)
+        storages, _ = self.storages(rows, key=key)
+        return QuantizedTensor(storages.get(ROWWISE), storages.get(COLUMNWISE), shape=x.shape)
 
     def update(
         self, out: QuantizedTensor, x: Tensor, *, key: Tensor | None = None

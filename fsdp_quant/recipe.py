@@ -171,8 +171,8 @@ def recipe_of(key: str) -> Recipe:
     where it is no object yet."""
     if key not in _RECIPES:
         raise ValueError(
-            f"the recipe {key.split()[0]} is made inside a compiled region; make it outside, and "
-            "enter it inside"
+            f"the recipe {key.split()[0]} is created inside a compiled region; create it outside, "
+            "and enter it inside"
         )
     return _RECIPES[key]
 
@@ -223,7 +223,7 @@ class PerLayer:
         counts = [count for _, count, _ in self._ends]
         if sum(counts) > len(names):
             raise ValueError(
-                f"{self} takes {' and '.join(map(str, counts))} of {len(names)} layers; they "
+                f"{self} covers {' and '.join(map(str, counts))} of {len(names)} layers; they "
                 "overlap"
             )
         for what, count, recipe in self._ends:
@@ -269,14 +269,14 @@ def per_layer(
     Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
     """
     rules = tuple(
-        (pattern, _given(recipe, f"per_layer({pattern!r})", Recipe))
+        (pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe))
         for pattern, recipe in (named or {}).items()
     )
     return PerLayer(
-        _given(default, "per_layer(default)", Recipe),
+        as_recipe(default, "per_layer(default)", Recipe),
         rules,
-        None if first is None else (first[0], _given(first[1], "per_layer", Recipe)),
-        None if last is None else (last[0], _given(last[1], "per_layer", Recipe)),
+        None if first is None else (first[0], as_recipe(first[1], "per_layer", Recipe)),
+        None if last is None else (last[0], as_recipe(last[1], "per_layer", Recipe)),
     )
 
 
@@ -350,14 +350,14 @@ def schedule(
             )
         return math.ceil(at * total_steps - 1e-9)
 
-    made: list[tuple[int, int | None, Recipe | PerLayer]] = []
+    ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []
     for start, stop, recipe in switches:
         first = step_of(start)
         if first is None:
             raise ValueError("schedule: a range needs a first step; the end has none")
-        made.append((first, step_of(stop), _given(recipe, "schedule", Recipe, PerLayer)))
-    made.sort(key=lambda switch: switch[0])
-    return Schedule(_given(base, "schedule", Recipe, PerLayer), tuple(made))
+        ranges.append((first, step_of(stop), as_recipe(recipe, "schedule", Recipe, PerLayer)))
+    ranges.sort(key=lambda switch: switch[0])
+    return Schedule(as_recipe(base, "schedule", Recipe, PerLayer), tuple(ranges))
 
 
 def _check_recipe(what: str, value: object, *others: type) -> None:
@@ -366,14 +366,10 @@ def _check_recipe(what: str, value: object, *others: type) -> None:
 
 
 @overload
-def as_recipe(value: object, what: str, kind: type[_R], /) -> _R: ...
+def as_recipe(value: object, what: str) -> Recipe | PerLayer | Schedule: ...
 @overload
-def as_recipe(
-    value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
-) -> Recipe | PerLayer | Schedule: ...
-def as_recipe(
-    value: object, what: str = "recipe", *kinds: type[Recipe | PerLayer | Schedule]
-) -> Recipe | PerLayer | Schedule:
+def as_recipe(value: object, what: str, *kinds: type[_R]) -> _R: ...
+def as_recipe(value: object, what: str, *kinds: type) -> object:
     """The recipe `value`, or the one that a text names (`by_name`).
 
     what:   names the caller in errors.
@@ -381,10 +377,7 @@ def as_recipe(
 
     Raises ValueError for unknown names and for everything else.
     """
-    return _given(value, what, *(kinds or (Recipe, PerLayer, Schedule)))
-
-
-def _given(value: object, what: str, *kinds: type[_R]) -> _R:
+    kinds = kinds or (Recipe, PerLayer, Schedule)
     recipe = _by_text(value) if isinstance(value, str) else value
     if isinstance(recipe, kinds):
         return recipe
@@ -423,16 +416,14 @@ def by_families(
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
     f, b = family_of(forward), family_of(backward)
+    options = pow2, scale_rounding, delayed, scale_rule
     if role.tensor_type == "weight":
         pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
-        row, column = (_quantizer(fmt, pow2, scale_rounding, delayed, scale_rule) for fmt in pair)
+        row, column = (_quantizer(fmt, *options) for fmt in pair)
         return HybridQuantizer(row, column)
     row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
     element = grad_element if role.tensor_type == "grad_output" else None
-    rowwise, columnwise = (
-        _quantizer(fam.vector, pow2, scale_rounding, delayed, scale_rule, element)
-        for fam in (row, column)
-    )
+    rowwise, columnwise = (_quantizer(of.vector, *options, element) for of in (row, column))
     if b.rotates:
         columnwise = replace(columnwise, rotation=True)
         if role.tensor_type == "grad_output":

@@ -97,11 +97,12 @@ class Cuts:
         return tuple(sorted(divided))
 
     @functools.cache
-    def shares_statistics(self, encoding: Encoding) -> bool:
-        """Return whether a statistic of this encoding depends on elements of several ranks."""
-        return bool(self.cut_block_rows(encoding)) or (
-            encoding.fmt.tensor_scale and self.is_sharded
-        )
+    def shares_statistics(self, encoding: Encoding, parts: int = 1) -> bool:
+        """Return whether a statistic of this encoding depends on elements of several ranks, or of
+        `parts` tensor-parallel parts."""
+        if self.cut_block_rows(encoding) or (parts > 1 and encoding.fmt.spans_tensor):
+            return True
+        return encoding.fmt.tensor_scale and self.is_sharded
 
 
 class RowCuts(Cuts):
@@ -166,9 +167,7 @@ class Fragment:
     def shares_statistics(self, encoding: Encoding) -> bool:
         """Return whether a statistic of this encoding depends on other rows or tensor-parallel
         parts."""
-        return self.cuts.shares_statistics(encoding) or (
-            self.part[1] > 1 and encoding.fmt.spans_tensor
-        )
+        return self.cuts.shares_statistics(encoding, self.part[1])
 
     def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
         """Return the block rows whose amaxes depend on other rows or tensor-parallel parts."""
@@ -246,16 +245,14 @@ class SharedStatistics:
         own_slots: bool = True,
     ):
         self._places: list[tuple[int, int]] = []
+        self._alike: dict[tuple, list[tuple[int, int]]] = {}
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
         for f, fragment in enumerate(fragments):
             for e, encoding in enumerate(fragment.encodings):
                 if fragment.shares_statistics(encoding) or (all_blocks and encoding.fmt.has_scales):
                     self._places.append((f, e))
-        self._alike: dict[tuple, list[tuple[int, int]]] = {}
-        for f, e in self._places:
-            one = fragments[f]
-            alike = one.encodings[e], one.dtype, one.values.dtype
-            self._alike.setdefault(alike, []).append((f, e))
+                    alike = encoding, fragment.dtype, fragment.values.dtype
+                    self._alike.setdefault(alike, []).append((f, e))
         self._own = self._of_own_rows(fragments)
         self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, its source)
         amaxes: list[Tensor] = []
@@ -332,19 +329,19 @@ class SharedStatistics:
     def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
         """Return the statistics of each (fragment, encoding) that is shared: known ones, else
         computed in one launch per encoding."""
-        made: dict[tuple[int, int], Statistics] = {}
+        computed: dict[tuple[int, int], Statistics] = {}
         for (encoding, dtype, _), at in self._alike.items():
             for f, e in at:
                 if (found := fragments[f].found) and (one := found[e]) is not None:
-                    made[f, e] = one
-            missing = [place for place in at if place not in made] if made else at
+                    computed[f, e] = one
+            missing = [place for place in at if place not in computed] if computed else at
             if missing:
                 of = [fragments[f] for f, _ in missing]
                 found = dispatch.multi_tensor_amax(
                     [f.rows for f in of], encoding, [f.row0 for f in of], dtype
                 )
-                made.update(zip(missing, found))
-        return [made[place] for place in self._places]
+                computed.update(zip(missing, found))
+        return [computed[place] for place in self._places]
 
 
 def share_amaxes(
@@ -367,11 +364,9 @@ def share_amaxes(
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
     """Return the statistics with `amax` in place of the amax that spans the tensor."""
-    return (
-        Statistics(statistics.amax, amax)
-        if encoding.fmt.tensor_scale
-        else Statistics(amax, statistics.tensor_amax)
-    )
+    if encoding.fmt.tensor_scale:
+        return Statistics(statistics.amax, amax)
+    return Statistics(amax, statistics.tensor_amax)
 
 
 # Delayed scaling #
@@ -435,10 +430,8 @@ class AmaxHistory:
         """Move the history to a device. Does nothing for the meta device, so the values survive."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
-                self.amaxes, self.encode_scale = (
-                    self.amaxes.to(device),
-                    self.encode_scale.to(device),
-                )
+                self.amaxes = self.amaxes.to(device)
+                self.encode_scale = self.encode_scale.to(device)
         return self
 
     @staticmethod
@@ -527,11 +520,9 @@ class AmaxHistory:
                 or saved.dtype is not torch.float32
                 or saved.shape != own.shape
             ):
-                got = (
-                    f"{saved.dtype} {list(saved.shape)}"
-                    if isinstance(saved, Tensor)
-                    else type(saved).__name__
-                )
+                got = type(saved).__name__
+                if isinstance(saved, Tensor):
+                    got = f"{saved.dtype} {list(saved.shape)}"
                 raise ValueError(
                     f"{part} of the amax history of {name} is {got} in the saved state; wanted "
                     f"float32 {list(own.shape)}, of the DelayedScaling(length=) of this recipe"

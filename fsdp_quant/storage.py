@@ -52,10 +52,9 @@ class Storage(EncodedMatrix):
     data:         uint8 [rows, fmt.row_bytes(cols)]; identity: [rows, cols] in its own dtype.
     scale:        decode scales [block rows, block cols] of the blocks the rows overlap (fp32, or
                   uint8 codes).
-    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
-    dtype:        what `dequantize()` returns by default.
-    row0:         global index of the first row: the block grid is the global tensor's.
     layout:       always "compact" (see the note above).
+
+    Other fields: as of `EncodedMatrix`.
 
     >>> storage = fq.Quantizer("nvfp4").quantize(torch.randn(32, 64)).rowwise
     >>> storage.data.shape, storage.scale.shape  # two codes per byte; a scale per 16 elements
@@ -77,11 +76,9 @@ class Storage(EncodedMatrix):
         rows, cols = fmt.padded_shape(shape, direction)
         data = torch.zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8, device=device)
         scale_shape = fmt.scale_shape(shape, direction)
-        scale = (
-            None
-            if scale_shape is None
-            else torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        )
+        scale = None
+        if scale_shape is not None:
+            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         tensor_amax = torch.zeros(1, device=device) if fmt.tensor_scale else None
         data = data if fmt.is_quantized else data.view(dtype)
         return cls(fmt, direction, shape, data, scale, tensor_amax, dtype)
@@ -134,16 +131,7 @@ class Storage(EncodedMatrix):
     # Reading #
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        return dispatch.decode(
-            self.data,
-            self.scale,
-            self.tensor_amax,
-            self.fmt,
-            self.direction,
-            self.padded_shape[1],
-            self.row0,
-            dtype,
-        )
+        return self._decoded(self.data, self.scale, self.tensor_amax, dtype)
 
     def factored_operand(self) -> tuple[Tensor, Tensor | None]:
         """`operand` without the scales that span the contraction: (bf16 [outer, contraction], fp32
@@ -157,16 +145,7 @@ class Storage(EncodedMatrix):
             scale, outside = None, self.scales.flatten()
         elif self.tensor_amax is not None:
             outside = dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
-        values = dispatch.decode(
-            self.data,
-            scale,
-            None,
-            self.fmt,
-            self.direction,
-            self.padded_shape[1],
-            self.row0,
-            torch.bfloat16,
-        )
+        values = self._decoded(self.data, scale, None, torch.bfloat16)
         return (values if self.direction is ROWWISE else values.t()), outside
 
     # GEMM layout #
@@ -327,18 +306,18 @@ def to_gemm_operands(
     transposed: dict[int, Tensor] = {}
     for fmt, places in transposing.items():
         of = [wanted[i][0] for i in places]
-        made = dispatch.multi_tensor_transpose(
+        results = dispatch.multi_tensor_transpose(
             [s.data for s in of], [s.padded_shape for s in of], fmt, calls
         )
-        transposed.update(zip(places, made))
+        transposed.update(zip(places, results))
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for key, places in anchoring.items():
         of = [wanted[i][0] for i in places]
         data, scales, amaxes, cols = zip(
             *((s.data, s.scales, s.tensor_amax, s.padded_shape[1]) for s in of)
         )
-        made = dispatch.multi_tensor_anchor(data, scales, amaxes, cols, *key, calls)
-        anchored.update(zip(places, made))
+        results = dispatch.multi_tensor_anchor(data, scales, amaxes, cols, *key, calls)
+        anchored.update(zip(places, results))
     operands = [
         storage.to_gemm_operand(layout, transposed.get(i), anchored.get(i))
         for i, (storage, layout) in enumerate(wanted)

@@ -3,7 +3,7 @@
 // compiler cannot contract them to FMAs.
 //
 // Integer minima and byte permutes issue at half the rate of fp32 adds: a saturating multiply-add instead of a minimum, and a
-// threshold instead of its complement, gained 10 %. A byte permute takes one immediate: keep the other operand in a register.
+// threshold instead of its complement, gained 10 %. A byte permute has one immediate: keep the other operand in a register.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t half_power(int32_t d) { return d >= -14 ? (1
 
 // fp16 factors round nothing that the cast would not flush to zero. An element has at most 4 significant bits, so its product
 // is exact down to 2^-21; smaller products are far below half the least e4m3 (2^-10) and e5m2 (2^-17). 448 * 2^-24 and 57344
-// * 2^-40 are below that too; the latter factor takes two multiplications. The same holds for smaller elements with e4m3's
+// * 2^-40 are below that too; the latter factor needs two multiplications. The same holds for smaller elements with e4m3's
 // factors.
 template <Element E>
 struct CodeFactor {

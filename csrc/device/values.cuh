@@ -15,7 +15,7 @@ struct Pair;  // of 16-bit values
 template <>
 struct Pair<__nv_bfloat16> {
   using type = __nv_bfloat162;
-  __device__ static float2 widen(type v) {  // one instruction each; __bfloat1622float2 takes two for the upper
+  __device__ static float2 widen(type v) {  // one instruction each; __bfloat1622float2 needs two for the upper
     const uint32_t w = *reinterpret_cast<const uint32_t*>(&v);
     return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
   }

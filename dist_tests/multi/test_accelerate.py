@@ -286,7 +286,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
-formats = set(fq.receipt().forward_gathers)
+formats = {fmt for when, _, fmt in fq.receipt().gathers if when == "forward"}
 falls = losses[2] < losses[1] < losses[0]
 accelerator.print(accelerator.is_fsdp2, accelerator.num_processes, falls, formats)
 accelerator.end_training()

@@ -453,7 +453,7 @@ def refusals(rank: int, world: int) -> None:
                 one.runtime.recipe = replace(one.recipe, require_native=True)
         strict(x, counts)
     style = fq.parallel.ExpertParallel()
-    with pytest.raises(ValueError, match="takes a mesh of one axis, got 2"):
+    with pytest.raises(ValueError, match="needs a mesh of one axis, got 2"):
         style._apply(
             Experts(mxfp8), init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep"))
         )

@@ -174,13 +174,13 @@ def _export_parts(rank: int, world: int, folder: Path) -> None:
                 fully_shard(layer, mesh=mesh["dp"])
         fq.export(model, folder / name, **OPTIONS)
     parallelize_module(model.experts, mesh["tp"], fq.parallel.ExpertParallel())
-    with pytest.raises(NotImplementedError, match="its 4 experts lie spread over ranks, 2 on each"):
+    with pytest.raises(NotImplementedError, match="its 4 experts are spread over ranks, 2 on each"):
         fq.export(model, folder / "experts", **OPTIONS)
     of_group = fq.parallel.ColumnParallelLinear(
         WIDTH, 64, mesh["tp"].get_group(), recipe=RECIPES["mxfp8"]
     )
     with pytest.raises(
-        NotImplementedError, match="weight: its parts lie with the ranks of a process group"
+        NotImplementedError, match="weight: its parts are on the ranks of a process group"
     ):
         fq.export(of_group, folder / "group")
     with pytest.raises(ValueError, match="would write other tensors: "):

@@ -558,11 +558,11 @@ def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
 def refusals(mesh, world: int) -> None:
     """Each from facts that all ranks share, naming the module and the remedy."""
     net = fq.convert(build(), fq.recipes.mxfp8())
-    with pytest.raises(ValueError, match="0.up: ColwiseParallel takes a mesh of one axis"):
+    with pytest.raises(ValueError, match="0.up: ColwiseParallel needs a mesh of one axis"):
         fq.parallel.ColwiseParallel()._apply(net[0].up, mesh_of(dp=1, tp=world))
     for block in (net[0], build()[0]):
         with pytest.raises(
-            ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\)"
+            ValueError, match=r"ColwiseParallel needs a mesh of one axis, got 2 \(\('dp', 'tp'\)\)"
         ):
             parallelize_module(
                 block, mesh_of(dp=1, tp=world), {"up": fq.parallel.ColwiseParallel()}

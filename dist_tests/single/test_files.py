@@ -425,7 +425,7 @@ def test_verify_finds_the_values_of_each_weight(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / "good")
     good = checkpoint.verify(tmp_path / "good")
     assert not good.problems, str(good)
-    assert "codes of 8 of 8 weights made again" in str(good)
+    assert "codes of 8 of 8 weights encoded again" in str(good)
 
 
 # Kills #

@@ -110,7 +110,7 @@ def test_rules_that_take_nothing_or_too_much_are_refused():
         ),
         (
             recipes.per_layer(MX, first=(5, NV), last=(4, NV)),
-            "takes 5 and 4 of 8 layers; they overlap",
+            "covers 5 and 4 of 8 layers; they overlap",
         ),
     ):
         m = model()

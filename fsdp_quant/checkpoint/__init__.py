@@ -2,7 +2,7 @@
 """Codes in checkpoints: fingerprints, storages as DTensors, and files of exact codes.
 
 A training checkpoint holds masters: a load encodes them again, at any world size, and the
-fingerprint tells whether the codes are the same. Codes themselves are written for inference, or to
+fingerprint shows whether the codes are the same. Codes themselves are written for inference, or to
 be inspected. A safetensors file has metadata: under the weight's name, JSON of the format's fields,
 direction, shape and dtype; under "fsdp_quant", digests of every tensor and of these texts, so that
 a load names the tensor of a flipped bit.

@@ -47,7 +47,7 @@ _BUFFER = re.compile(r"(.+)\.(rowwise|columnwise)\.(data|scale|tensor_amax)")
 
 @contextlib.contextmanager
 def replacing(path: str | PathLike) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and replace `path` by it once it is on the disk.
+    """Yield a temporary path next to `path`, and replace `path` by it once it is on the disk.
 
     A process that is killed inside leaves `path` unchanged. An exception inside is raised, and the
     temporary file removed.
@@ -193,7 +193,7 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
         }
         wrong = {
             "lacks": digests.keys() - found,
-            "holds, beside those of the export,": found.keys() - digests.keys(),
+            "holds, besides those of the export,": found.keys() - digests.keys(),
             "holds other bytes, or facts, of": {
                 name for name in found if digests.get(name, found[name]) != found[name]
             },

@@ -85,9 +85,8 @@ def _verify_file(path: Path, found: Verified) -> None:
 
 
 def _verify_folder(path: Path, found: Verified) -> None:
-    values: dict[
-        tuple[str, ...], Any
-    ] = {}  # by place; functions that read tensors, which are large
+    # by place; functions that read tensors, which are large
+    values: dict[tuple[str, ...], Any] = {}
     try:
         metadata = FileSystemReader(path).read_metadata()
         for key, stored in metadata.state_dict_metadata.items():
@@ -162,11 +161,11 @@ def _verify_state(
         other += [weight] if is_same is False else []
     if recipes_of_state:
         found.lines.append(
-            f"  {name}: codes of {same} of {len(codes)} weights made again, and compared"
+            f"  {name}: codes of {same} of {len(codes)} weights encoded again, and compared"
         )
     else:
         found.lines.append(
-            f"  {name}: codes not compared, because no recipe of fq.recipes alone made them"
+            f"  {name}: codes not compared, because no recipe of fq.recipes alone encoded them"
         )
     if other:
         found.problems.append(

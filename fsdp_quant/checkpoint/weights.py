@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -17,18 +16,12 @@ from ..formats import Direction
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor import torch_compat
+from ..tensor.gathered_weight import cuts_and_rank
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import (
-    Piece,
-    Shard,
-    WeightState,
-    WeightTensor,
-    encode_shards,
-    values_of,
-)
+from ..tensor.weight_state import Piece, Shard, WeightState, WeightTensor, encode_shards, values_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class LocalWeight:
         if isinstance(local, WeightTensor) and local.state.packed:
             raise NotImplementedError(
                 f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have "
-                "no form as DTensors; save the high-precision weight, of which a load makes the "
+                "no form as DTensors; save the high-precision weight, which a load encodes to the "
                 "same codes"
             )
         return None if self.managed is None else self.managed.registered
@@ -118,25 +111,15 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
     for state, (name, (local, _, m, _)) in found.items():
-        rows, world, rank = (
-            (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
-        )
-        group = state.tensor_group if state.packed else None
-        experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
+        cuts, rank = cuts_and_rank(m, local.shape[0])
+        group, count = state.tensor_group if state.packed else None, cuts.rows
+        experts, first = (None, 0) if group is None else ((group, count), group.rank() * count)
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
-        pieces = state.pieces(values, RowCuts.chunked(rows, world), rank, every=True)
-        weights += [
-            LocalWeight(
-                f"{name}.{e}" if state.packed else name,
-                piece,
-                m,
-                state.statistics or {},
-                experts,
-                codes,
-            )
-            for e, piece in enumerate(pieces, first)
-        ]
+        pieces = state.pieces(values, cuts, rank, every=True)
+        of = m, state.statistics or {}, experts, codes
+        for e, piece in enumerate(pieces, first):
+            weights.append(LocalWeight(f"{name}.{e}" if state.packed else name, piece, *of))
     return weights
 
 
@@ -194,9 +177,7 @@ def _whole_scale(scale: Tensor, first: int, shape: list[int], group: dist.Proces
     return whole
 
 
-def code_tensors(
-    model: nn.Module, directions: Collection[Direction] = tuple(Direction)
-) -> dict[str, Tensor]:
+def code_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The codes of every quantized weight for `dcp.save`: "name.direction.buffer" -> DTensor, or a
     plain tensor if it is whole.
 
@@ -204,9 +185,8 @@ def code_tensors(
     """
     found: dict[str, Tensor] = {}
     for w in prepared(model):
-        for storage in (w.storage(d) for d in w.piece.state.quantizer.encodings if d in directions):
+        for storage in w.storages():
+            prefix = f"{w.name}.{storage.direction.value}"
             tensors = storage_tensors(storage, w.like, w.rows)
-            found |= {
-                f"{w.name}.{storage.direction.value}.{name}": t for name, t in tensors.items()
-            }
+            found |= {f"{prefix}.{name}": t for name, t in tensors.items()}
     return found

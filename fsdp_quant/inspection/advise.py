@@ -267,8 +267,8 @@ class _Study:
 
     def _gap(self, formats: Mapping[str, tuple[str, str]]) -> float:
         self._apply(formats)
-        made = [self._loss(batch) for batch in self.batches]
-        gap = sum(made) / len(made) - self.base
+        losses = [self._loss(batch) for batch in self.batches]
+        gap = sum(losses) / len(losses) - self.base
         return gap if math.isfinite(gap) else math.inf
 
     def _errors(self, tried: Sequence[Mapping[str, tuple[str, str]]]) -> list[float]:
@@ -294,29 +294,29 @@ class _Study:
             return float(self._scalar(batch))
 
     def _scalar(self, batch: object) -> Tensor:
-        made = self.loss(self.probe, batch)
-        if not isinstance(made, Tensor) or made.numel() != 1:
+        loss = self.loss(self.probe, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
-                f"advise: loss(model, batch) returned {type(made).__name__}; wanted a tensor of "
+                f"advise: loss(model, batch) returned {type(loss).__name__}; wanted a tensor of "
                 f"one number"
             )
-        return made.reshape(())
+        return loss.reshape(())
 
 
 def _own_loss(model: nn.Module, batch: object) -> Tensor:
-    made = (
+    output = (
         model(**batch)
         if isinstance(batch, Mapping)
         else model(*batch)
         if isinstance(batch, (tuple, list))
         else model(batch)
     )
-    if getattr(made, "loss", None) is None:
+    if getattr(output, "loss", None) is None:
         raise ValueError(
-            f"advise: the model returned {type(made).__name__} without a loss; pass loss=lambda "
+            f"advise: the model returned {type(output).__name__} without a loss; pass loss=lambda "
             f"model, batch: ..."
         )
-    return made.loss
+    return output.loss
 
 
 def _bytes(family: str) -> float:

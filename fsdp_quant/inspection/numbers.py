@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,25 +37,16 @@ from ..storage import Storage
 MOST_ELEMENTS = 1 << 22
 _GOLDEN = 0.6180339887498949
 
-# Fields of one tensor and of one of its directions, and how the fields of several parts combine.
-_WHOLE = {"amax": "max", "norm": "norm"}
-_DIRECTION = {
-    "signal": "norm",
-    "noise": "norm",
-    "nonzero": "sum",
-    "zeroed": "sum",
-    "finite": "sum",
-    "saturated": "sum",
-    "scale_min": "min",
-    "scale_max": "max",
-}
-_COMBINE = {
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-    "norm": lambda x, dim: torch.linalg.vector_norm(x, dim=dim),
-}
+# Fields of one tensor and of one of its directions -> how the fields of several parts combine.
 _COUNTS = ("nonzero", "zeroed", "finite", "saturated")
+_WHOLE = {"amax": torch.amax, "norm": torch.linalg.vector_norm}
+_DIRECTION = {
+    "signal": torch.linalg.vector_norm,
+    "noise": torch.linalg.vector_norm,
+    **dict.fromkeys(_COUNTS, torch.sum),
+    "scale_min": torch.amin,
+    "scale_max": torch.amax,
+}
 
 Row = dict[str, float]  # field -> value on the host
 
@@ -102,14 +93,14 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantiz
         encoding = hybrid.side(direction).encoding(direction)
         source = reference.prepared(source, encoding).float()
         by_shape.setdefault(source.shape, []).append((direction, source))
-    made = [
+    per_shape = [
         _of_directions(values, [(source, storages[d]) for d, source in of])
         for of in by_shape.values()
     ]
     order = [direction for of in by_shape.values() for direction, _ in of]
-    fields = (
-        made[0] if len(made) == 1 else {k: torch.cat([m[k] for m in made], -1) for k in made[0]}
-    )
+    fields = per_shape[0]
+    if len(per_shape) > 1:
+        fields = {k: torch.cat([m[k] for m in per_shape], -1) for k in fields}
     return Measured(whole, {d: 0 if shared else order.index(d) for d in quantized}, fields)
 
 
@@ -279,12 +270,11 @@ def combined(parts: Sequence[OnHost]) -> OnHost:
     if len(parts) == 1:
         return parts[0]
 
-    def of(rows: list[Row], fields: dict[str, str]) -> Row:
+    def of(rows: list[Row], fields: Mapping[str, Callable[[Tensor], Tensor]]) -> Row:
+        values = {name: [row[name] for row in rows] for name in fields}
         return {
-            name: _COMBINE[how](
-                torch.tensor([r[name] for r in rows], dtype=torch.float64), 0
-            ).item()
-            for name, how in fields.items()
+            name: combine(torch.tensor(values[name], dtype=torch.float64)).item()
+            for name, combine in fields.items()
         }
 
     present = [d for d in Direction if any(d in p.directions for p in parts)]

@@ -29,10 +29,9 @@ from ..parallel.expert_parallel import describe_experts
 from ..parallel.linear import describe
 from ..recipe import default_override
 from ..roles import OVERRIDE_VARIABLE
-from ..scaling import RowCuts
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.gathered_weight import gathered_directions, gathered_size, wire_buffers
+from ..tensor.gathered_weight import cuts_of, gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
 
 # Parameters of two or three dims that no GEMM reads, by class of their module and by name.
@@ -197,11 +196,9 @@ def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
 
 
 def _described(row: GemmRow | None) -> str:
-    return (
-        "none"
-        if row is None
-        else f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
-    )
+    if row is None:
+        return "none"
+    return f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
 
 
 def plan(
@@ -288,16 +285,11 @@ def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
     if not isinstance(local, FSDPHooks):
         return _plain_bytes(m, once)
     state, quantizer = local.state, local.state.matrices[0].quantizer
-    cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
 
     def size(needs: frozenset[Direction]) -> int:
-        return sum(
-            gathered_size(
-                wire_buffers(quantizer.encodings[d], cuts, m.global_shape, m.param_dtype),
-                m.world_size,
-            )
-            for d in gathered_directions(quantizer, needs)
-        )
+        of = cuts_of(m), m.global_shape, m.param_dtype
+        encodings = [quantizer.encodings[d] for d in gathered_directions(quantizer, needs)]
+        return sum(gathered_size(wire_buffers(e, *of), m.world_size) for e in encodings)
 
     both = frozenset(Direction)
     if once:
@@ -324,12 +316,10 @@ def _traffic(
     for m in managed:
         once, received = _gathers_once(m, roots), (m.world_size - 1) / m.world_size
         groups[id(m.group)] = once, m.copies
-        for seconds, pair in (
-            (gather, gathered_bytes(m, once)),
-            (in_16_bit, _plain_bytes(m, once)),
-        ):
-            for i in range(2):
-                seconds[i] += pair[i] * received / inside
+        codes, plain = gathered_bytes(m, once), _plain_bytes(m, once)
+        for i in range(2):
+            gather[i] += codes[i] * received / inside
+            in_16_bit[i] += plain[i] * received / inside
         size = _padded_elements(m) * m.reduce_dtype.itemsize
         reduce += (
             size * received / inside + 2 * size / m.world_size * (m.copies - 1) / m.copies / between
@@ -417,11 +407,8 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
-                left_out = (
-                    f", skip='auto': {reason}"
-                    if (reason := module.__dict__.get("_left_out"))
-                    else ""
-                )
+                reason = module.__dict__.get("_left_out")
+                left_out = f", skip='auto': {reason}" if reason else ""
                 hint = ", which fq.convert quantizes before fully_shard" * bool(
                     kind_of(module) and are_sharded(module)
                 )

@@ -39,23 +39,6 @@ class Receipt:
         """Sum the bytes of all-gather outputs of quantized weights."""
         return sum(self.gathers.values())
 
-    def _gathers_of(self, phase: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (when, _, fmt), size in self.gathers.items():
-            if when == phase:
-                found[fmt] = found.get(fmt, 0) + size
-        return found
-
-    @property
-    def forward_gathers(self) -> dict[str, int]:
-        """Format -> bytes gathered by forwards."""
-        return self._gathers_of("forward")
-
-    @property
-    def backward_gathers(self) -> dict[str, int]:
-        """Format -> bytes gathered by backwards."""
-        return self._gathers_of("backward")
-
     def __str__(self) -> str:
         lines = [
             f"gemm     {n:>12,}  {domain}: {a} x {b}"

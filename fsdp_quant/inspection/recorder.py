@@ -47,6 +47,7 @@ from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.gathered_weight import cuts_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Piece, Shard, encode_shards, storage_of, values_of
@@ -190,9 +191,8 @@ class Inspection:
         managed = torch_compat.managed_params_of(self.model)
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
         for name, module, layers in _units(self.model):
-            self._hooks.append(
-                module.register_forward_hook(_Hook(self, name, layers), with_kwargs=True).remove
-            )
+            hook = self._hook(name, layers)
+            self._hooks.append(module.register_forward_hook(hook, with_kwargs=True).remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
@@ -202,7 +202,30 @@ class Inspection:
                         weight.register_post_accumulate_grad_hook(_of_gradient(norms)).remove
                     )
 
-    def add(
+    def _hook(self, name: str, layers: list[Linear]) -> Callable[..., None]:
+        """The forward hook of a module in a sampled step."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+            x, *rest = args or (kwargs["x"] if "x" in kwargs else kwargs["input"],)
+            sizes, scale = None, kwargs.get("scale", 1.0)
+            if isinstance(module, GroupedLinear):
+                sizes = _sizes(module, rest[0] if rest else kwargs.get("splits"))
+            if not torch_compat.backward_is_running():
+                if not self.in_forward:
+                    return  # an evaluation forward before the next step
+                if torch.is_autocast_enabled(x.device.type):
+                    x = x.to(torch.get_autocast_dtype(x.device.type))
+                self._add(name, "input", layers, x, sizes)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(
+                    lambda dy: self._add(
+                        name, "grad_output", layers, dy if scale == 1.0 else dy * scale, sizes
+                    )
+                )
+
+        return hook
+
+    def _add(
         self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None
     ) -> None:
         """Measure an activation or gradient x [.., cols] of a module.
@@ -228,14 +251,17 @@ class Inspection:
             if local.state.holds_codes:
                 codes[id(local.state)] = local
                 continue
-            cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
-            for piece in local.state.pieces(values_of(local).detach(), cuts, m.rank):
+            for piece in local.state.pieces(values_of(local).detach(), cuts_of(m), m.rank):
                 pieces[id(piece.state)].append(piece)
         for name, _, layers in _units(self.model):
             for layer in layers:
                 state, weight = layer._weight_state, layer.weight
                 if state.holds_codes:
-                    measured = _of_codes(codes.get(id(state), weight))
+                    of = codes.get(id(state), weight)
+                    sides = {
+                        d: s for d in Direction if (s := getattr(of, d.value, None)) is not None
+                    }
+                    measured = [measure_codes(sides)] if sides else []
                 elif id(state) in pieces:
                     measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
@@ -288,39 +314,6 @@ def inspect(
     return Inspection(model, every, path, on_record, first_step)
 
 
-class _Hook:
-    """The forward hook of a module in a sampled step."""
-
-    def __init__(self, log: Inspection, name: str, layers: list[Linear]):
-        self._log, self._name, self._layers = log, name, layers
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        x, *rest = args or (kwargs["x"] if "x" in kwargs else kwargs["input"],)
-        sizes = (
-            _sizes(module, rest[0] if rest else kwargs.get("splits"))
-            if isinstance(module, GroupedLinear)
-            else None
-        )
-        recomputes = torch_compat.backward_is_running()
-        if not recomputes and not self._log.in_forward:
-            return  # an evaluation forward before the next step
-        if not recomputes:
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._log.add(self._name, "input", self._layers, x, sizes)
-        if isinstance(output, Tensor) and output.requires_grad:
-            scale = kwargs.get("scale", 1.0)
-            output.register_hook(
-                lambda dy: self._log.add(
-                    self._name,
-                    "grad_output",
-                    self._layers,
-                    dy if scale == 1.0 else dy * scale,
-                    sizes,
-                )
-            )
-
-
 def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
     """Yield (name, module to hook, its layers) of converted layers. Experts of one module are one
     unit."""
@@ -350,13 +343,8 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
     factors = [h.encode_scale for h in layer.runtime.histories(layer_plan, slot, x.device)]
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
-    made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
-    return measure(x, made, hybrid)
-
-
-def _of_codes(weight: Tensor | FSDPHooks) -> list[Measured]:
-    storages = {d: s for d in Direction if (s := getattr(weight, d.value, None)) is not None}
-    return [measure_codes(storages)] if storages else []
+    storages, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
+    return measure(x, storages, hybrid)
 
 
 def _of_piece(piece: Piece) -> Measured:
@@ -365,15 +353,15 @@ def _of_piece(piece: Piece) -> Measured:
 
     def encode(direction: Direction) -> Storage:
         shared = (state.statistics or {}).get((state.name, direction))
-        (made,) = encode_shards(
+        (encoded,) = encode_shards(
             [Shard(piece, direction, values.dtype, shared, None, False)], values.device
         )
         return Storage.of(
-            made, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
+            encoded, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
         )
 
-    made = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
-    return measure(seen, made, state.quantizer)
+    storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
+    return measure(seen, storages, state.quantizer)
 
 
 def _of_gradient(norms: list[Tensor]) -> Callable[[Tensor], None]:

@@ -42,14 +42,8 @@ class Machine:
     @classmethod
     def this(cls) -> Machine:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        gpus = tuple(
-            (
-                torch.cuda.get_device_name(d),
-                torch.cuda.get_device_capability(d),
-                extension.runs_on(d),
-            )
-            for d in devices
-        )
+        name, capability = torch.cuda.get_device_name, torch.cuda.get_device_capability
+        gpus = tuple((name(d), capability(d), extension.runs_on(d)) for d in devices)
         return cls(
             torch.version.cuda,
             shutil.which("nvidia-smi") is not None,
@@ -72,14 +66,11 @@ def remedies(machine: Machine) -> list[str]:
     else:
         found += dict.fromkeys(f"{name}: {why}" for name, _, why in machine.gpus if why is not None)
     capabilities = {capability for _, capability, _ in machine.gpus}
-    for name, capability in dict.fromkeys(
-        (name, capability) for name, capability, _ in machine.gpus
-    ):
+    for name, capability in dict.fromkeys(gpu[:2] for gpu in machine.gpus):
         if capability < FP8:
             found.append(
                 f"{name} has no fp8 tensor cores: products run in bf16, so memory and gathers "
-                f"shrink and "
-                "time does not; use an H100 or later for speed"
+                "shrink and time does not; use an H100 or later for speed"
             )
         if capability != MEASURED:
             found.append(

@@ -134,8 +134,15 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
             f"fq.inspect(model, path=)"
         )
     data = [
-        {"name": r.name, "steps": r.steps, "first": _shown_first(r), "numbers": _in_order(r)}
-        for r in runs
+        {
+            "name": run.name,
+            "steps": run.steps,
+            # shown first: the quantity with the worst points; "" without samples
+            "first": next((f"{of.operand}/{of.quantity}" for of in worst(run)), ""),
+            # layers as pairs: objects of JavaScript put keys such as "3" before the others
+            "numbers": {name: list(layers.items()) for name, layers in run.numbers.items()},
+        }
+        for run in runs
     ]
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
@@ -155,16 +162,6 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
         f'id="data">{text}</script>\n<script>'
         f"const ramp = {[list(c) for c in _RAMP]};{_JS}</script></body></html>\n"
     )
-
-
-def _shown_first(run: Run) -> str:
-    """The quantity with the worst points of all, "" without samples."""
-    return next((f"{of.operand}/{of.quantity}" for of in worst(run)), "")
-
-
-def _in_order(run: Run) -> dict[str, list[tuple[str, list]]]:
-    """Layers as pairs: objects of JavaScript put keys such as "3" before the others."""
-    return {quantity: list(layers.items()) for quantity, layers in run.numbers.items()}
 
 
 def _section(name: str, title: str, content: str) -> str:
@@ -187,9 +184,9 @@ def _curves(runs: Sequence[Run]) -> str:
     for run in runs:
         for name, points in run.scalars.items():
             groups[name].append((run.name, points))
-    made = "".join(_curve(name, series) for name, series in groups.items())
+    plots = "".join(_curve(name, series) for name, series in groups.items())
     return (
-        made
+        plots
         or "<p>The run logged no scalars; call log.scalars(loss=loss.item()) in the loop.</p>\n"
     )
 
@@ -197,7 +194,7 @@ def _curves(runs: Sequence[Run]) -> str:
 def _curve(name: str, series: Sequence[tuple[str, list]]) -> str:
     """One plot of (run, points) over shared axes; a value of None breaks the line.
 
-    Only the lines scale with the page: labels are text beside the SVG.
+    Only the lines scale with the page: labels are text next to the SVG.
     """
     finite = [(s, v) for _, points in series for s, v in points if v is not None]
     broken = [(run, s) for run, points in series for s, v in points if v is None]
@@ -233,43 +230,39 @@ def _curve(name: str, series: Sequence[tuple[str, list]]) -> str:
 
 def _worst_tables(runs: Sequence[Run]) -> str:
     head = ("layer", "operand", "points", *(f"{quantity} (median), step" for quantity in POINTS))
-    made = []
+    tables = []
     for run in runs:
         rows = [
             (s.layer, s.operand, f"{s.points:.2f}", *(_worst_cell(s, q) for q in POINTS))
             for s in worst(run)[:WORST]
         ]
-        made.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
+        tables.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
     said = (
         "<p>A point: 3 dB, 10 % of underflow or 1 % of saturation from the median of that operand "
         "over all layers.</p>\n"
     )
-    return said + "".join(made) if any(made) else "<p>No samples.</p>\n"
+    return said + "".join(tables) if any(tables) else "<p>No samples.</p>\n"
 
 
 def _worst_cell(of: Suffering, quantity: str) -> str:
     if quantity not in of.worst:
         return "none"
     value, step, middle = of.worst[quantity]
-    shown = (
-        (f"{value:.2f}", f"{middle:.2f}")
-        if quantity == "sqnr_db"
-        else (f"{value:.2%}", f"{middle:.2%}")
-    )
-    return f"{shown[0]} ({shown[1]}), {step}"
+    form = ".2f" if quantity == "sqnr_db" else ".2%"
+    return f"{value:{form}} ({middle:{form}}), {step}"
 
 
 def _ran(run: Run) -> str:
-    made = f"<h3>{escape(run.name)}</h3>\n"
+    text = f"<h3>{escape(run.name)}</h3>\n"
     if run.plan is not None:
         groups: dict[tuple, list[str]] = defaultdict(list)
         for row in run.plan.gemms:
             groups[(row.product, *row.operands, row.domain, row.reason)].append(row.module)
         rows = [(*key, len(of), of[0]) for key, of in groups.items()]
-        made += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
-        made += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
+        text += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
+        text += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
     counts = [(kind, what, n) for kind, of in (run.receipt or {}).items() for what, n in of.items()]
-    return made + (
+    return text + (
         _table(("counted", "what", "how many"), counts)
         if counts
         else "<p>No receipt was logged.</p>\n"

@@ -63,18 +63,18 @@ class Report:
 
 def quantizers() -> dict[str, Quantizer]:
     """Every format that kernels encode, and every option that changes its bytes, by name."""
-    made = []
+    chosen = []
     for fmt in FORMATS.values():
         if not fmt.is_quantized or unsupported_reason(fmt) is not None:
             continue
-        made.append(Quantizer(fmt))
+        chosen.append(Quantizer(fmt))
         if fmt.element == E4M3:
-            made.append(Quantizer(format_of(fmt, element="e5m2")))
+            chosen.append(Quantizer(format_of(fmt, element="e5m2")))
         if fmt.bits == 4 and fmt.block[0] == 1:
-            made.append(Quantizer(fmt, rounding="stochastic", rotation=True))
+            chosen.append(Quantizer(fmt, rounding="stochastic", rotation=True))
         if fmt.tensor_scale:
-            made.append(Quantizer(format_of(fmt, scale_rule="fp8_exact")))
-    return {repr(q): q for q in made}
+            chosen.append(Quantizer(format_of(fmt, scale_rule="fp8_exact")))
+    return {repr(q): q for q in chosen}
 
 
 def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
@@ -84,13 +84,13 @@ def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
     special.view(-1)[:: max(x.numel() // 7, 1)] = torch.tensor(float("inf"))
     special.view(-1)[-1] = float("nan")
     powers = torch.linspace(-120, 120, x.numel()).view(shape).exp2()
-    for kind, made in (
+    for kind, values in (
         ("gauss", x),
         ("zeros", torch.zeros_like(x)),
         ("inf and nan", special),
         ("wide", x * powers),
     ):
-        yield kind, made.to(torch.bfloat16)
+        yield kind, values.to(torch.bfloat16)
 
 
 def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Storage:
@@ -98,16 +98,16 @@ def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Stor
     e = q.encoding(direction)
     prepared = reference.prepared(x, e)
     amax, tensor_amax = reference.statistics(prepared, e)
-    made = reference.encode(prepared, amax, tensor_amax, e, 0, key if e.stochastic else None)
-    return Storage.of(Encoded(*made, tensor_amax, amax), e, x.shape, x.dtype)
+    encoded = reference.encode(prepared, amax, tensor_amax, e, 0, key if e.stochastic else None)
+    return Storage.of(Encoded(*encoded, tensor_amax, amax), e, x.shape, x.dtype)
 
 
 def _difference(got: Storage, want: Storage) -> str | None:
     for name, expected in want.buffers().items():
-        made = got.buffers()[name].cpu()
-        of_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (made, expected)]
+        buffer = got.buffers()[name].cpu()
+        of_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (buffer, expected)]
         if of_bytes[0].shape != of_bytes[1].shape:
-            return f"{name} is {list(made.shape)}, wanted {list(expected.shape)}"
+            return f"{name} is {list(buffer.shape)}, wanted {list(expected.shape)}"
         if count := int((of_bytes[0] != of_bytes[1]).sum()):
             return f"{count} of {of_bytes[0].numel()} bytes of {name}"
     return None
@@ -123,16 +123,7 @@ def compare_codes(report: Report, device: torch.device) -> None:
             difference = _difference(got, want)
             report.add("codes", what, difference)
             if difference is None:
-                values = got.decode().cpu()
-                expected = reference.decode(
-                    want.data,
-                    want.scale,
-                    want.tensor_amax,
-                    want.fmt,
-                    direction,
-                    want.padded_shape[1],
-                    0,
-                )
+                values, expected = got.decode().cpu(), want.decode()
                 same = (values == expected) | (values.isnan() & expected.isnan())
                 report.add(
                     "decode", what, None if bool(same.all()) else f"{int((~same).sum())} values"
@@ -180,8 +171,8 @@ def compare_products(report: Report, device: torch.device) -> None:
         torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
         for rows in (m, n)
     )
-    made = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
-    for of_a, of_b in itertools.product(made, made):
+    chosen = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
+    for of_a, of_b in itertools.product(chosen, chosen):
         left, right = of_a.storage(a.to(device), ROWWISE), of_b.storage(b.to(device), ROWWISE)
         domain, _ = gemm_domain(of_a.fmt, of_b.fmt, torch.bfloat16, report.arch)
         want = left.decode().double() @ right.decode().double().t()
@@ -219,15 +210,15 @@ def measure(report: Report, device: torch.device) -> None:
             continue
         both = HybridQuantizer(q, q)
         ms = _milliseconds(lambda both=both: both.storages(x))
-        made = both.storages(x)[0]
+        storages = both.storages(x)[0]
         size = sum(
-            t.numel() * t.element_size() for s in made.values() for t in s.buffers().values()
+            t.numel() * t.element_size() for s in storages.values() for t in s.buffers().values()
         )
         report.rates[f"{q} both directions GB/s"] = (2 * x.numel() + size) / ms / 1e6
-        operand = made[ROWWISE]
+        operand = storages[ROWWISE]
         ms = _milliseconds(lambda operand=operand: gemm(operand, operand))
         report.rates[f"{q} TFLOP/s, layouts included"] = 2 * m * m * k / ms / 1e9
-        del made, operand
+        del storages, operand
 
 
 def run(device: torch.device, path: Path, say: Callable[[str], None] = print) -> Report:

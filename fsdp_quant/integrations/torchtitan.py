@@ -212,9 +212,9 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """A function that returns the configuration MODULE.FUNCTION of torchtitan's models."""
     module, _, function = name.rpartition(".")
     try:
-        made = pkgutil.resolve_name(f"torchtitan.models.{module}.config_registry:{function}")
+        make_config = pkgutil.resolve_name(f"torchtitan.models.{module}.config_registry:{function}")
     except (ImportError, ValueError, AttributeError):
         raise AttributeError(
             f"torchtitan has no configuration {name!r}; wanted MODULE.FUNCTION"
         ) from None
-    return lambda: trainer_config(made())
+    return lambda: trainer_config(make_config())

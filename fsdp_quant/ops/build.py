@@ -120,8 +120,8 @@ def _is_fresh(output: Path, command: str) -> bool:
     if not (output.exists() and said.exists() and depends.exists() and said.read_text() == command):
         return False
     files = depends.read_text().partition(":")[2].replace("\\\n", " ").split()
-    made = output.stat().st_mtime
-    return all(os.path.exists(file) and os.path.getmtime(file) <= made for file in files)
+    built_at = output.stat().st_mtime
+    return all(os.path.exists(file) and os.path.getmtime(file) <= built_at for file in files)
 
 
 def compile_sources(
@@ -132,16 +132,8 @@ def compile_sources(
 
     def one(source: Path) -> Path:
         output = temp / source.relative_to(root).with_suffix(".o")
-        command = [
-            *compiler,
-            "-MD",
-            "-MF",
-            str(output.with_suffix(".d")),
-            "-c",
-            str(source),
-            "-o",
-            str(output),
-        ]
+        depends = str(output.with_suffix(".d"))
+        command = [*compiler, "-MD", "-MF", depends, "-c", str(source), "-o", str(output)]
         if not _is_fresh(output, shlex.join(command)):
             output.parent.mkdir(parents=True, exist_ok=True)
             output.with_suffix(".command").unlink(missing_ok=True)
@@ -156,19 +148,10 @@ def compile_sources(
 def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
     """Link into a temporary file and rename it, so that a process keeps the old file that it has
     mapped."""
-    made = output.with_suffix(f".{os.getpid()}")
-    _run(
-        [
-            *cxx(),
-            *LINK_FLAGS,
-            f"-Wl,-soname,{output.name}",
-            *map(str, objects),
-            *rest,
-            "-o",
-            str(made),
-        ]
-    )
-    made.replace(output)
+    temporary = output.with_suffix(f".{os.getpid()}")
+    named = [f"-Wl,-soname,{output.name}", "-o", str(temporary)]
+    _run([*cxx(), *LINK_FLAGS, *named, *map(str, objects), *rest])
+    temporary.replace(output)
 
 
 def jobs() -> int:
@@ -184,12 +167,9 @@ def runtime_folders(
 
     packages:  the folder that contains torch.
     """
-    homes = [
-        packages / "nvidia" / f"cu{cuda.split('.')[0]}",
-        packages / "nvidia" / "cuda_runtime",
-        packages / "nvidia" / "cublas",
-    ]
-    homes = [*([toolkit] if toolkit is not None else []), *homes]
+    names = f"cu{cuda.split('.')[0]}", "cuda_runtime", "cublas"
+    homes = [packages / "nvidia" / name for name in names]
+    homes = homes if toolkit is None else [toolkit, *homes]
     return (
         [home / "include" for home in homes if (home / "include").is_dir()],
         [home / name for home in homes for name in ("lib64", "lib") if (home / name).is_dir()],
@@ -225,27 +205,15 @@ def build_kernels(
     def compiler(targets: Sequence[str]) -> list[str]:
         codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
         # cuBLASLt's folder comes last: it also holds runtime headers, and the toolkit's must win.
-        return [
-            str(nvcc),
-            *NVCC_FLAGS,
-            *size,
-            *defines,
-            *codes,
-            f"-I{csrc}",
-            f"-Xcompiler=-idirafter,{cublaslt[0]}",
-        ]
+        last = f"-Xcompiler=-idirafter,{cublaslt[0]}"
+        return [str(nvcc), *NVCC_FLAGS, *size, *defines, *codes, f"-I{csrc}", last]
 
     objects = []
     for sources, of in kernel_sources(csrc, targets):
         objects += compile_sources(csrc, sources, compiler(of), temp / "kernels", jobs())
     output = folder / kernels_name(cuda)
-    _link(
-        output,
-        objects,
-        *(f"-L{nvcc.parent.parent / name}" for name in ("lib64", "lib")),
-        "-lcudart",
-        str(cublaslt[1]),
-    )
+    folders = [f"-L{nvcc.parent.parent / name}" for name in ("lib64", "lib")]
+    _link(output, objects, *folders, "-lcudart", str(cublaslt[1]))
     return output
 
 
@@ -280,30 +248,17 @@ def build_glue(
     includes = [torch / "include", torch / "include/torch/csrc/api/include", *includes]
     if not any((path / "crt/host_defines.h").exists() for path in includes):
         includes.insert(0, csrc / "api/no_toolkit")
-    compiler = [
-        *cxx(),
-        *CXX_FLAGS,
-        f"-I{csrc}",
-        *(word for path in includes for word in ("-isystem", str(path))),
-    ]
-    sources = [
-        csrc / "bindings.cpp",
-        *sorted(p for folder in GLUE for p in csrc.glob(f"{folder}/*.cpp")),
-    ]
+    system = [word for path in includes for word in ("-isystem", str(path))]
+    compiler = [*cxx(), *CXX_FLAGS, f"-I{csrc}", *system]
+    sources = sorted(p for folder in GLUE for p in csrc.glob(f"{folder}/*.cpp"))
+    sources = [csrc / "bindings.cpp", *sources]
     objects = compile_sources(csrc, sources, compiler, temp / f"glue-{release_of(version)}", jobs())
     output = folder / glue_name(version, cuda)
     runtime = next(
         (str(found) for at in libraries for found in sorted(at.glob("libcudart.so*"))), "-lcudart"
     )
-    _link(
-        output,
-        objects,
-        f"-L{torch / 'lib'}",
-        *(f"-l{name}" for name in TORCH_LIBRARIES),
-        str(kernels),
-        runtime,
-        "-Wl,-rpath,$ORIGIN",
-    )
+    of_torch = [f"-L{torch / 'lib'}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
+    _link(output, objects, *of_torch, str(kernels), runtime, "-Wl,-rpath,$ORIGIN")
     return output
 
 
@@ -356,8 +311,8 @@ def find_toolkit(fits: Callable[[Path], bool]) -> tuple[Path | None, list[Path]]
     """Return (the folder of a CUDA toolkit that fits or None, the folders searched): CUDA_HOME,
     else that of nvcc, else the default."""
     nvcc = shutil.which("nvcc")
-    told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     homes = (
-        [Path(told)] if told else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
+        [Path(given)] if given else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
     )
     return next(filter(fits, homes), None), homes

@@ -96,8 +96,8 @@ def unsupported_reason(fmt: Format) -> str | None:
     if contraction not in blocks or outer not in (1, contraction):
         return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
     is_mx = fmt.scale == "e8m0" and fmt.block == (1, 32) and fmt.scale_rounding == "up"
-    takes = {4: fmt.tensor_scale or is_mx, 6: is_mx, 8: not fmt.tensor_scale}
-    if fmt.element.name not in ELEMENTS or not takes[fmt.bits]:
+    encodes = {4: fmt.tensor_scale or is_mx, 6: is_mx, 8: not fmt.tensor_scale}
+    if fmt.element.name not in ELEMENTS or not encodes[fmt.bits]:
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"

@@ -75,9 +75,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
             glue = _compiled_glue(folder, kernels, environ)
         ctypes.CDLL(str(kernels.absolute()), ctypes.RTLD_GLOBAL)
         torch.ops.load_library(str(glue.absolute()))
-    except (
-        Exception
-    ) as error:  # of any kind: importing the package must not fail without the operators
+    except Exception as error:  # of any kind: importing the package must not fail
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         return Status(
             None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record
@@ -91,14 +89,8 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
 
     Raises builder.Failed, also if an earlier compilation failed.
     """
-    csrc = next(
-        (
-            p
-            for p in (folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc")
-            if (p / "bindings.cpp").exists()
-        ),
-        None,
-    )
+    sources = folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc"
+    csrc = next((path for path in sources if (path / "bindings.cpp").exists()), None)
     cuda = torch.version.cuda or ""  # set wherever kernels are loaded
     name = builder.glue_name(torch.__version__, cuda)
     have = ", ".join(sorted(p.name for p in folder.glob("_glue*.so"))) or "none"
@@ -133,14 +125,7 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
                     lambda home: (home / "include" / "cuda_runtime_api.h").exists()
                 )
                 glue = builder.build_glue(
-                    csrc,
-                    cache,
-                    kernels,
-                    root,
-                    torch.__version__,
-                    cuda,
-                    toolkit,
-                    cache / "objects",
+                    csrc, cache, kernels, root, torch.__version__, cuda, toolkit, cache / "objects"
                 )
                 builder.check(sys.executable, kernels, glue)
             except builder.Failed as error:

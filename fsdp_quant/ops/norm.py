@@ -232,16 +232,11 @@ def reference_norm_backward(
     rows = (*x.shape[:-1], 1)
     if spec.centred:
         values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
-        of_row = _statistics_dtype(values, gamma)
+        of_row = torch.float32 if x.is_cuda else gamma.dtype  # dtype of torch's statistics
+        given = dy.to(values.dtype), values, x.shape[-1:]
+        statistics = (t.view(rows).to(of_row) for t in (mean, rstd))
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            dy.to(values.dtype),
-            values,
-            x.shape[-1:],
-            mean.view(rows).to(of_row),
-            rstd.view(rows).to(of_row),
-            gamma,
-            beta,
-            [True, True, bias is not None],
+            *given, *statistics, gamma, beta, [True, True, bias is not None]
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)
@@ -261,11 +256,6 @@ def reference_norm_backward(
     dx = dx.to(x.dtype)
     dbias = None if bias is None else dbias.to(bias.dtype)
     return dx if residual is None else dx + residual, dweight.to(weight.dtype), dbias
-
-
-def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
-    """The dtype of mean and rstd in torch's LayerNorm."""
-    return torch.float32 if x.is_cuda else gamma.dtype
 
 
 # The reference in graphs (`opaque`) #

@@ -97,21 +97,21 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
 
 def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
     e = encoding_from(encoding)
-    x, made = reference.prepared(x, e), []
+    x, outputs = reference.prepared(x, e), []
     amax = reference.of_all_parts(amax, e.fmt)
     if amax is None or (e.fmt.tensor_scale and tensor_amax is None):
         found, of_tensor = reference.statistics(x, e, row0)
         if e.fmt.tensor_scale and tensor_amax is None:
             tensor_amax = of_tensor
-            made.append(tensor_amax)
+            outputs.append(tensor_amax)
         if amax is None:
             amax = found
-            made += [amax] if e.fmt.scale_leaves_contraction else []
+            outputs += [amax] if e.fmt.scale_leaves_contraction else []
     if enc is not None:
         enc = reference.delayed_encode_scale(enc, reference.known(amax, "the amax"), e)
-    made = [*reference.encode(x, amax, tensor_amax, e, row0, key, enc), *made]
+    outputs = [*reference.encode(x, amax, tensor_amax, e, row0, key, enc), *outputs]
     counters.add("quantize", (e.fmt.name, e.direction.value, "reference"))
-    return [t.contiguous() for t in made]
+    return [t.contiguous() for t in outputs]
 
 
 def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
@@ -125,13 +125,13 @@ def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
     e = encoding_from(encoding)
     rows, cols = e.fmt.padded_shape(x.shape, e.direction)
     grid = _grid(x, e, row0)
-    made = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
-    made.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
+    outputs = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
+    outputs.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
     if e.fmt.tensor_scale and tensor_amax is None:
-        made.append(x.new_empty(1, dtype=torch.float32))
+        outputs.append(x.new_empty(1, dtype=torch.float32))
     if e.fmt.scale_leaves_contraction and amax is None:
-        made.append(x.new_empty(grid, dtype=torch.float32))
-    return made
+        outputs.append(x.new_empty(grid, dtype=torch.float32))
+    return outputs
 
 
 _encode_op = define(
@@ -153,10 +153,10 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(data, scale, tensor_amax, amax if one scale spans the contraction) of a quantized format.
     Statistics that are None are computed from x."""
-    data, scale, *made = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
+    data, scale, *rest = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
     if e.fmt.tensor_scale and tensor_amax is None:
-        tensor_amax, *made = made
-    return data, scale, tensor_amax, made[0] if made else amax
+        tensor_amax, *rest = rest
+    return data, scale, tensor_amax, rest[0] if rest else amax
 
 
 def _statistics(x, encoding, row0):
@@ -170,8 +170,8 @@ def _statistics(x, encoding, row0):
 
 def _fake_statistics(x, encoding, row0):
     e = encoding_from(encoding)
-    made = [x.new_empty(_grid(x, e, row0), dtype=torch.float32)]
-    return [*made, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else made
+    outputs = [x.new_empty(_grid(x, e, row0), dtype=torch.float32)]
+    return [*outputs, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else outputs
 
 
 _statistics_op = define(

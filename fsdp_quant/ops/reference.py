@@ -3,7 +3,7 @@
 bit for bit.
 
 [Note: one encoder]
-A storage is made in two steps, so that a statistic may be shared between ranks in between:
+Encoding has two steps, so that a statistic may be shared between ranks in between:
 
     amax, tensor_amax = statistics(x)            largest magnitude of each block, and of the tensor
     codes, scale      = encode(x, amax, tensor_amax)
@@ -19,7 +19,7 @@ with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywh
                   a power of two
     code = saturating round-to-nearest-even of fl(x * enc)
 
-Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
+Blocks are on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
 a block that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes
 of the full tensor as soon as the amaxes are.
 
@@ -417,14 +417,11 @@ def decode(
 def has_scales_of(scale: Tensor, fmt: Format) -> bool:
     """Every stored scale is one that the options of `fmt` allow: a power of two (`pow2`), one of
     `FP8_EXACT_SCALES`."""
-    allowed = (
-        (1.0,)
-        if fmt.pow2
-        else tuple(s for _, s in FP8_EXACT_SCALES)
-        if fmt.decodes_exactly_to_e4m3
-        else None
-    )
-    if allowed is None:
+    if fmt.pow2:
+        allowed = [1.0]
+    elif fmt.decodes_exactly_to_e4m3:
+        allowed = [s for _, s in FP8_EXACT_SCALES]
+    else:
         return True
     values = decode_scale(scale, fmt)
     significand = torch.frexp(values).mantissa * 2.0

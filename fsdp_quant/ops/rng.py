@@ -6,7 +6,7 @@ Philox4x32-10 with key = seed and counter = (contraction index // 16, outer inde
 byte i of the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction,
 micro-batch). Indices are those of the whole tensor: a key says where the rows and columns of a part
 begin (`placed_id`). Everything that changes between calls is a tensor on the device, never a Python
-integer: a compiled graph or a captured one sees new bits without being made again.
+integer: a compiled graph or a captured one sees new bits without another trace or capture.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """

@@ -101,7 +101,7 @@ class FusedAdam(torch.optim.Optimizer):
             or not all(0.0 <= b < 1.0 for b in betas)
         ):
             raise ValueError(
-                "lr, eps and weight_decay must not be negative and betas lie in [0, 1), got "
+                "lr, eps and weight_decay must not be negative and betas be in [0, 1), got "
                 f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
             )
         if moment_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
@@ -332,14 +332,9 @@ class _Held:
             rounded = None if stored is None else self.values
         suffix = "" if "exp_avg" in plain else "_codes"
         self.step = plain["step"]
-        self.stored = Stored(
-            master,
-            plain[f"exp_avg{suffix}"],
-            plain[f"exp_avg_sq{suffix}"],
-            rounded,
-            plain.get("exp_avg_scale"),
-            plain.get("exp_avg_sq_scale"),
-        )
+        moments = plain[f"exp_avg{suffix}"], plain[f"exp_avg_sq{suffix}"]
+        scales = plain.get("exp_avg_scale"), plain.get("exp_avg_sq_scale")
+        self.stored = Stored(master, *moments, rounded, *scales)
         self.launches = native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 
@@ -359,8 +354,8 @@ class _Held:
             raise ValueError("FusedAdam updates parameters with gradients, got none")
         if grad.is_sparse:
             raise ValueError(
-                "FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for "
-                "it"
+                "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam "
+                "for it"
             )
         return grad
 

@@ -55,8 +55,8 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise ValueError(
-            f"fq.optim.wrap takes a subclass of torch.optim.Optimizer, got {optimizer_cls!r}; wrap "
-            "the class, and give its options to the class that wrap returns"
+            f"fq.optim.wrap accepts a subclass of torch.optim.Optimizer, got {optimizer_cls!r}; "
+            "wrap the class, and give its options to the class that wrap returns"
         )
     if issubclass(optimizer_cls, (FusedAdam, WithMasters)):
         return optimizer_cls

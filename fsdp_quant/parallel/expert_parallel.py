@@ -159,13 +159,13 @@ class ExpertDispatch:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
-        rows = as_rows(x)
+        rows, what = as_rows(x), f"{tokens}, {gradients}"
         route = route_tokens(
             splits,
             rows,
             self.group,
             self.alignment,
-            what=f"{tokens}, {gradients}",
+            what=what,
             experts=self.experts,
             name=self.name,
         )
@@ -263,7 +263,7 @@ class ExpertParallel(ParallelStyle):
         name = name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} "
+                f"{name}: ExpertParallel needs a mesh of one axis, got {device_mesh.ndim} "
                 f"({device_mesh.mesh_dim_names}); pass "
                 'the axis of expert parallelism, such as mesh["ep"]'
             )
@@ -322,8 +322,8 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
 def planned_dispatch(
     module: nn.Module, counts: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> dict[tuple, int]:
-    """What this rank's tokens take on their ways in a forward and backward: (pass, direction,
-    format) -> bytes, as `receipt` says.
+    """Bytes that this rank's tokens send and receive in a forward and backward: (pass, direction,
+    format) -> bytes, as `receipt` counts.
 
     module:  with `ExpertParallel`, whose layers are converted.
     counts:  [E] of this rank's tokens.

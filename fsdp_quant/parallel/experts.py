@@ -7,14 +7,14 @@ high precision.
                                                         other, for each expert e held
     forward   x_e = dispatch(x)     y = combine(y_e)
     backward  dy_e = dispatch(dy)   dx = combine(dx_e)
-What a dispatch brings is an operand of products: storages of Q(x_e), the bytes that an expert makes
-of tokens it is sent in high precision. The rule is that of gathers (`sequence.codes_travel`), where
-a piece is what one rank sends to one expert: codes travel where no block and no rotation reaches
-from one piece into the next, which blocks along the tokens do unless pieces are filled up with zero
-rows to a multiple of them. Scales of all tokens of an expert follow from amaxes that the ranks
-share first, in one collective. What is not encoded from the values is derived from the rowwise
-codes, where they arrive. Otherwise tokens travel in high precision, and are quantized where they
-arrive. What a combine brings is added up: it stays in high precision.
+A dispatch returns an operand of GEMMs: storages of Q(x_e), the bytes that an expert encodes of
+tokens that arrive in high precision. The rule is that of gathers (`exchange.codes_travel`), where a
+piece is what one rank sends to one expert: codes travel where no block and no rotation reaches from
+one piece into the next, which blocks along the tokens do unless pieces are filled up with zero rows
+to a multiple of them. Scales of all tokens of an expert follow from amaxes that the ranks share
+first, in one collective. What is not encoded from the values is derived from the rowwise codes,
+where they arrive. Otherwise tokens travel in high precision, and are quantized where they arrive.
+Results of a combine are added up: they stay in high precision.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _dispatched(
     if hybrid is None:
         _count(route, phase, "both", "high precision", placed)
         return route.spread([(placed, 1)])[0]
-    made = _encoded(placed, route, hybrid, gathered_directions(hybrid, frozenset(directions)))
+    encoded = _encoded(placed, route, hybrid, gathered_directions(hybrid, frozenset(directions)))
     buffers, moving = [], []
-    for d, storages in made.items():
+    for d, storages in encoded.items():
         fmt = storages[0].fmt
         for name, placement in storages[0].placements(route.alignment).items():
             if placement is Placement.SHARD:
@@ -101,9 +101,9 @@ def _dispatched(
                 _count(route, phase, d.value, fmt.name, buffer)
     came = list(zip(moving, route.spread(buffers), (n for _, n in buffers)))
     parts, start = [], 0
-    for e, rows in enumerate(route.splits, route.own_experts.start):
+    for e, rows in enumerate(route.splits, route.group.rank() * len(route.splits)):
         part = {}
-        for d, storages in made.items():
+        for d, storages in encoded.items():
             fields = {
                 name: t[start // n : (start + rows) // n] for (of, name), t, n in came if of is d
             }
@@ -125,7 +125,7 @@ def _encoded(
         if e.fmt.tensor_scale or (e.fmt.has_scales and e.fmt.dims(d)[0] is None)
     }
     rest = [d for d in directions if d not in spanning]
-    made = {d: [storage] for d, storage in hybrid.storages(x, rest)[0].items()} if rest else {}
+    result = {d: [storage] for d, storage in hybrid.storages(x, rest)[0].items()} if rest else {}
     if spanning:
         pieces, zeros = x.split(route.sent), [0] * len(route.sent)
         found = [
@@ -136,10 +136,10 @@ def _encoded(
         for i, (d, e) in enumerate(spanning.items()):
             stats = shared[i * len(pieces) : (i + 1) * len(pieces)]
             encoded = dispatch.multi_tensor_encode(pieces, e, stats, zeros, [None] * len(pieces))
-            made[d] = [
+            result[d] = [
                 Storage.of(one, e, piece.shape, x.dtype) for one, piece in zip(encoded, pieces)
             ]
-    return made
+    return result
 
 
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor) -> None:
@@ -150,7 +150,7 @@ def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor
 def _combined(y: Tensor, route: TokenRoute, phase: str) -> Tensor:
     rows = route.returned(y)
     _count(route, phase, "sum", "high precision", rows)
-    return route.taken(rows)
+    return route.of_tokens(rows)
 
 
 class Dispatch(torch.autograd.Function):

@@ -68,7 +68,7 @@ def describe(layer: Linear) -> str | None:
     if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:
         pieces = (
             f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces "
-            "beside their products"
+            "while their products run"
         )
     return (
         f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as "

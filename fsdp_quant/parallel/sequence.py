@@ -39,8 +39,8 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx, x, hybrid, directions, cut, key):
         ctx.cut = cut
         gather = Gather(as_rows(x.detach()), hybrid, directions, cut, "forward", key=key)
-        made = {d: gather.take(d) for d in directions}
-        return QuantizedTensor(made.get(ROWWISE), made.get(COLUMNWISE), shape=cut.whole_shape)
+        sides = {d: gather.take(d) for d in directions}
+        return QuantizedTensor(sides.get(ROWWISE), sides.get(COLUMNWISE), shape=cut.whole_shape)
 
     @staticmethod
     def backward(ctx, dy):

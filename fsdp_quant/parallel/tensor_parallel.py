@@ -3,8 +3,8 @@
 of meshes.
 
 Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized
-ones. torch.compile takes the layers into its graphs, collectives and all (`modules.traced_linear`,
-note "layers that ranks share").
+ones. torch.compile traces the layers into its graphs, with their collectives (note "layers
+that ranks share" of `modules.traced_linear`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Style:
         style, name = type(self).__name__, name_of(module)
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} "
+                f"{name}: {style} needs a mesh of one axis, got {device_mesh.ndim} "
                 f"({device_mesh.mesh_dim_names}); pass the "
                 'axis of tensor parallelism, such as mesh["tp"]'
             )
@@ -73,10 +73,10 @@ class _Style:
             vars(module)["parallel"] = Layouts(
                 self.input_layouts[0], self.output_layouts[0], self.use_local_output
             )
-        made = super()._apply(module, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        result = super()._apply(module, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
         if self.recipe is not None and type(module) is nn.Linear:
             make_quantized(module, Linear, self.recipe, f"parallel.{next(_SERIAL)}")
-        return made
+        return result
 
     def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
         weight, style = module.weight, type(self).__name__
@@ -137,7 +137,7 @@ class ColwiseParallel(_Style, styles.ColwiseParallel):
 
     recipe:  turns an nn.Linear into an `fq.Linear`; without it the layer may be one, or be
              converted later.
-    input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor tells its own.
+    input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor has its own.
 
     Raises ValueError, on every rank, for a mesh of more axes, a layer under `fully_shard`, and
     features that R does not divide.

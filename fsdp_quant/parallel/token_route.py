@@ -41,13 +41,8 @@ class TokenRoute:
         return self.group.size()
 
     @property
-    def own_experts(self) -> slice:
-        experts = len(self.counts) // self.ranks
-        return slice(self.group.rank() * experts, (self.group.rank() + 1) * experts)
-
-    @property
     def splits(self) -> list[int]:
-        """[E / R] rows of each expert of this rank, which `fq.GroupedLinear` takes."""
+        """[E / R] rows of each expert of this rank: the splits of `fq.GroupedLinear`."""
         return [sum(of) for of in zip(*self.arriving)]
 
     def placed(self, x: Tensor) -> Tensor:
@@ -56,7 +51,7 @@ class TokenRoute:
             return x.contiguous()
         return x.new_zeros(sum(self.sent), x.shape[1]).index_copy_(0, self._places(x.device), x)
 
-    def taken(self, x: Tensor) -> Tensor:
+    def of_tokens(self, x: Tensor) -> Tensor:
         """The rows of tokens of x [sum of sent, K]."""
         return x if self.sent == self.counts else x.index_select(0, self._places(x.device))
 
@@ -103,8 +98,8 @@ class TokenRoute:
         return result
 
     def returned(self, y: Tensor) -> Tensor:
-        """Rows of y [sum of splits, N], which lie by expert, then by rank, where they came from:
-        [sum of sent, N]."""
+        """Send rows of y [sum of splits, N], sorted by expert, then by rank, back to the ranks of
+        their tokens: [sum of sent, N]."""
         experts, size = len(self.arriving[0]), _row_bytes(y)
         pieces = _as_bytes(y).split([of[e] * size for e in range(experts) for of in self.arriving])
         packed = torch.cat(
@@ -148,11 +143,11 @@ def route_tokens(
     experts: int | None = None,
     name: str = "dispatch_tokens",
 ) -> TokenRoute:
-    """The route of x [M, K], whose rows lie sorted by expert; every rank of `group` must call it.
+    """The route of x [M, K], whose rows are sorted by expert; every rank of `group` must call it.
 
     splits:   as of `fq.GroupedLinear`, of the experts of all ranks: counts on the host, or int
-              tensor [E], the row behind each expert's last. One small all-to-all tells the ranks
-              what arrives, and the host reads it: sizes of an uneven all-to-all are the host's.
+              tensor [E], the row behind each expert's last. One small all-to-all exchanges
+              the counts, and the host reads them: sizes of an uneven all-to-all are the host's.
     experts:  of all ranks; default: as many as splits has.
     what:     text that must be the same on every rank, as must K and the dtype.
 
@@ -173,12 +168,12 @@ def route_tokens(
     facts = torch.stack(
         [fine.long(), torch.full_like(fine, zlib.crc32(text.encode()), dtype=torch.int64)]
     )
-    told = torch.cat([counts.view(group.size(), -1), facts.expand(group.size(), 2)], 1)
-    came = torch.empty_like(told)
+    own = torch.cat([counts.view(group.size(), -1), facts.expand(group.size(), 2)], 1)
+    came = torch.empty_like(own)
     if group.size() > 1:
-        dist.all_to_all_single(came, told, group=group)
+        dist.all_to_all_single(came, own, group=group)
     else:
-        came = told
+        came = own
     flat = torch.cat([counts, came.flatten()]).tolist()  # the one read
     counts, width = flat[:experts], came.shape[1]
     rows = [flat[i : i + width] for i in range(experts, len(flat), width)]
@@ -200,8 +195,8 @@ def route_tokens(
 
 
 def _counts_of(splits: Sequence[int] | Tensor, experts: int) -> Tensor:
-    """Integers [E]; of what are no splits of E experts some that nobody takes, so that every rank
-    is told."""
+    """Token counts per expert, int [E]. Malformed splits become all -1, which the check after the
+    exchange rejects on every rank."""
     try:
         counts = splits if isinstance(splits, Tensor) else torch.tensor(list(splits), device="cpu")
     except (TypeError, ValueError, RuntimeError):

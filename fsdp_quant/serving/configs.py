@@ -19,13 +19,6 @@ class Scheme(NamedTuple):
     inputs: str
 
 
-def scheme_of(kind: Kind, quantizes_input: bool, input_amax: float | None) -> Scheme:
-    """The scheme of a layer. Inputs of nvfp4 need a scale of the checkpoint."""
-    if input_amax:
-        return Scheme(kind, "static")
-    return Scheme(kind, "dynamic" if quantizes_input and not kind.is_two_level else "none")
-
-
 _FLOAT = {"type": "float", "symmetric": True}  # in compressed-tensors' words
 
 
@@ -46,11 +39,11 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
-    made, packings = {}, []
+    config_groups, packings = {}, []
     for i, (scheme, names) in enumerate(groups.items()):
         weights, inputs = _arguments(scheme)
         packings.append(scheme.kind.packing)
-        made[f"group_{i}"] = {
+        config_groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(groups) == 1 else names,
             "weights": weights,
             "input_activations": inputs,
@@ -61,7 +54,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": packings[0] if len(set(packings)) == 1 else "mixed-precision",
-        "config_groups": made,
+        "config_groups": config_groups,
         "ignore": ignore,
         "kv_cache_scheme": None,
     }

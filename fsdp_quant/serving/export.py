@@ -79,7 +79,7 @@ def export(
 ) -> None:
     """Write `config.json` and safetensors files of `model` to a folder, for inference servers.
 
-    path:    of the folder; made if it is not there, without a checkpoint if it is.
+    path:    of the folder; created if it does not exist, without a checkpoint if it does.
     format:  "compressed-tensors", "modelopt", "fp8" (DeepSeek's layout; transformers' "mxfp8"):
              quantized layers as the rowwise codes that the forward multiplies; "dequantized": as
              the values of these codes. docs/export.md says which server reads which.
@@ -103,22 +103,22 @@ def export(
     Raises ValueError, on every rank and before anything is written, for a weight that the format
     does not hold, for a model without quantized layers, for a folder that holds a checkpoint, and
     where ranks hold other weights; NotImplementedError for experts, and for parts of weights
-    without DTensor, that lie spread over ranks.
+    without DTensor, that are spread over ranks.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "served")
     """
     max_bytes = size_of(max_shard_size)
-    made = exported(model, format, dtype, input_amax, share_scales, names)
-    files = in_files(made.planned, max_bytes)
-    writer = _on_first_rank(lambda: Writer(Path(path), files, made.config))
+    checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
+    files = in_files(checkpoint.planned, max_bytes)
+    writer = _on_first_rank(lambda: Writer(Path(path), files, checkpoint.config))
     failure = None
     try:
-        for source in made.parts:
-            whole = made.gathered(source)
+        for source in checkpoint.parts:
+            whole = checkpoint.gathered(source)
             try:
                 if writer is not None and failure is None:
-                    writer.write_all(made.tensors(source, whole))
+                    writer.write_all(checkpoint.tensors(source, whole))
             except Exception as error:  # the others are about to gather the next weight
                 failure = error
             del whole
@@ -152,7 +152,7 @@ class Exported:
 
     def tensors(self, source: Source, whole: Tensor | Storage) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, values) of a weight that was gathered, as planned."""
-        made: dict[int | None, Storage] = {}
+        storages: dict[int | None, Storage] = {}
         for part in self.parts[source]:
             matrix, rows = part.slice.matrix, part.slice.rows
             if not source.layers and isinstance(whole, Tensor):
@@ -161,9 +161,9 @@ class Exported:
             if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
                 yield part.slice.name, _decoded_in_one(source, whole, part.dtype)
                 continue
-            if matrix not in made:
-                made = {matrix: _codes(source, whole, matrix, self.shared)}
-            storage = made[matrix]
+            if matrix not in storages:
+                storages = {matrix: _codes(source, whole, matrix, self.shared)}
+            storage = storages[matrix]
             if part.kind is None:
                 values = storage.dequantize(part.dtype)
                 values = values.t() if source.transposed else values
@@ -267,19 +267,19 @@ def _parts(
 ) -> list[Part]:
     if any(getattr(layer.parallel, "group", None) is not None for layer in source.layers):
         raise NotImplementedError(
-            f"{source.name}: its parts lie with the ranks of a process group, and no DTensor says "
+            f"{source.name}: its parts are on the ranks of a process group, and no DTensor says "
             "how; export from a model that fq.parallel's styles, or nothing, cut"
         )
     own = source.tensor.dtype
     high = dtype if dtype is not None and source.is_parameter and own.is_floating_point else own
     if source.layers and source.tensor.dim() == 3 and len(source.layers) != source.tensor.shape[0]:
         raise NotImplementedError(
-            f"{source.name}: its {source.tensor.shape[0]} experts lie spread over ranks, "
+            f"{source.name}: its {source.tensor.shape[0]} experts are spread over ranks, "
             f"{len(source.layers)} on each; export from a model without expert parallelism"
         )
     if not source.layers or format == "dequantized":
         return [Part(s, source.shape_of(s), high) for s in source.slices]
-    made = []
+    parts = []
     for s in source.slices:
         shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.side(ROWWISE).fmt
         if source.transposed or len(shape) != 2 or not s.name.endswith(".weight"):
@@ -301,13 +301,17 @@ def _parts(
                 f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
                 "a whole tensor of inputs"
             )
-        made.append(part._replace(input_amax=amax))
-    return made
+        parts.append(part._replace(input_amax=amax))
+    return parts
 
 
 def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
+    """How a layer is quantized. Inputs of nvfp4 need a scale of the checkpoint."""
+    if part.input_amax:
+        return Scheme(kind, "static")
     inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").side(ROWWISE)
-    return configs.scheme_of(kind, inputs.fmt.is_quantized, part.input_amax)
+    is_dynamic = inputs.fmt.is_quantized and not kind.is_two_level
+    return Scheme(kind, "dynamic" if is_dynamic else "none")
 
 
 def _planned(source: Source, part: Part, format: str) -> list[Planned]:
@@ -413,8 +417,10 @@ def _codes(source: Source, whole: Tensor | Storage, matrix: int | None, shared: 
 
 def _decoded_in_one(source: Source, whole: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed matrices that the checkpoint stores as one tensor, dequantized."""
-    made = (encoded(matrix_of(source, whole, e), layer) for e, layer in enumerate(source.layers))
-    values = [storage.dequantize(dtype) for storage in made]
+    values = [
+        encoded(matrix_of(source, whole, e), layer).dequantize(dtype)
+        for e, layer in enumerate(source.layers)
+    ]
     return torch.stack([v.t() if source.transposed else v for v in values])
 
 
@@ -440,8 +446,8 @@ def _config(
         config[key] = str(dtype).removeprefix("torch.")
     if format == "dequantized":
         return {"config.json": config} if config else {}
-    made = configs.quantization_config(format, schemes, ignored)
-    files = {"config.json": config | {"quantization_config": made}}
+    quantization = configs.quantization_config(format, schemes, ignored)
+    files = {"config.json": config | {"quantization_config": quantization}}
     if format == "modelopt":
-        files["hf_quant_config.json"] = configs.hf_quant_config(made)
+        files["hf_quant_config.json"] = configs.hf_quant_config(quantization)
     return files

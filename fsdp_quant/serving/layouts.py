@@ -11,8 +11,8 @@ Servers differ:
     input_scale                                decode: amax / 448, of nvfp4 amax / 2688
     input_global_scale                         encode: 2688 / amax
 
-4-bit codes lie two per byte, the first one in the low bits, everywhere. Square blocks of 16 or 32
-rows have one scale per row here.
+4-bit codes are stored two per byte, the first one in the low bits, everywhere. Square blocks of 16
+or 32 rows have one scale per row here.
 
 Sources: compressed-tensors 0.20, compressors and quantization/quant_scheme; vLLM, quantization/
 modelopt.py, fp8.py and compressed_tensors/schemes; transformers 5.24, quantizer_finegrained_fp8.py;

@@ -75,7 +75,7 @@ def from_pretrained_quantized(
 ) -> nn.Module:
     """Load a checkpoint of quantized weights, of `fq.export` or others, into `model`; returns it.
 
-    model:   made and initialized (not on the meta device), converted or not, sharded by
+    model:   initialized (not on the meta device), converted or not, sharded by
              `fully_shard` or not.
     path:    folder with model.safetensors, or with several files and their index. Weights as
              compressed-tensors (fp8 per tensor, channel and 128x128, mxfp8, mxfp4, nvfp4),
@@ -84,7 +84,7 @@ def from_pretrained_quantized(
     frozen:  False: every weight is decoded, rounded to the parameter's dtype, and trains from
              there. True: quantized `fq.Linear` layers keep the codes of the file, as after
              `fq.freeze`: their recipe's forward must have the file's format; codes of the backward
-             are made of the decoded values. Packed experts are decoded.
+             are encoded from the decoded values. Packed experts are decoded.
     strict:  every parameter must be in the files, and every tensor of the files in the model.
     names:   names in the checkpoint from names in the model, as of `fq.export`.
 

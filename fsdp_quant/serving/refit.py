@@ -89,11 +89,13 @@ def refit(
     max_bytes = size_of(bucket_size, "bucket_size")
     if sharded:
         local = LocalTensors(model)
-        made = exported(model, format, dtype, input_amax, share_scales, names, local.tensor_amax)
-        local.check(made)
-        return _local_buckets(local.pieces(made), max_bytes)
-    made = exported(model, format, dtype, input_amax, share_scales, names)
-    return _buckets(made, [len(of) for of in in_files(made.planned, max_bytes)])
+        checkpoint = exported(
+            model, format, dtype, input_amax, share_scales, names, local.tensor_amax
+        )
+        local.check(checkpoint)
+        return _local_buckets(local.pieces(checkpoint), max_bytes)
+    checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
+    return _buckets(checkpoint, [len(of) for of in in_files(checkpoint.planned, max_bytes)])
 
 
 def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[list[Piece]]:
@@ -108,19 +110,19 @@ def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[l
         yield bucket
 
 
-def _buckets(made: Exported, sizes: list[int]) -> Iterator[Bucket]:
+def _buckets(checkpoint: Exported, sizes: list[int]) -> Iterator[Bucket]:
     """Yield buckets. sizes: tensors per bucket."""
-    tensors = _tensors(made)
+    tensors = _tensors(checkpoint)
     for size in sizes:
         yield list(itertools.islice(tensors, size))
 
 
-def _tensors(made: Exported) -> Iterator[tuple[str, Tensor]]:
-    for source in made.parts:
+def _tensors(checkpoint: Exported) -> Iterator[tuple[str, Tensor]]:
+    for source in checkpoint.parts:
         with torch.no_grad():
-            whole = made.gathered(source)
+            whole = checkpoint.gathered(source)
             aliases = isinstance(whole, Storage) or not source.layers
-            of = made.tensors(source, whole)
+            of = checkpoint.tensors(source, whole)
             found = [(name, t.clone() if aliases else t.contiguous()) for name, t in of]
         del whole, of
         yield from found

@@ -51,9 +51,9 @@ class LocalTensors:
         """Collective: every rank must call it."""
         return {weight.piece.state: weight for weight in prepared(self._model)}
 
-    def check(self, made: Exported) -> None:
+    def check(self, checkpoint: Exported) -> None:
         """Raise NotImplementedError, on every rank, unless `fully_shard` alone cuts the weights."""
-        for source in made.parts:
+        for source in checkpoint.parts:
             weights = [self._weights.get(layer._weight_state) for layer in source.layers]
             if any(w is None or w.piece.state.tensor_group or w.experts for w in weights):
                 raise NotImplementedError(
@@ -76,10 +76,10 @@ class LocalTensors:
         return amax
 
     @torch.no_grad()
-    def pieces(self, made: Exported) -> Iterator[list[Piece]]:
+    def pieces(self, checkpoint: Exported) -> Iterator[list[Piece]]:
         """The pieces of one weight of the checkpoint at a time, none where this rank has none."""
-        shapes = {of.name: tuple(of.shape) for planned in made.planned for of in planned}
-        for source, parts in made.parts.items():
+        shapes = {of.name: tuple(of.shape) for planned in checkpoint.planned for of in planned}
+        for source, parts in checkpoint.parts.items():
             storages: dict[int, Storage] = {}  # of the matrix of the part before
             for part in parts:
                 if not source.layers:
@@ -89,9 +89,9 @@ class LocalTensors:
                 else:
                     matrix = part.slice.matrix or 0
                     if matrix not in storages:
-                        storages = {matrix: self._storage(source, part.slice.matrix, made)}
+                        storages = {matrix: self._storage(source, part.slice.matrix, checkpoint)}
                     aliases = self._weight(source, matrix).codes is not None
-                    found = _quantized(storages[matrix], part, made.format, shapes)
+                    found = _quantized(storages[matrix], part, checkpoint.format, shapes)
                     yield [
                         p._replace(tensor=p.tensor.clone() if aliases else p.tensor.contiguous())
                         for p in found
@@ -110,8 +110,8 @@ class LocalTensors:
     def _weight(self, source: Source, matrix: int | None) -> LocalWeight:
         return self._weights[source.layers[matrix or 0]._weight_state]
 
-    def _storage(self, source: Source, matrix: int | None, made: Exported) -> Storage:
-        weight, amax = self._weight(source, matrix), made.shared.get((source, matrix))
+    def _storage(self, source: Source, matrix: int | None, checkpoint: Exported) -> Storage:
+        weight, amax = self._weight(source, matrix), checkpoint.shared.get((source, matrix))
         if amax is not None:
             key, values = (weight.piece.state.name, ROWWISE), weight.piece.values
             own = weight.statistics.get(key) or statistics_of(values, source.layers[matrix or 0])

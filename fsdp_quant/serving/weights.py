@@ -252,5 +252,6 @@ def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) ->
         found = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
     with counters.uncounted():
-        (made,) = encode_shards([Shard(piece, ROWWISE, values.dtype, found, records=False)], device)
-    return Storage.of(made, encoding, values.shape, values.dtype)
+        shard = Shard(piece, ROWWISE, values.dtype, found, records=False)
+        (codes,) = encode_shards([shard], device)
+    return Storage.of(codes, encoding, values.shape, values.dtype)

@@ -91,8 +91,10 @@ class Writer:
     `write` each planned tensor once, in any order, then `finish`; `abort` on a failure.
     """
 
-    def __init__(self, folder: Path, files: Sequence[Sequence[Planned]], beside: dict[str, dict]):
-        """beside: JSON files by name, which readers see before the index.
+    def __init__(
+        self, folder: Path, files: Sequence[Sequence[Planned]], documents: dict[str, dict]
+    ):
+        """documents: JSON files by name, which readers see before the index.
 
         Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
         and for a dtype that safetensors does not have.
@@ -127,7 +129,7 @@ class Writer:
             "weight_map": {t.name: name for name, of in zip(names, files) for t in of},
         }
         try:
-            for name, content in beside.items():
+            for name, content in documents.items():
                 self._json(name, content)
             for name, of in zip(names, files):
                 self._begin(name, of)

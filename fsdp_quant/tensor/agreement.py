@@ -96,7 +96,7 @@ def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -
     first: Any = [_rank(groups), list(facts.items())]
     mine = None
     for group in groups:
-        first = _of_first(first, group)
+        first = _gathered(first, [group])[0]
     for theirs, ours in itertools.zip_longest(first[1], map(list, facts.items())):
         if theirs != ours:
             mine = [_rank(groups), theirs, ours]
@@ -130,15 +130,6 @@ def _bytes_of(value: object, group: dist.ProcessGroup) -> Tensor:
     return torch.tensor(
         list(text.ljust(size)), dtype=torch.uint8, device=torch_compat.device_of(group)
     )
-
-
-def _of_first(value: object, group: dist.ProcessGroup) -> Any:
-    """The value of rank 0 of the group."""
-    sent = _bytes_of(value if group.rank() == 0 else 0, group)
-    if group.rank() > 0:
-        sent.zero_()
-    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
-    return json.loads(bytes(sent.tolist()))
 
 
 def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
@@ -198,11 +189,8 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
         facts: dict[str, str] = {}
         for m in params:
             recipes = dict.fromkeys(recipe_text(module) for module, _ in m.owners)
-            shape = (
-                f"{list(m.registered.shape)} {m.registered.dtype} "
-                if m.registered.device_mesh == mesh
-                else ""
-            )
+            is_of_mesh = m.registered.device_mesh == mesh
+            shape = f"{list(m.registered.shape)} {m.registered.dtype} " if is_of_mesh else ""
             # before the root's first forward names are short
             name = m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
             facts[name] = f"{shape}of {', '.join(recipes)}"

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from ..counters import counters
 from ..encoded_matrix import BUFFERS
@@ -38,12 +37,6 @@ def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
 checking = read_setting()
 
 
-def bytes_apart(a: Tensor, b: Tensor) -> int:
-    """Number of bytes in which two buffers of one size differ."""
-    a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
-    return int((a != b).sum())
-
-
 def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard
     as it is now."""
@@ -62,16 +55,19 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         rows = shard.piece.values.shape[0]
         if shard.piece.state is not state or not rows:
             continue
-        made = local.state.own_codes(local, source)
+        expected = local.state.own_codes(local, source)
         with counters.uncounted():
-            made = made or encode_shards([shard._replace(records=False)], managed.device)[0]
-        _compare(state.name, whole.narrow(shard.piece.row0, rows), made)
+            expected = expected or encode_shards([shard._replace(records=False)], managed.device)[0]
+        _compare(state.name, whole.narrow(shard.piece.row0, rows), expected)
 
 
 def _compare(name: str, got: Storage, want: Encoded) -> None:
     for field in BUFFERS:
-        a, b = getattr(got, field), getattr(want, field)
-        if a is not None and (apart := bytes_apart(a, b)):
+        buffers = getattr(got, field), getattr(want, field)
+        if buffers[0] is None:
+            continue
+        a, b = (t.contiguous().view(torch.uint8).flatten() for t in buffers)
+        if apart := int((a != b).sum()):
             raise StaleWeightError(
                 f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a "
                 "product is about to read, are not those of the shard as it is now: the weight was "

@@ -38,7 +38,7 @@ from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
-from .gathered_weight import GatheredWeight, GatherPass
+from .gathered_weight import GatheredWeight, GatherPass, gathered_size
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 # Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
@@ -142,9 +142,10 @@ class GatherPlan:
             for i, (chosen, n) in enumerate(zip(self._chosen, needs))
         ]
         self.sizes: Counter[tuple[str, str]] = Counter()
-        for chosen in self._chosen:
-            for direction, fmt, size in chosen.sizes:
-                self.sizes[direction, fmt] += size
+        for member, chosen in zip(members, self._chosen):
+            for d in chosen.directions:
+                size = gathered_size(member.wire[d], member.managed.world_size)
+                self.sizes[d.value, member.quantizer.encodings[d].fmt.name] += size
         self._relayouts = operands.relayouts(needs)
         self._deriving = [
             m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
@@ -187,15 +188,15 @@ class GatherPlan:
                     asked.append((i, d, s))
                     whose.append((i, matrix if member.state.packed else None))
         launches: list[tuple[RecordedEncode, list[int]]] = []
-        made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
+        by_direction: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
         for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
-            made.setdefault((i, d), []).append((shard.piece, encoded))
+            by_direction.setdefault((i, d), []).append((shard.piece, encoded))
         copies, inputs, metadata = [], [], []
         is_repeatable = sum(len(places) for _, places in launches) == len(asked)
         for i, (member, chosen) in enumerate(zip(self.members, self._chosen)):
             own_inputs, own_metadata = [], {}
             for d in chosen.directions:
-                of = made.get((i, d), [])
+                of = by_direction.get((i, d), [])
                 own = [e for piece, e in of if piece.values.shape[0] or not member.state.packed]
                 copies += member.replicated(d, own)
                 rows_sent = member.rows_sent(d, own)
@@ -237,18 +238,17 @@ class GatherPlan:
         device = self.members[0].managed.device
         shards = [asked[n][2] for n in missing]
         if all(self.members[asked[n][0]].state.held is None for n in missing):
-            made = encode_shards(shards, device, launches if len(missing) == len(asked) else None)
+            recorded = launches if len(missing) == len(asked) else None
+            results.update(zip(missing, encode_shards(shards, device, recorded)))
         else:
-            made = [
-                held(
-                    self.members[asked[n][0]].state,
+            for n, shard in zip(missing, shards):
+                i = asked[n][0]
+                results[n] = held(
+                    self.members[i].state,
                     _held_key(shard),
-                    local[asked[n][0]],
+                    local[i],
                     lambda shard=shard: encode_shards([shard], device)[0],
                 )
-                for n, shard in zip(missing, shards)
-            ]
-        results.update(zip(missing, made))
         return [results[n] for n in range(len(asked))]
 
     @torch.no_grad()
@@ -279,12 +279,8 @@ def _held_key(shard: Shard) -> tuple:
     """Key of codes in `fq.hold`. Training does not use those of an evaluation, which recorded no
     amax."""
     state = shard.piece.state
-    return (
-        "shard",
-        shard.direction,
-        state.name,
-        shard.records and bool(state.quantizer.delayed_directions),
-    )
+    records = shard.records and bool(state.quantizer.delayed_directions)
+    return "shard", shard.direction, state.name, records
 
 
 def _facts(
@@ -300,13 +296,8 @@ def _facts(
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
             same += () if history is None else (history.encode_scale, history.amaxes)
-    return (
-        shard.shape,
-        shard.dtype,
-        shard.device,
-        delayed and member.records,
-        state.held is None,
-    ), same
+    records = delayed and member.records
+    return (shard.shape, shard.dtype, shard.device, records, state.held is None), same
 
 
 class _Sent(NamedTuple):
@@ -368,10 +359,12 @@ class _Operands:
 
     def __init__(self, members: Sequence[GatheredWeight], layouts: Sequence[dict[Direction, str]]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
+        self.unread: list[Tensor | None] = [None] * len(members)
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
-        self._made: list[tuple[int, Direction, Storage, GemmOperand]] = []
+        self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
         self._is_recorded = {d: True for d in Direction}
-        buffers = [b for m in members for b in m.all_buffers]
+        every = (b for m in members for b in (*m.buffers.values(), m.derived))
+        buffers = [b for b in every if b is not None]
         for b in buffers:
             b.alloc()
         for d in Direction:
@@ -384,19 +377,15 @@ class _Operands:
                 layout, storage = layouts[i].get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))
-            made = to_gemm_operands(
+            operands = to_gemm_operands(
                 [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
             )
-            for (i, storage, layout), operand in zip(of, made):
+            for (i, storage, layout), operand in zip(of, operands):
                 members[i].pair.cache_operand(d, layout, operand)
-                self._made.append((i, d, storage, operand))
+                self._derived.append((i, d, storage, operand))
                 self.own[i][d] += _own_buffers(operand, storage)
-        self.unread = []
-        for i, member in enumerate(members):
-            read = [(s, o.data) for j, d, s, o in self._made if j == i and d is COLUMNWISE]
-            own = {id(t) for t in self.own[i][COLUMNWISE]}
-            copied = bool(read) and all(id(data) in own for _, data in read)
-            self.unread.append(read[0][0].data if copied else None)
+                if d is COLUMNWISE and any(t is operand.data for t in self.own[i][d]):
+                    self.unread[i] = storage.data
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
             self._is_recorded[d] = all(id(t) in written for own in self.own for t in own[d])
@@ -415,7 +404,7 @@ class _Operands:
             else:
                 calls += [
                     functools.partial(_rewrite, storage, operand)
-                    for i, of, storage, operand in self._made
+                    for i, of, storage, operand in self._derived
                     if of is d and d in needs[i]
                 ]
         return calls
@@ -423,9 +412,9 @@ class _Operands:
 
 def _rewrite(source: Storage, target: GemmOperand) -> None:
     """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
-    made = source.to_gemm_operand(target.layout).buffers()
+    fresh = source.to_gemm_operand(target.layout).buffers()
     torch_compat.copy_all(
-        [(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()]
+        [(t, fresh[n]) for n, t in target.buffers().items() if t.data_ptr() != fresh[n].data_ptr()]
     )
 
 

@@ -4,7 +4,7 @@ the all-gather outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,15 +50,16 @@ def wire_buffers(
     shape:  of the weight, [rows, cols] or [matrices, rows, cols].
     """
     fmt, direction, (*matrices, rows, cols) = encoding.fmt, encoding.direction, shape
+    most = cuts.bounds[1]  # rows, or matrices, of a rank
+    padded_rows, padded_cols = fmt.padded_shape((rows, cols), direction)
+    row_bytes = fmt.row_bytes(padded_cols, high_precision)
     if matrices:
-        of_one = _matrix_buffers(encoding, (rows, cols), high_precision)
-        return [
-            WireBuffer(name, cuts.bounds[1] * rows, row_bytes) for name, rows, row_bytes in of_one
-        ]
-    most = cuts.bounds[1]  # rows of a rank
+        buffers = [WireBuffer("data", most * padded_rows, row_bytes)]
+        if (scales := fmt.scale_shape((rows, cols), direction)) is not None:
+            buffers.append(WireBuffer("scale", most * scales[0], scales[1] * fmt.scale_bytes))
+        return buffers + ([WireBuffer("tensor_amax", most, 4)] if fmt.tensor_scale else [])
     chunk = most if len(cuts.bounds) > 2 else None
-    padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
-    buffers = [WireBuffer("data", most, fmt.row_bytes(padded_cols, high_precision))]
+    buffers = [WireBuffer("data", most, row_bytes)]
     scale_shape, b0 = fmt.scale_shape((cuts.rows, cols), direction), fmt.dims(direction)[0]
     placement = scale_placement(fmt, direction, chunk)
     if scale_shape is not None and b0 is not None:
@@ -76,20 +77,6 @@ def wire_buffers(
             index = tuple(owner[block] for block in sorted(owner))
         buffers.append(WireBuffer("scale", rows, scale_shape[1] * fmt.scale_bytes, index))
     return buffers
-
-
-def _matrix_buffers(
-    encoding: Encoding, shape: tuple[int, int], high_precision: torch.dtype
-) -> Iterator[tuple[str, int, int]]:
-    """(field of `Storage`, rows, bytes per row) of every buffer of one matrix."""
-    fmt, direction = encoding.fmt, encoding.direction
-    rows, cols = fmt.padded_shape(shape, direction)
-    yield "data", rows, fmt.row_bytes(cols, high_precision)
-    scale_shape = fmt.scale_shape(shape, direction)
-    if scale_shape is not None:
-        yield "scale", scale_shape[0], scale_shape[1] * fmt.scale_bytes
-    if fmt.tensor_scale:
-        yield "tensor_amax", 1, 4
 
 
 @dataclass(eq=False)
@@ -129,13 +116,11 @@ class GatherPass(NamedTuple):
     directions:  directions that are encoded and sent.
     outputs:     all-gather outputs, in the order of the inputs.
     inner_tensors: other buffers of the storages, freed with the outputs.
-    sizes:       (direction, format, bytes) of each direction that is sent, for counters.
     """
 
     directions: tuple[Direction, ...]
     outputs: list[Tensor]
     inner_tensors: list[Tensor]
-    sizes: list[tuple[str, str, int]]
 
 
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
@@ -188,14 +173,11 @@ class GatheredWeight:
                 pair.put(direction, storage)
         for matrix in state.packed:
             matrix.managed, matrix.gathered = managed, self
-        shown = {
-            f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()
-        }
-        self.pair = (
-            StoragePair(owner=state, groups=self.pairs, shown=shown)
-            if state.packed
-            else self.pairs[0]
-        )
+        self.pair = self.pairs[0]
+        if state.packed:
+            buffers = ((d, *one) for d, of in self.buffers.items() for one in of.whole.items())
+            shown = {f"{d.value}_{name}": t for d, name, t in buffers}
+            self.pair = StoragePair(owner=state, groups=self.pairs, shown=shown)
 
     @property
     def activation_dtype(self) -> torch.dtype | None:
@@ -274,13 +256,8 @@ class GatheredWeight:
 
     def _allocate_derived(self) -> DirectionBuffers:
         with torch.no_grad():
-            like = torch.zeros(
-                len(self.matrices),
-                self.rows,
-                self.cols,
-                dtype=self.dtype,
-                device=self.managed.device,
-            )
+            shape = len(self.matrices), self.rows, self.cols
+            like = torch.zeros(shape, dtype=self.dtype, device=self.managed.device)
             # an identity storage is a view
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
         inner = {
@@ -298,24 +275,12 @@ class GatheredWeight:
             chosen = [self.buffers[d] for d in directions]
             if self.derived is not None and COLUMNWISE in needs:
                 chosen.append(self.derived)
-            sizes = [
-                (
-                    d.value,
-                    self.quantizer.encodings[d].fmt.name,
-                    gathered_size(self.wire[d], self.managed.world_size),
-                )
-                for d in directions
-            ]
             outputs = [t for b in chosen for t in b.outputs]
             inner = [t for b in chosen for t in b.inner_tensors.values()]
-            passes[needs] = GatherPass(directions, outputs, inner, sizes)
+            passes[needs] = GatherPass(directions, outputs, inner)
         return passes
 
     # The two halves of a gather #
-
-    @property
-    def all_buffers(self) -> list[DirectionBuffers]:
-        return [*self.buffers.values(), *([] if self.derived is None else [self.derived])]
 
     @property
     def records(self) -> bool:
@@ -332,24 +297,16 @@ class GatheredWeight:
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
         values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
-        return [
-            Shard(
-                piece,
-                direction,
-                self.dtype,
-                shared.get((piece.state.name, direction)),
-                None,
-                self.records,
-            )
-            for piece in self.state.pieces(values, self.cuts, self.managed.rank)
-        ]
+        pieces = self.state.pieces(values, self.cuts, self.managed.rank)
+        known = ((p, shared.get((p.state.name, direction))) for p in pieces)
+        return [Shard(p, direction, self.dtype, of, None, self.records) for p, of in known]
 
-    def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
-        """uint8 [rows, bytes] of every wire buffer; made: codes of each matrix with rows on this
+    def rows_sent(self, direction: Direction, encoded: Sequence[Encoded]) -> list[Tensor]:
+        """uint8 [rows, bytes] of every wire buffer; encoded: codes of each matrix with rows on this
         rank."""
         sent = []
         for buffer in self.wire[direction]:
-            fields = [getattr(e, buffer.name) for e in made]
+            fields = [getattr(e, buffer.name) for e in encoded]
             rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
             missing = buffer.rows - rows.shape[0]
             sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
@@ -365,11 +322,11 @@ class GatheredWeight:
         return list(zip(rows[: sum(sizes)].split(sizes), each))
 
     def replicated(
-        self, direction: Direction, made: Sequence[Encoded]
+        self, direction: Direction, encoded: Sequence[Encoded]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the replicated buffers."""
         buffers = self.buffers[direction].replicated.items()
-        return [(target, _seen_as(target, getattr(made[0], name))) for name, target in buffers]
+        return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
     def unpack(
         self, chosen: GatherPass, metadata: dict[tuple[Direction, str], Tensor]
@@ -403,6 +360,11 @@ class GatheredWeight:
 def cuts_of(managed: ManagedParam) -> RowCuts:
     """How FSDP2 cuts dim 0 of a weight."""
     return RowCuts.chunked(managed.global_shape[0], managed.world_size)
+
+
+def cuts_and_rank(managed: ManagedParam | None, rows: int) -> tuple[RowCuts, int]:
+    """How ranks cut dim 0 of a weight, and this rank among them. rows: of a whole weight (None)."""
+    return (RowCuts((0, rows)), 0) if managed is None else (cuts_of(managed), managed.rank)
 
 
 def _seen_as(target: Tensor, source: Tensor) -> Tensor:

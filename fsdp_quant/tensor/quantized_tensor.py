@@ -118,12 +118,12 @@ class QuantizedTensor(Tensor):
     def matrix_for(self, direction: Direction) -> EncodedMatrix:
         """`rowwise` or `columnwise`.
 
-        Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
+        Raises ValueError if the tensor has none, StaleWeightError if it was freed.
         """
         storage = self._pair.get(direction)
         if storage is None:
             raise ValueError(
-                f"this tensor has no {direction.value} storage: it was dropped or never made "
+                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
                 f"({self!r})"
             )
         return self._readable(storage)
@@ -298,13 +298,8 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (
-            self.rowwise,
-            self.columnwise,
-            tuple(self.shape),
-            self.requires_grad,
-            is_parameter,
-        )
+        storages, shape = (self.rowwise, self.columnwise), tuple(self.shape)
+        return _rebuild, (*storages, shape, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
@@ -462,10 +457,7 @@ def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignore
 
 
 @_TABLE.implements(
-    aten.new_zeros.default,
-    aten.zeros_like.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
+    aten.new_zeros.default, aten.zeros_like.default, aten.new_empty.default, aten.empty_like.default
 )
 def _plain_like(func, tensor, size=None, dtype=None, device=None, **ignored):
     """Plain tensors: gradients and optimizer states are never quantized."""
@@ -480,14 +472,14 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(); where fully_shard does so, of a weight that fq.freeze made, pass "
+            "dequantize(); where fully_shard does so, of a weight of fq.freeze, pass "
             "ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
         )
     if not isinstance(source, QuantizedTensor):
         raise NotImplementedError(
             f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} "
-            "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that made it, "
-            "or write to what dequantize() returns"
+            "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that encoded "
+            "it, or write to what dequantize() returns"
         )
     for into, of in _buffer_pairs(target, source):
         into.copy_(of, non_blocking=non_blocking)
@@ -498,13 +490,8 @@ def _copy_(func, target, source, non_blocking=False):
 def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
     """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes,
     parts, formats or layouts."""
-    into, out_of = list(_storages(target)), list(_storages(source))
-    same = target.shape == source.shape and target._pair.owner is None
-    if (
-        not same
-        or [key for key, _ in into] != [key for key, _ in out_of]
-        or any(a.geometry != b.geometry for (_, a), (_, b) in zip(into, out_of))
-    ):
+    into, out_of = ([(key, s.geometry) for key, s in _storages(t)] for t in (target, source))
+    if target.shape != source.shape or target._pair.owner is not None or into != out_of:
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
             "into it with HybridQuantizer.update(tensor, source.dequantize())"

@@ -176,12 +176,8 @@ class QuantizedWeight(WeightCodes):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (
-            self.inner.detach(),
-            self.state,
-            isinstance(self, torch.nn.Parameter),
-            self.requires_grad,
-        )
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self.inner.detach(), self.state, is_parameter, self.requires_grad)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (
@@ -266,7 +262,7 @@ def _split(func, weight, sizes, dim=0):
     if state.weight_sync is not None:
         raise ValueError(
             f"{state.name} is published by a weight sync, which writes all of it on every "
-            "rank; fully_shard would cut it and never be told of new codes: give a weight to "
+            "rank; fully_shard would cut it and not see new codes: give a weight to "
             "fully_shard or to a weight sync, not to both"
         )
     return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), (weight, sizes, dim))

@@ -13,9 +13,8 @@ from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import native
 from ..ops.dispatch import Encoded
-from ..scaling import RowCuts
 from .fsdp_hooks import managed_of
-from .gathered_weight import cuts_of
+from .gathered_weight import cuts_and_rank
 from .root_statistics import Sharded, reduce_statistics
 from .torch_compat import ManagedParam
 from .weight_codes import WeightCodes
@@ -43,25 +42,18 @@ def refresh_codes(weights: Sequence[WeightCodes]) -> None:
     encode_stale(managed)
 
 
-def _cuts(weight: WeightCodes, managed: ManagedParam | None) -> tuple[RowCuts, int]:
-    """How ranks cut the rows of a weight, and this rank among them."""
-    if managed is None:
-        return RowCuts((0, weight.shape[0])), 0
-    return cuts_of(managed), managed.rank
-
-
 def _shards(weight: WeightCodes, managed: ManagedParam | None) -> list[Shard]:
     """This rank's rows of a quantized parameter, to be encoded in each direction.
 
     Raises StaleWeightError if statistics that cross ranks are those of other values.
     """
     state, version = weight.state, weight.version
-    cuts, rank = _cuts(weight, managed)
+    cuts, rank = cuts_and_rank(managed, weight.shape[0])
     shards = []
     for direction, encoding in state.quantizer.encodings.items():
         if not encoding.fmt.is_quantized and managed is not None:
             continue
-        if state.crosses(cuts, encoding):
+        if cuts.shares_statistics(encoding, state.part[1]):
             if state.statistics is None or state.statistics_version != version:
                 raise StaleWeightError(
                     f"{state.name}, a quantized parameter, changed without an event that every "
@@ -127,7 +119,7 @@ def fused_outputs(weight: WeightCodes) -> FusedOutputs | None:
     state, managed = weight.state, managed_of(weight.state)
     if state.compute_dtype is not torch.bfloat16 or weight.dim() != 2:
         return None
-    cuts, rank = _cuts(weight, managed)
+    cuts, rank = cuts_and_rank(managed, weight.shape[0])
 
     def crosses(e: Encoding) -> bool:
         return e.fmt.scale_leaves_contraction or e.fmt.tensor_scale or cuts.shares_statistics(e)

@@ -4,7 +4,7 @@ forward of the root, unconditionally.
 
 [Note: which statistics a gather uses]
 Amaxes of whole tensors, and of blocks that a shard boundary cuts, must be reduced before any rank
-encodes. Only calls that all ranks make issue collectives, never a flag of one rank:
+encodes. Only calls on all ranks issue collectives, never a flag of one rank:
 
     forward of the root     the first gather inside reduces those of all weights of the root, from
                             the shards as they are
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from ..counters import counters
 from ..formats import Direction
 from ..ops.dispatch import Statistics
-from ..scaling import Fragment, RowCuts, SharedStatistics
+from ..scaling import Fragment, SharedStatistics
 from . import torch_compat
 from .agreement import check_same_model
-from .gathered_weight import GatheredWeight, cuts_of
+from .gathered_weight import GatheredWeight, cuts_and_rank
 from .torch_compat import ManagedParam
 from .weight_state import Piece, WeightState, WeightTensor, values_of
 
@@ -60,27 +60,24 @@ class Sharded(NamedTuple):
         )
 
     def pieces(self) -> list[Piece]:
-        if self.managed is None:
-            cuts, rank = RowCuts((0, self.local.shape[0])), 0
-        else:
-            cuts, rank = cuts_of(self.managed), self.managed.rank
+        cuts, rank = cuts_and_rank(self.managed, self.local.shape[0])
         if self.state.packed and not self.state.shares_statistics(cuts):
             return []
         return self.state.pieces(values_of(self.local), cuts, rank)
 
 
 class _Root:
-    """Statistics of one root of `fully_shard` in the last forward; taken: reduced in this one."""
+    """Statistics of one root of `fully_shard` in the last forward; is_reduced: in this one."""
 
     def __init__(self, module: nn.Module):
-        self.taken = False
+        self.is_reduced = False
         self.collectives: dict[tuple, Collective] = {}
         module.register_forward_pre_hook(self._begin, prepend=True)
 
     def _begin(self, module: nn.Module, args) -> None:
         # a checkpoint of the whole root recomputes with the statistics of its forward
         if not torch_compat.backward_is_running():
-            self.taken = False
+            self.is_reduced = False
             torch_compat.end_failed_pass(module)
 
 
@@ -117,8 +114,8 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
         module = torch_compat.root_module(managed) if root is None else None
         if module is not None:
             root = _ROOTS[shared] = _Root(module)
-        if root is not None and not root.taken:
-            root.taken = True
+        if root is not None and not root.is_reduced:
+            root.is_reduced = True
             reduce_statistics(
                 _ordinary_weights(torch_compat.managed_params_of_root(managed)), root.collectives
             )

@@ -62,7 +62,9 @@ class StoragePair:
         """The storage or operand of a direction. Raises ValueError if there is none."""
         matrix = self.get(direction)
         if matrix is None:
-            raise ValueError(f"there is no {direction.value} storage: it was dropped or never made")
+            raise ValueError(
+                f"there is no {direction.value} storage: it was dropped or never encoded"
+            )
         return matrix
 
     @property

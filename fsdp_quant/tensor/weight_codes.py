@@ -3,7 +3,7 @@
 
 [Note: the master of a quantized parameter]
 Codes of a weight, or of a dim-0 shard of one, are encoded from high-precision values of the same
-rows. At first those are the initial values, which the weight holds. An optimizer takes them as its
+rows. At first those are the initial values, which the weight holds. An optimizer keeps them as its
 fp32 master (`detach_master`); from then on the weight holds codes and refers to the master weakly.
 Whatever writes the weight (initialization, a load, a user) writes these values. `refresh_codes`
 encodes them after a step of the optimizer, or at the first gather after a load, from statistics
@@ -86,8 +86,8 @@ class CodesState(WeightState):
 class WeightContent:
     """What aliases of one shard share.
 
-    values:     high-precision values, until an optimizer takes them; None before the first write.
-    master:     weak reference to the tensor that took their place. owner: to its optimizer.
+    values:     high-precision values, until an optimizer holds them; None before the first write.
+    master:     weak reference to the tensor that replaced them. owner: to its optimizer.
     writes:     [object that identifies the values, number of writes through the dispatcher].
     pair:       the codes. versions: of the values that each direction was encoded from.
     quantizer:  (quantizer, dtype, `stale_codes`) that encoded them.
@@ -137,7 +137,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         content = self._content
         if self.state.weight_sync is not None:
             raise StaleWeightError(
-                f"{self.state.name} is published by a weight sync, and its masters lie with the "
+                f"{self.state.name} is published by a weight sync, and its masters are in the "
                 "trainer: its codes can be multiplied, but neither changed nor saved in high "
                 "precision; write or save the masters, and call refresh"
             )

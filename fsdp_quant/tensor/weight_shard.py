@@ -165,11 +165,9 @@ def _mapped(kind: type[_T], fn: Callable[[_T], object], value: object) -> Any:
     kind."""
     if isinstance(value, kind):
         return fn(value)
-    return (
-        [fn(one) if isinstance(one, kind) else one for one in value]
-        if isinstance(value, (list, tuple))
-        else value
-    )
+    if isinstance(value, (list, tuple)):
+        return [fn(one) if isinstance(one, kind) else one for one in value]
+    return value
 
 
 def _inner(shard: WeightShard) -> Tensor:

@@ -131,11 +131,8 @@ class WeightState:
     @property
     def part(self) -> tuple[int, int]:
         """(rank, size) of tensor parallelism."""
-        return (
-            (0, 1)
-            if self.tensor_group is None
-            else (self.tensor_group.rank(), self.tensor_group.size())
-        )
+        group = self.tensor_group
+        return (0, 1) if group is None else (group.rank(), group.size())
 
     @property
     def spans_parts(self) -> bool:
@@ -162,11 +159,9 @@ class WeightState:
         """The history that scales this direction of the weight, on `device`; None without delayed
         scaling."""
         side = (quantizer or self.quantizer).side(direction)
-        return (
-            self.history(self.name, "weight", direction, side).to(device)
-            if side.is_delayed
-            else None
-        )
+        if not side.is_delayed:
+            return None
+        return self.history(self.name, "weight", direction, side).to(device)
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """The dtype to which values are rounded before encoding: `compute_dtype`; for identity the
@@ -195,10 +190,6 @@ class WeightState:
         """The codes of a quantized parameter; None: encode the values."""
         return None
 
-    def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
-        """Some statistic of this encoding depends on other ranks."""
-        return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
-
     def shares_statistics(self, cuts: RowCuts) -> bool:
         """Some statistic of the weight depends on other ranks; for a packed weight, whose matrices
         no cut divides, only those of histories do."""
@@ -206,7 +197,8 @@ class WeightState:
             return len(cuts.bounds) > 2 and any(
                 part.quantizer.delayed_directions for part in self.packed
             )
-        return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
+        encodings = self.quantizer.encodings.values()
+        return any(cuts.shares_statistics(e, self.part[1]) for e in encodings)
 
     def pieces(self, values: Tensor, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
         """A rank's rows of each matrix of a weight whose dim 0 is cut by `cuts`.
@@ -218,14 +210,14 @@ class WeightState:
         if not self.packed:
             return [Piece(self, values, cuts, rank)]
         first, last = cuts.bounds[rank], cuts.bounds[rank + 1]
-        everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
+        everywhere, rows, pieces = self.shares_statistics(cuts), self.shape[1], []
         for e in range(len(self.packed)) if every or everywhere else range(first, last):
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
             # nothing before the rank that holds it
             ends = [rows if e < end else 0 for end in cuts.bounds[1:]]
             of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
-            made.append(Piece(self.packed[e], matrix, of, at))
-        return made
+            pieces.append(Piece(self.packed[e], matrix, of, at))
+        return pieces
 
 
 # Fields that neither copies nor files have.
@@ -302,7 +294,7 @@ def encode_shards(
         of = [shards[i] for i in places]
         repeatable: list[RecordedEncode] = []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
-        made = dispatch.multi_tensor_encode(
+        codes = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in of],
             encoding,
             [None if s.statistics is None else s.statistics.to(device) for s in of],
@@ -315,7 +307,7 @@ def encode_shards(
         )
         if launches is not None and repeatable:
             launches.append((repeatable[0], places))
-        for i, s, encoded in zip(places, of, made):
+        for i, s, encoded in zip(places, of, codes):
             results[i] = encoded
             if encoding.fmt.is_quantized:
                 counters.add("weight encode", (s.piece.state.name, s.direction.value))
@@ -345,13 +337,13 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make: Callable[[
     version = values.data_ptr(), 0 if values.is_inference() else values._version
     if key not in state.held:
         state.held[key] = version, make()
-    seen, made = state.held[key]
+    seen, encoded = state.held[key]
     if seen != version:
         raise StaleWeightError(
             f"{state.name} was written inside fq.hold, which multiplies the codes of its first "
             "use; leave the context before the weights change"
         )
-    return made
+    return encoded
 
 
 def share_over_tensor_group(

@@ -58,7 +58,7 @@ def cast_master_weights(
     """
     shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
-    made: dict[tuple[int, int], Cast] = {}
+    casts: dict[tuple[int, int], Cast] = {}
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
@@ -73,21 +73,14 @@ def cast_master_weights(
             [f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype
         )
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
-            codes = flat_codes.codes_of_run(
-                one.data,
-                encoding.fmt.bits,
-                fragment.start,
-                fragment.values.numel(),
-                fragment.rows.shape[1],
-            )
+            run = fragment.start, fragment.values.numel(), fragment.rows.shape[1]
+            codes = flat_codes.codes_of_run(one.data, encoding.fmt.bits, *run)
             stats = shared[f][e]
-            scale = (
-                dispatch.scales(stats, encoding, enc)
-                if whole_scales and stats is not None
-                else one.scale
-            )
-            made[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
-    return [[made[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
+            scale = one.scale
+            if whole_scales and stats is not None:
+                scale = dispatch.scales(stats, encoding, enc)
+            casts[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
+    return [[casts[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
 
 
 def _of_rows(stats: Statistics | None, block_rows: slice, whole: bool) -> Statistics | None:

@@ -161,7 +161,7 @@ class _Group:
         """int32 [tiles, 4] per launch: index, tile row, tile column, work; in strips of four
         rows."""
         for second in (False, True):
-            made = [torch.empty(0, 4, dtype=torch.int32)]
+            parts = [torch.empty(0, 4, dtype=torch.int32)]
             for index, sides in enumerate(self.sides):
                 one = next(s for s in sides if s is not None)
                 if one.start == one.end:
@@ -176,8 +176,8 @@ class _Group:
                 laid = torch.stack(
                     (torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1
                 )
-                made.append(laid[laid[:, 3] != 0])
-            tiles = torch.cat(made)
+                parts.append(laid[laid[:, 3] != 0])
+            tiles = torch.cat(parts)
             self.works[second] = [
                 e if (tiles[:, 3] >> 2 * d & 3).any() else None
                 for d, e in enumerate(self.encodings)
@@ -257,13 +257,13 @@ class CastPlan:
         self._groups: dict[tuple, _Group] = {}
         self._sides: list[_Side] = []
         for index, weight in enumerate(weights):
-            made: dict[Direction, _Side] = {}
+            sides: dict[Direction, _Side] = {}
             for fragment in weight.fragments(torch.empty(0), rank):
                 for encoding in fragment.encodings:
                     if encoding.fmt.is_quantized:
-                        made[encoding.direction] = _Side(weight, encoding, rank, dense)
-            if made:
-                row, col = made.get(ROWWISE), made.get(COLUMNWISE)
+                        sides[encoding.direction] = _Side(weight, encoding, rank, dense)
+            if sides:
+                row, col = sides.get(ROWWISE), sides.get(COLUMNWISE)
                 key = None if row is None else row.encoding, None if col is None else col.encoding
                 group = self._groups.setdefault(key, _Group(*key))
                 group.masters.append(index)
@@ -402,22 +402,20 @@ class CastPlan:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
         history, (base, synced) = weight.history(direction), self._scale_base(side)
         runs = next(r for r in self._runs if side.encoding in r.encodings)
-        delayed = (
-            {}
-            if history is None
-            else {"enc": history.encode_scale.data_ptr(), "record": history.amaxes.data_ptr()}
-        )
-        made = side.scale_runs(synced)
-        for at, first, count in made:
+        delayed = {}
+        if history is not None:
+            delayed["enc"] = history.encode_scale.data_ptr()
+            delayed["record"] = history.amaxes.data_ptr()
+        scale_runs = side.scale_runs(synced)
+        for at, first, count in scale_runs:
             out = base + first * fmt.scale_bytes
             runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
-        if delayed and not made:  # another rank writes the scale; every rank keeps the history
+        # another rank writes the scale; every rank keeps the history
+        if delayed and not scale_runs:
             runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
-        kept = (
-            weight.amaxes.get(direction)
-            if weight.gathers_values
-            else weight.staged[direction].tensor_amax
-        )
+        kept = weight.amaxes.get(direction)
+        if not weight.gathers_values:
+            kept = weight.staged[direction].tensor_amax
         if kept is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
             runs.add(self._at(source), kept.data_ptr(), 1)

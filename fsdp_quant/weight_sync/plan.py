@@ -72,18 +72,11 @@ def plan_weight_sync(
         f"{'values' if w.gathers_values else 'codes'} travel"
         for w in weights
     }
-    for of, facts in (
-        (group, own | {"transport": transport, "stats": stats}),
-        (tensor_group, of_parts),
-    ):
+    own |= {"transport": transport, "stats": stats}
+    for of, facts in ((group, own), (tensor_group, of_parts)):
+        groups = [] if of is None else [of]
         try:
-            agree(
-                facts | same,
-                [] if of is None else [of],
-                error,
-                _REMEDY,
-                "ranks plan other weight syncs",
-            )
+            agree(facts | same, groups, error, _REMEDY, "ranks plan other weight syncs")
         except (ValueError, TypeError) as caught:  # the other group compares too
             error = caught
     if error is not None:
@@ -153,11 +146,9 @@ def _checked(
             )
         for d, encoding in quantizer.encodings.items():
             if encoding.fmt.rotated or quantizer.is_stochastic:
-                what = (
-                    "rotated, which mixes elements of two owners"
-                    if encoding.fmt.rotated
-                    else "rounded stochastically"
-                )
+                what = "rounded stochastically"
+                if encoding.fmt.rotated:
+                    what = "rotated, which mixes elements of two owners"
                 raise ValueError(
                     f"{name}.{d.value} is {quantizer}, {what}; do so with activations and "
                     "gradients only"

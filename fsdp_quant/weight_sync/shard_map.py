@@ -51,25 +51,6 @@ class ShardMap:
                 f"element has one owner; got {list(self.cuts)}"
             )
 
-    @staticmethod
-    def of_ranges(ranges: list[tuple[int, int]], numel: int) -> ShardMap:
-        """The map of (start, end) ranges by rank; an empty range may have any start.
-
-        Raises ValueError for ranges that overlap, leave a gap, or are not in rank order.
-        """
-        cuts = [0]
-        for rank, (start, end) in enumerate(ranges):
-            if start != end and start != cuts[-1]:
-                what = "overlap" if start < cuts[-1] else "leave a gap"
-                raise ValueError(
-                    f"the ranges {what} at rank {rank}, which owns [{start}, {end}) after "
-                    f"{cuts[-1]} of {numel}"
-                )
-            cuts.append(cuts[-1] if start == end else end)
-        if cuts[-1] != numel:
-            raise ValueError(f"the ranges end at element {cuts[-1]} of {numel}")
-        return ShardMap(tuple(cuts))
-
     @property
     def numel(self) -> int:
         return self.cuts[-1]
@@ -143,15 +124,15 @@ class Segments:
     @cached_property
     def _packed(self) -> list[list[int]]:
         """`offsets` of concatenated runs."""
-        made = []
+        per_rank = []
         for rank in range(self.ranks):
             offsets, used = [], 0
             for wire in self.wire_tensors:
                 first, end = wire.span(rank)
                 offsets.append(used + (first - used) % ALIGNMENT)
                 used = offsets[-1] + end - first
-            made.append([*offsets, used])
-        return made
+            per_rank.append([*offsets, used])
+        return per_rank
 
     @cached_property
     def size(self) -> int:
@@ -191,15 +172,15 @@ class Segments:
         bytes."""
         if self.in_place_offsets is None:
             return self._packed
-        made = []
+        per_rank = []
         for rank in range(self.ranks):
             offsets, used = [], 0
             for wire, place in zip(self.wire_tensors, self.in_place_offsets):
                 first, end = wire.span(rank)
                 offsets.append(place + first - rank * self.size if first < end else used)
                 used = offsets[-1] + end - first
-            made.append([*offsets, used])
-        return made
+            per_rank.append([*offsets, used])
+        return per_rank
 
     def validate(self) -> None:
         """Raise ValueError unless the byte ranges contain every element once, from its owner."""

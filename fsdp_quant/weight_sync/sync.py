@@ -42,7 +42,7 @@ class WeightSync:
     fingerprint: hash of names, shapes, formats and rounding; independent of world size, cuts and
                  transport.
 
-    Every rank of the group makes the same collective calls in the order of the plan.
+    Every rank of the group issues the same collectives in the order of the plan.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WeightSync:
         wanted = self.buffers()
         if len(buffers) != len(wanted):
             raise ValueError(
-                f"bind takes {len(wanted)} buffers, as buffers() says, got {len(buffers)}"
+                f"bind wants {len(wanted)} buffers, as buffers() says, got {len(buffers)}"
             )
         for i, (buffer, want) in enumerate(zip(buffers, wanted)):
             got = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
@@ -265,8 +265,10 @@ class WeightSync:
         if any(w.spans_parts(e) for w, f in zip(owners, fragments) for e in f.encodings):
             counters.add("amax all-reduce", "sync")
         pieces: dict[tuple[str, Direction | None, str], Tensor] = {}
-        made = cast_master_weights(fragments, self.group, factors, self._dense, self._tensor_group)
-        for weight, fragment, casts in zip(owners, fragments, made):
+        by_fragment = cast_master_weights(
+            fragments, self.group, factors, self._dense, self._tensor_group
+        )
+        for weight, fragment, casts in zip(owners, fragments, by_fragment):
             for encoding, cast in zip(fragment.encodings, casts):
                 direction, scale = encoding.direction, cast.scale
                 amax = cast.amax if cast.tensor_amax is None else cast.tensor_amax
@@ -407,7 +409,7 @@ class WeightSync:
     # Checkpoints and text #
 
     def state_dict(self) -> dict:
-        """Fingerprint and number of applied steps; save it beside masters and `fq.state_dict`."""
+        """Fingerprint and number of applied steps; save it with the masters and `fq.state_dict`."""
         return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -453,11 +455,8 @@ class WeightSync:
             reduced = (
                 f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
             )
-        cast = (
-            "by kernels"
-            if self.unsupported_reason is None
-            else f"of covering rows, because {self.unsupported_reason}"
-        )
+        why = self.unsupported_reason
+        cast = "by kernels" if why is None else f"of covering rows, because {why}"
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:

@@ -99,14 +99,10 @@ class SyncedWeight:
             d: StagedScales.zeros(e, self.shape, self.device, dense)
             for d, e in self.encoded.items()
         }
-        others = [
-            (d, e.fmt)
+        self.amaxes = {
+            d: torch.zeros((1,) if e.fmt.tensor_scale else (1, 1), device=self.device)
             for d, e in self.quantizer.encodings.items()
             if self.gathers_values and self.spans_parts(e)
-        ]
-        self.amaxes = {
-            d: torch.zeros((1,) if fmt.tensor_scale else (1, 1), device=self.device)
-            for d, fmt in others
         }
 
     @property
@@ -150,11 +146,9 @@ class SyncedWeight:
         codes = sum(wire.nbytes for wire in self.wire_tensors.values())
         for encoding in self.quantizer.encodings.values():
             across = scale_count(encoding, (1, self.shape[1]))
-            reduced = (
-                scale_count(encoding, self.shape)
-                if self.dense
-                else len(self.cuts.cut_block_rows(encoding)) * across
-            )
+            reduced = len(self.cuts.cut_block_rows(encoding)) * across
+            if self.dense:
+                reduced = scale_count(encoding, self.shape)
             codes += AMAX_BYTES * reduced if self.shards.ranks > 1 else 0
         return self.shards.numel * self.wire_dtype.itemsize < codes
 
@@ -174,10 +168,7 @@ class SyncedWeight:
 
     def history(self, direction: Direction) -> AmaxHistory | None:
         """The history of a delayed side, on the weight's device."""
-        side = self.quantizer.side(direction)
-        if side is None or not side.is_delayed:
-            return None
-        return self.state.history(self.state.name, "weight", direction, side).to(self.device)
+        return self.state.delayed_history(direction, self.device)
 
     def factor(self, direction: Direction) -> Tensor | None:
         history = self.history(direction)
@@ -188,7 +179,7 @@ class SyncedWeight:
     ) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies that build the storages of these directions from gathered
         wire tensors, in any order."""
-        made, encodings = [], self.quantizer.encodings
+        copies, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
             room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
             if self.gathers_values:
@@ -202,23 +193,23 @@ class SyncedWeight:
                 (whole,) = dispatch.encode(
                     values, [encoding], stats, encode_scales=[self.factor(source)], dtype=seen
                 )
-                made += [(into, getattr(whole, name)) for name, into in room.items()]
+                copies += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
             scales, codes = self.staged[source], pieces.get((source, "codes"))
             if codes is None:
                 pass  # gathered in place
             elif self.shape[1] % fmt.element.packing[0]:  # rows begin inside packed bytes
-                made.append(
+                copies.append(
                     (room["data"], flat_codes.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
                 )
             else:
-                made += codes.writes(room["data"])
+                copies += codes.writes(room["data"])
             for name, staged in scales._asdict().items():
                 if (source, name) in pieces:
-                    made += pieces[source, name].writes(room[name])
+                    copies += pieces[source, name].writes(room[name])
                 elif name in room and staged is not None:
-                    made.append((room[name], staged.view_as(room[name])))
-        return made
+                    copies.append((room[name], staged.view_as(room[name])))
+        return copies
 
     def derive(self, directions: list[Direction]) -> None:
         """Encode a derived columnwise storage from the rowwise one."""
@@ -344,15 +335,15 @@ class Pieces(NamedTuple):
     def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies of the wire tensor into `into`. Merges a byte that two pieces
         share."""
-        flat, made = into.reshape(-1).view(torch.uint8), []
+        flat, copies = into.reshape(-1).view(torch.uint8), []
         for first, piece, shares in self.of:
             if shares:
-                target, before = made.pop()
+                target, before = copies.pop()
                 end = target.numel() - 1
-                made += [(target[:end], before[:end]), (target[end:], before[end:] | piece[:1])]
+                copies += [(target[:end], before[:end]), (target[end:], before[end:] | piece[:1])]
                 first, piece = first + 1, piece[1:]
-            made.append((flat[first : first + piece.numel()], piece))
-        return [(target, source) for target, source in made if target.numel()]
+            copies.append((flat[first : first + piece.numel()], piece))
+        return [(target, source) for target, source in copies if target.numel()]
 
     def joined(self) -> Tensor:
         """The whole bytes."""

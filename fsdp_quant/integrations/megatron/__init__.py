@@ -5,7 +5,7 @@ arguments that fit them.
 [Note: who writes the weights]
 Parameters stay what they are to Megatron: plain tensors, which its DDP moves into flat buffers, and
 which optimizer and collectives write there. Each forward quantizes the values that it finds; where
-a weight sync gathers codes, a `WeightProxy` takes the parameter's place. Between an optimizer's
+a weight sync gathers codes, a `WeightProxy` replaces the parameter. Between an optimizer's
 step and the gather of parameters that follows it no layer runs: Megatron's hooks see to that.
 
 [Note: the shapes]

@@ -20,12 +20,12 @@ HONOURED: dict[str, tuple[tuple, str]] = {
     ),
     "fp16": (
         (False,),
-        "a step that the loss scaler skips is not told to the recipe's statistics: train in bf16",
+        "the recipe's statistics do not see that the loss scaler skips a step: train in bf16",
     ),
-    "delay_wgrad_compute": ((False,), "weights' gradients are made in the backward: leave it out"),
+    "delay_wgrad_compute": ((False,), "the backward computes gradients of weights: leave it out"),
     "overlap_dispatch_backward_with_experts_wgrad": (
         (False,),
-        "weights' gradients are made in the backward: leave it out",
+        "the backward computes gradients of weights: leave it out",
     ),
     "cuda_graph_impl": (
         (None, "none"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""What these layers take from Megatron-LM. Importing it needs no Megatron: see `need`."""
+"""Names of Megatron-LM that these layers use. Importing it needs no Megatron: see `need`."""
 
 from __future__ import annotations
 

@@ -12,23 +12,9 @@ from torch import Tensor, nn
 from ...modules.grouped_linear import EXPERT, Expert, GroupedLinear
 from ...modules.linear import Linear
 from ...recipe import Recipe
-from . import core
+from . import core, weights
 from .config import check_arguments, check_config
 from .linear import ParallelLinear
-from .weights import (
-    SERIAL,
-    WeightProxy,
-    check_divides,
-    ignore_extra_state,
-    layer_recipe,
-    mark,
-    new_bias,
-    new_weight,
-    rank_of,
-    size_of,
-    tensor_group_of,
-    uses_expert_groups,
-)
 
 
 class _GroupedLinear(GroupedLinear):
@@ -43,7 +29,7 @@ class _GroupedLinear(GroupedLinear):
 
     _dim: int
     _linears: list[Expert]
-    _weight_proxies: list[WeightProxy]
+    _weight_proxies: list[weights.WeightProxy]
     _recipe_of_class: Recipe | None = None
 
     def __init__(
@@ -63,45 +49,42 @@ class _GroupedLinear(GroupedLinear):
         recipe: Recipe | None = None,
     ):
         nn.Module.__init__(self)
-        name = name or f"{type(self).__name__}.{next(SERIAL)}"
+        name = name or f"{type(self).__name__}.{next(weights.SERIAL)}"
         check_config(config, name)
         check_arguments(name, {"is_expert": (is_expert, True, "a grouped layer is of experts")})
-        recipe = layer_recipe(name, recipe, self._recipe_of_class)
-        group = tensor_group_of(getattr(pg_collection, "expt_tp", None), config, True)
-        if bias and self._dim and size_of(group) > 1:
+        recipe = weights.layer_recipe(name, recipe, self._recipe_of_class)
+        group = weights.tensor_group_of(getattr(pg_collection, "expt_tp", None), config, True)
+        if bias and self._dim and weights.size_of(group) > 1:
             raise ValueError(
                 f"{name}: bias=True of a row layer whose experts are cut: every rank would add it; "
                 "leave it out"
             )
-        check_divides(
-            name,
-            *(("input_size", input_size) if self._dim else ("output_size", output_size)),
-            size_of(group),
-        )
+        size = ("input_size", input_size) if self._dim else ("output_size", output_size)
+        weights.check_divides(name, *size, weights.size_of(group))
         self.config = config
         self.num_gemms = num_gemms
         self.use_bias = bias
         self.skip_bias_add = skip_bias_add
         self._groups = pg_collection
         self.tp_group = group
-        expert_groups = uses_expert_groups(config, True)
+        expert_groups = weights.uses_expert_groups(config, True)
         self._linears, self._weight_proxies, self.packed = [], [], True
         for e in range(num_gemms):
-            weight = new_weight(
+            weight = weights.new_weight(
                 config, init_method, (output_size, input_size), self._dim, 1, group, True
             )
-            mark(weight, self._dim, 1, expert_groups)
+            weights.mark(weight, self._dim, 1, expert_groups)
             self.register_parameter(f"weight{e}", weight)
             if bias:
-                self.register_parameter(f"bias{e}", new_bias(config, weight.shape[0]))
-                mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
+                self.register_parameter(f"bias{e}", weights.new_bias(config, weight.shape[0]))
+                weights.mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
             layer = Expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
-            self._weight_proxies.append(WeightProxy(layer._weight_state))
+            self._weight_proxies.append(weights.WeightProxy(layer._weight_state))
         self.in_features = self._linears[0].in_features
         self.out_features = self._linears[0].out_features
         self.finish_experts(name)
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.register_load_state_dict_pre_hook(weights.ignore_extra_state)
 
     @property
     def layers(self) -> Sequence[Linear]:
@@ -122,12 +105,10 @@ class _GroupedLinear(GroupedLinear):
             weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
             layer.give(weight, None if self.skip_bias_add else bias)
             layer.training = self.training
-        splits = (
-            tokens_per_expert.tolist()
-            if isinstance(tokens_per_expert, Tensor)
-            else tokens_per_expert
-        )
-        return super().forward(x, splits), biases if self.use_bias and self.skip_bias_add else None
+        if isinstance(tokens_per_expert, Tensor):
+            tokens_per_expert = tokens_per_expert.tolist()
+        y = super().forward(x, tokens_per_expert)
+        return y, biases if self.use_bias and self.skip_bias_add else None
 
     backward_dw = ParallelLinear.backward_dw
     get_extra_state = ParallelLinear.get_extra_state
@@ -139,20 +120,18 @@ class _GroupedLinear(GroupedLinear):
         """The experts as `ShardedTensor`s of all ranks' experts, named like one layer per
         expert."""
         core.need("sharded_state_dict")
-        settings, made = core.ensure_metadata_has_dp_cp_group(metadata), {}
+        settings, tensors = core.ensure_metadata_has_dp_cp_group(metadata), {}
         apart, groups = settings.get("singleton_local_shards", False), self._groups
-        first, everywhere = rank_of(groups.ep) * self.num_gemms, size_of(groups.ep) * self.num_gemms
+        first = weights.rank_of(groups.ep) * self.num_gemms
+        everywhere = weights.size_of(groups.ep) * self.num_gemms
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
         for e in range(self.num_gemms):
             own = {
                 f"{e}.{kind}": getattr(self, f"{kind}{e}")
                 for kind in ("weight", "bias")[: 1 + self.use_bias]
             }
-            offsets = (
-                sharded_offsets
-                if apart
-                else (*sharded_offsets, (len(sharded_offsets), first + e, everywhere))
-            )
+            place = len(sharded_offsets), first + e, everywhere
+            offsets = sharded_offsets if apart else (*sharded_offsets, place)
             found = core.make_sharded_tensors_for_checkpoint(
                 own,
                 "",
@@ -165,9 +144,9 @@ class _GroupedLinear(GroupedLinear):
                 found, f"{e}.", f"{first + e}.{prefix}" if apart else prefix
             )
             for key, tensor in found.items():
-                tensor.replica_id = (*tensor.replica_id[:2], rank_of(groups.expt_dp))
-                made[f"{prefix}{key.removeprefix(f'{e}.')}{e}"] = tensor
-        return made
+                tensor.replica_id = (*tensor.replica_id[:2], weights.rank_of(groups.expt_dp))
+                tensors[f"{prefix}{key.removeprefix(f'{e}.')}{e}"] = tensor
+        return tensors
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
@@ -182,7 +161,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
     _dim = 1
 
 
-def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, WeightProxy]]:
+def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, weights.WeightProxy]]:
     """The weights of these layers in a model: parameter -> (its module, its proxy)."""
     found = {}
     for module in model.modules():

@@ -143,7 +143,7 @@ class GroupCodes:
         self._begun, self._whole_at = False, STEP.weight_events
         self._gathered: _Values | None = None  # in the gather that has begun
 
-    def weight_proxy(self) -> None:
+    def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes."""
         for *_, weight_proxy, synced in self._weights:
             weight_proxy.synced, weight_proxy.state.weight_sync = synced, self.sync
@@ -157,7 +157,7 @@ class GroupCodes:
             if master is None and end > start:
                 raise RuntimeError(
                     f"{name}: the optimizer keeps no main_param of the elements [{start}, {end}) "
-                    "that this rank owns; make Megatron's distributed optimizer, not a "
+                    "that this rank owns; create Megatron's distributed optimizer, not a "
                     "precision-aware one, before the first forward"
                 )
             masters.append(
@@ -210,7 +210,7 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
     state = weight_proxy.state
     if not hasattr(param, "main_param"):
         raise ValueError(
-            f"{state.name} has no main_param; make Megatron's distributed optimizer before "
+            f"{state.name} has no main_param; create Megatron's distributed optimizer before "
             "gather_codes"
         )
     if param.dtype is not torch.bfloat16:
@@ -218,9 +218,9 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
             f"{state.name} is {param.dtype}; gather_codes was tested with parameters in bf16 that "
             "have fp32 masters"
         )
-    made = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
-    made.tensor_group = state.tensor_group
-    return made.wrapped(param.detach())
+    own = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+    own.tensor_group = state.tensor_group
+    return own.wrapped(param.detach())
 
 
 class GathersCodes:
@@ -303,12 +303,12 @@ def gather_codes(
             "from gpt_layer_spec"
         )
     options = {"transport": transport, "stats": stats}
-    made = [
+    group_codes = [
         GroupCodes(params, group.intra_distributed_optimizer_instance_group, **options)
         for group, params, _ in planned
     ]
-    for (group, _, modules), codes in zip(planned, made):
-        codes.weight_proxy()
+    for (group, _, modules), codes in zip(planned, group_codes):
+        codes.attach()
         group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
         group.fsdp_quant_codes = codes
         for module in dict.fromkeys(modules):

@@ -19,21 +19,8 @@ from ...modules.shared_linear import multiply_shared
 from ...recipe import Recipe
 from ...tensor import torch_compat
 from ...tensor.weight_state import WeightState
-from . import core
+from . import core, weights
 from .config import check_arguments, check_config
-from .weights import (
-    SERIAL,
-    WeightProxy,
-    check_divides,
-    ignore_extra_state,
-    layer_recipe,
-    mark,
-    new_bias,
-    new_weight,
-    size_of,
-    tensor_group_of,
-    uses_expert_groups,
-)
 
 
 class _Columns(torch.autograd.Function):
@@ -80,16 +67,14 @@ class ParallelLinear(Linear):
         refused: dict[str, tuple],
     ):
         nn.Module.__init__(self)
-        name = name or f"{type(self).__name__}.{next(SERIAL)}"
+        name = name or f"{type(self).__name__}.{next(weights.SERIAL)}"
         check_config(config, name)
         check_arguments(name, refused)
-        group = tensor_group_of(tp_group, config, is_expert)
-        cut = check_divides(
-            name,
-            *(("input_size", input_size) if self._dim else ("output_size", output_size)),
-            size_of(group),
-        )
-        expert_groups = uses_expert_groups(config, is_expert)
+        group = weights.tensor_group_of(tp_group, config, is_expert)
+        ranks = weights.size_of(group)
+        size = ("input_size", input_size) if self._dim else ("output_size", output_size)
+        cut = weights.check_divides(name, *size, ranks)
+        expert_groups = weights.uses_expert_groups(config, is_expert)
         self.config = config
         self.tp_group = group
         self.is_expert = is_expert
@@ -97,29 +82,29 @@ class ParallelLinear(Linear):
         self.input_size = input_size
         self.output_size = output_size
         self.expert_parallel = config.expert_model_parallel_size > 1
-        self.explicit_expert_comm = is_expert and (size_of(group) > 1 or self.expert_parallel)
+        self.explicit_expert_comm = is_expert and (ranks > 1 or self.expert_parallel)
         self.gradient_accumulation_fusion = False
-        self.sequence_parallel = config.sequence_parallel and size_of(group) > 1
-        self.weight = new_weight(
+        self.sequence_parallel = config.sequence_parallel and ranks > 1
+        self.weight = weights.new_weight(
             config, init_method, (output_size, input_size), self._dim, stride, group, is_expert
         )
         self.out_features, self.in_features = self.weight.shape
-        mark(self.weight, self._dim, stride, expert_groups)
-        own_bias = new_bias(config, output_size if self._dim else cut) if bias else None
+        weights.mark(self.weight, self._dim, stride, expert_groups)
+        own_bias = weights.new_bias(config, output_size if self._dim else cut) if bias else None
         self.register_parameter("bias", own_bias)
         if own_bias is not None:
-            mark(own_bias, None if self._dim else 0, stride, expert_groups)
-        recipe = layer_recipe(name, recipe, self._recipe_of_class)
+            weights.mark(own_bias, None if self._dim else 0, stride, expert_groups)
+        recipe = weights.layer_recipe(name, recipe, self._recipe_of_class)
         self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
         shape, dtype = tuple(self.weight.shape), recipe.compute_dtype
         state = WeightState(f"{name}.weight", self.plan.weight, shape, dtype)
         self.runtime.set_weight_state(state)
-        if group is not None and group.size() > 1 and not self.explicit_expert_comm:
+        if group is not None and ranks > 1 and not self.explicit_expert_comm:
             self.parallel = self._axis(group)
             state.tensor_group, state.tensor_dim = group, self._dim
-        self._weight_proxy = WeightProxy(state)
+        self._weight_proxy = weights.WeightProxy(state)
         self.prepare_graphs()
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.register_load_state_dict_pre_hook(weights.ignore_extra_state)
 
     def _axis(self, group: dist.ProcessGroup) -> TensorParallel:
         raise NotImplementedError
@@ -172,7 +157,7 @@ class ParallelLinear(Linear):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, TP={size_of(self.tp_group)}"
+        return f"{super().extra_repr()}, TP={weights.size_of(self.tp_group)}"
 
 
 _ONE_COPY = "no second copy of a weight is kept"
@@ -222,30 +207,16 @@ class ColumnParallelLinear(ParallelLinear):
         recipe: Recipe | None = None,
     ):
         self.gather_output, self._reduces = gather_output, not disable_grad_reduce
-        super().__init__(
-            input_size,
-            output_size,
-            config,
-            init_method,
-            bias,
-            skip_bias_add,
-            stride,
-            is_expert,
-            tp_group,
-            name,
-            recipe,
-            {
-                "keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY),
-                "skip_weight_param_allocation": (skip_weight_param_allocation, False, _OWN_WEIGHT),
-                "embedding_activation_buffer": (embedding_activation_buffer, None, _NO_BUFFER),
-                "grad_output_buffer": (grad_output_buffer, None, _NO_BUFFER),
-                "output_dtype": (
-                    output_dtype or config.params_dtype,
-                    config.params_dtype,
-                    "y has the input's dtype",
-                ),
-            },
-        )
+        dtype = config.params_dtype
+        refused = {
+            "keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY),
+            "skip_weight_param_allocation": (skip_weight_param_allocation, False, _OWN_WEIGHT),
+            "embedding_activation_buffer": (embedding_activation_buffer, None, _NO_BUFFER),
+            "grad_output_buffer": (grad_output_buffer, None, _NO_BUFFER),
+            "output_dtype": (output_dtype or dtype, dtype, "y has the input's dtype"),
+        }
+        options = config, init_method, bias, skip_bias_add, stride, is_expert, tp_group, name
+        super().__init__(input_size, output_size, *options, recipe, refused)
         self.output_size_per_partition = self.out_features
         if gather_output and self.explicit_expert_comm:
             raise ValueError(
@@ -270,9 +241,9 @@ class ColumnParallelLinear(ParallelLinear):
             )
         y = self._multiplied(input_, None if self.skip_bias_add else self.bias)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        return self._result(
-            _Columns.apply(y, self.tp_group, True) if gathers and size_of(self.tp_group) > 1 else y
-        )
+        if gathers and weights.size_of(self.tp_group) > 1:
+            y = _Columns.apply(y, self.tp_group, True)
+        return self._result(y)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -308,20 +279,9 @@ class RowParallelLinear(ParallelLinear):
         recipe: Recipe | None = None,
     ):
         self.input_is_parallel = input_is_parallel
-        super().__init__(
-            input_size,
-            output_size,
-            config,
-            init_method,
-            bias,
-            skip_bias_add,
-            stride,
-            is_expert,
-            tp_group,
-            name,
-            recipe,
-            {"keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY)},
-        )
+        refused = {"keep_master_weight_for_test": (keep_master_weight_for_test, False, _ONE_COPY)}
+        options = config, init_method, bias, skip_bias_add, stride, is_expert, tp_group, name
+        super().__init__(input_size, output_size, *options, recipe, refused)
         self.input_size_per_partition = self.in_features
         if self.sequence_parallel and not input_is_parallel:
             raise ValueError(
@@ -330,7 +290,7 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.explicit_expert_comm and not skip_bias_add:
             raise ValueError(
-                f"{self.runtime.name}: the dispatcher sums what ranks of an expert make; pass "
+                f"{self.runtime.name}: the dispatcher sums the outputs of an expert's ranks; pass "
                 "skip_bias_add=True"
             )
         if bias:
@@ -341,7 +301,7 @@ class RowParallelLinear(ParallelLinear):
 
     @torch.compiler.disable
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not self.input_is_parallel and size_of(self.tp_group) > 1:
+        if not self.input_is_parallel and weights.size_of(self.tp_group) > 1:
             input_ = _Columns.apply(input_, self.tp_group, False)
         y = self._multiplied(input_, None)
         return self._result(y if self.bias is None or self.skip_bias_add else y + self.bias)

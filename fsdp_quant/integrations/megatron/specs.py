@@ -59,18 +59,18 @@ class SpecProvider(core.BackendSpecProvider):
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
         if moe_use_grouped_gemm:
-            made = core.GroupedMLPSubmodules(
+            submodules = core.GroupedMLPSubmodules(
                 linear_fc1=self._class(ColumnParallelGroupedLinear),
                 linear_fc2=self._class(RowParallelGroupedLinear),
                 activation_func=self.activation_func(),
             )
-            return partial(core.TEGroupedMLP, submodules=made)
-        made = core.MLPSubmodules(
+            return partial(core.TEGroupedMLP, submodules=submodules)
+        submodules = core.MLPSubmodules(
             linear_fc1=self.column_parallel_linear(),
             linear_fc2=self.row_parallel_linear(),
             activation_func=self.activation_func(),
         )
-        return partial(core.SequentialMLP, submodules=made)
+        return partial(core.SequentialMLP, submodules=submodules)
 
     def activation_func(self):
         return self.fallback.activation_func()

@@ -55,12 +55,10 @@ class WeightProxy:
                     "were not tested; leave --use-torch-fsdp2 out, or build the model of fq.Linear"
                 )
             return parameter
-        made = self.synced.detach()
-        return (
-            _PassGradient.apply(parameter, [made])
-            if torch.is_grad_enabled() and parameter.requires_grad
-            else made
-        )
+        weight = self.synced.detach()
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            return _PassGradient.apply(parameter, [weight])
+        return weight
 
 
 SERIAL = itertools.count()

@@ -31,34 +31,34 @@ def _sides(row: int, col: int):
 
 # The dispatcher omits trailing arguments that equal their default, so fakes receive fewer.
 def _fake_quantize(x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
-    made = []
+    results = []
     for side, columnwise in _sides(row, col):
         of = encoding_shapes(side, columnwise, x.shape, row0)
         amax, tensor_amax = (*known, *[None] * 8)[4 * columnwise : 4 * columnwise + 2]
-        made += [
+        results += [
             x.new_empty(of.data, dtype=torch.uint8),
             x.new_empty(of.scale, dtype=of.scale_dtype),
         ]
-        made += [_floats(x, 1)] if of.has_tensor_amax and tensor_amax is None else []
-        made += [_floats(x, of.amax)] if of.has_amax and amax is None else []
-    return made
+        results += [_floats(x, 1)] if of.has_tensor_amax and tensor_amax is None else []
+        results += [_floats(x, of.amax)] if of.has_amax and amax is None else []
+    return results
 
 
 def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16):
-    made = []
+    results = []
     for (side, columnwise), run in zip(((row, False), (col, True)), (row_run, col_run)):
         if side:
             of = encoding_shapes(side, columnwise, x.shape, run=run)
-            made += [x.new_empty(of.data, dtype=torch.uint8), _floats(x, of.scale)]
-    return made
+            results += [x.new_empty(of.data, dtype=torch.uint8), _floats(x, of.scale)]
+    return results
 
 
 def _fake_statistics(x, row, col, row0, round_to_bf16):
-    made = []
+    results = []
     for side, columnwise in _sides(row, col):
         of = encoding_shapes(side, columnwise, x.shape, row0)
-        made += [_floats(x, of.amax)] + ([_floats(x, 1)] if of.has_tensor_amax else [])
-    return made
+        results += [_floats(x, of.amax)] + ([_floats(x, 1)] if of.has_tensor_amax else [])
+    return results
 
 
 def _fake_statistics_group(x, side, columnwise, row0, round_to_bf16):
@@ -153,9 +153,8 @@ def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
-    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(
-        a, b[1:]
-    ),  # each row of a times its group's [N, K]
+    # each row of a times its group's [N, K]
+    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }
 if extension.is_loaded():

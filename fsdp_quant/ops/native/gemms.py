@@ -133,10 +133,10 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
-def _grouped_operand_code(o: Operand) -> int:
-    return operand_code(o.fmt) or (
-        _SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0
-    )
+def _grouped_arguments(a: Operand, b: Operand, offsets: Tensor) -> tuple:
+    one_scale = _SCALINGS["fp32", (None, None)] << 3  # of 16-bit values
+    codes = (operand_code(o.fmt) or (0 if o.scale is None else one_scale) for o in (a, b))
+    return a.data, b.data, a.scale, b.scale, offsets, *codes
 
 
 def grouped_gemm(
@@ -165,17 +165,7 @@ def grouped_gemm(
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
-    _ops.grouped_gemm(
-        out,
-        a.data,
-        b.data,
-        a.scale,
-        b.scale,
-        offsets,
-        _grouped_operand_code(a),
-        _grouped_operand_code(b),
-        flag,
-    )
+    _ops.grouped_gemm(out, *_grouped_arguments(a, b, offsets), flag)
     return out
 
 
@@ -209,16 +199,7 @@ def grouped_gemm_wgrad(
         out = a.data.new_empty(
             (offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype
         )
-    args = (
-        a.data,
-        b.data,
-        a.scale,
-        b.scale,
-        offsets,
-        _grouped_operand_code(a),
-        _grouped_operand_code(b),
-    )
-    _ops.grouped_gemm_wgrad(out, *args, accumulate, flag)
+    _ops.grouped_gemm_wgrad(out, *_grouped_arguments(a, b, offsets), accumulate, flag)
     return out
 
 

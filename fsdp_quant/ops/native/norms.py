@@ -37,11 +37,9 @@ def _aligned(x: Tensor | None) -> Tensor | None:
 def _line(x: Tensor | None) -> Tensor | None:
     """Return x [cols], contiguous and aligned to 16 bytes; a copy if needed. x may be a slice of a
     larger buffer."""
-    return (
-        x
-        if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0)
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
@@ -93,17 +91,11 @@ def activation_backward(
 
 
 def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    zero_centered: bool,
-    rounds_first: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *spec: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, rstd, mean, and the amax of y."""
+    """Return y, rstd, mean, and the amax of y. spec: the fields of `ops.norm.NormSpec`."""
     given = _aligned(x.contiguous()), _line(weight), _line(bias)
-    y, amax, rstd, mean = _ops.norm(*given, eps, centred, zero_centered, rounds_first)
+    y, amax, rstd, mean = _ops.norm(*given, *spec)
     return y, rstd, mean, amax
 
 

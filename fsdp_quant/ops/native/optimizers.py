@@ -104,9 +104,9 @@ def adam_codes(
                 pass over the tensor.
     into:       for each master and encoding, the buffers to write; None: allocate them.
     """
-    made = []
+    codes = []
     for x, start, given in zip(step.master, row0, into):
-        made.append([])
+        codes.append([])
         for e, buffers in zip(encodings, given):
             if buffers is None:
                 of = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start)
@@ -114,9 +114,11 @@ def adam_codes(
                     x.new_empty(of.data, dtype=torch.uint8),
                     x.new_empty(of.scale, dtype=of.scale_dtype),
                 )
-            made[-1].append(buffers)
-    _adam_group(step, encodings, row0, False, [t for of in made for buffers in of for t in buffers])
-    return made
+            codes[-1].append(buffers)
+    _adam_group(
+        step, encodings, row0, False, [t for of in codes for buffers in of for t in buffers]
+    )
+    return codes
 
 
 def adam_statistics(
@@ -146,11 +148,11 @@ def adam_statistics(
     zeros = step.master[0].new_zeros(at)
     out = [zeros.as_strided(shape, (shape[1], 1), start) for shape, start in places]
     _adam_group(step, encodings, row0, True, out)
-    made = iter(out)
+    amaxes = iter(out)
     return [
         [
-            (amax if is_wanted else None, next(made).view(1) if e.fmt.tensor_scale else None)
-            for e, is_wanted, amax in ((e, w, next(made)) for e, w in zip(encodings, wanted))
+            (amax if is_wanted else None, next(amaxes).view(1) if e.fmt.tensor_scale else None)
+            for e, is_wanted, amax in ((e, w, next(amaxes)) for e, w in zip(encodings, wanted))
         ]
         for wanted in blocks
     ]
@@ -170,17 +172,9 @@ def adam_count(
     (`fused_adam.SCALARS`), fp32 [steps, 8]."""
     device = steps[0].device
     found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
-    on_device = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
-    rows = _ops.adam_count(
-        steps,
-        found_inf,
-        on_device,
-        0.0 if on_device is not None else lr,
-        beta1,
-        beta2,
-        eps,
-        decay,
-        decoupled,
-    )
+    on_device = None
+    if isinstance(lr, Tensor):
+        on_device, lr = lr.to(device, torch.float32), 0.0
+    rows = _ops.adam_count(steps, found_inf, on_device, lr, beta1, beta2, eps, decay, decoupled)
     torch.autograd.graph.increment_version(steps)
     return rows

@@ -57,11 +57,11 @@ def statistics(
     """Compute (amax, tensor_amax or None) for each encoding (one per direction), in one read of
     x."""
     call = call_of(tuple(encodings))
-    made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
+    outputs = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
     results: dict[int, tuple] = {}
     for i in call.places:
         if i is not None:
-            results[i] = (next(made), next(made) if encodings[i].fmt.tensor_scale else None)
+            results[i] = (next(outputs), next(outputs) if encodings[i].fmt.tensor_scale else None)
     return [results[i] for i in range(len(encodings))]
 
 
@@ -99,16 +99,16 @@ def quantize(
                 encode_scales[i] if encode_scales else None,
                 keys[i] if keys else None,
             )
-    made = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
+    outputs = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
     results: dict[int, tuple] = {}
     for i in call.places:
         if i is not None:
             fmt, (amax, tensor_amax) = encodings[i].fmt, stats[i] if stats else (None, None)
-            data, scale = next(made), next(made)
+            data, scale = next(outputs), next(outputs)
             if fmt.tensor_scale and tensor_amax is None:
-                tensor_amax = next(made)
+                tensor_amax = next(outputs)
             if fmt.scale_leaves_contraction and amax is None:
-                amax = next(made)
+                amax = next(outputs)
             results[i] = (data, scale, tensor_amax, amax if fmt.scale_leaves_contraction else None)
     return [results[i] for i in range(len(encodings))]
 
@@ -124,12 +124,12 @@ def multi_tensor_amax(
 ) -> list[tuple]:
     """Compute (amax, tensor_amax or None) of each tensor, in one launch."""
     rows = [rows_of(one) for one in x]
-    made = iter(
+    outputs = iter(
         _ops.statistics_group(
             rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, round_to_bf16
         )
     )
-    return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
+    return [(next(outputs), next(outputs) if encoding.fmt.tensor_scale else None) for _ in x]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,8 +158,8 @@ class RecordedEncode:
     """One launch that encodes a list of tensors into slices of one buffer. Calling it again encodes
     other values into the same memory.
 
-    made:  (data, scale, tensor_amax, amax) per tensor: views of the buffer, and the entries of
-           `stats` that the launch read.
+    results:  (data, scale, tensor_amax, amax) per tensor: views of the buffer, and the entries of
+              `stats` that the launch read.
 
     Arguments are those of `multi_tensor_quantize`. stats: None: computed from the values in each
     call.
@@ -185,7 +185,7 @@ class RecordedEncode:
         self._first, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
         self._last = self._staging, *places, round_to_bf16
         of_scales = self._staging.view(scale_dtype)
-        self.made = [
+        self.results = [
             (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of)
             for (data, scale), of in zip(views, known)
         ]
@@ -232,15 +232,8 @@ def _group_arguments(
             [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records],
         )
     columnwise = encoding.direction is not ROWWISE
-    return (
-        pack_encoding(encoding),
-        columnwise,
-        encoding.eps,
-        row0,
-        amaxes,
-        tensor_amaxes,
-        *histories,
-    ), list(zip(tensor_amaxes, kept))
+    first = pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes
+    return (*first, *histories), list(zip(tensor_amaxes, kept))
 
 
 def multi_tensor_quantize(
@@ -272,7 +265,7 @@ def multi_tensor_quantize(
     call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encode_scales, records)
     if calls is not None:
         calls.append(call)
-    return call.made
+    return call.results
 
 
 def unsupported_pieces_reason(
@@ -347,8 +340,8 @@ def quantize_anchored(
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]
     known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
-    made = iter(
+    outputs = iter(
         _ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, round_to_bf16)
     )
-    results = {i: (next(made), next(made)) for i in call.places if i is not None}
+    results = {i: (next(outputs), next(outputs)) for i in call.places if i is not None}
     return [results[i] for i in range(len(encodings))]

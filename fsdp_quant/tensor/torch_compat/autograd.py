@@ -66,7 +66,7 @@ def set_for_backward(name: str, value: object) -> None:
 
 
 def _stash_steals() -> bool:
-    """torch up to 2.11 takes no reference to a stashed object but drops one when it is replaced."""
+    """torch up to 2.11 adds no reference to a stashed object but drops one when it is replaced."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("fsdp_quant probe", probe)
@@ -99,11 +99,9 @@ def is_fake() -> bool:
 def outside_transforms() -> contextlib.AbstractContextManager:
     """Run operators untransformed: torch.func refuses writes to tensors that outlive a call."""
     is_transformed = peek_interpreter_stack() is not None
-    return (
-        pyfunctorch.temporarily_clear_interpreter_stack()
-        if is_transformed
-        else contextlib.nullcontext()
-    )
+    if is_transformed:
+        return pyfunctorch.temporarily_clear_interpreter_stack()
+    return contextlib.nullcontext()
 
 
 def checkpoint_hook() -> object | None:
@@ -113,8 +111,6 @@ def checkpoint_hook() -> object | None:
     It is on top of the stack, unless offloading or `save_on_cpu` put another there.
     """
     hooks = _top_saved_tensors_default_hooks(True)
-    return (
-        hooks[0]
-        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-        else None
-    )
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return hooks[0]
+    return None

@@ -38,30 +38,24 @@ def all_gather_rows(
     ):
         options = AllgatherOptions()
         options.asyncOp = True
-        name = (
-            "all_gather_single"
-            if hasattr(group, "all_gather_single_coalesced")
-            else "allgather_into_tensor"
-        )
-        return [getattr(group, f"{name}_coalesced")(*map(list, zip(*buffers)), options)]
+        single = getattr(group, "all_gather_single_coalesced", None)
+        gather: Any = single or group.allgather_into_tensor_coalesced
+        return [gather(*map(list, zip(*buffers)), options)]
     return [all_gather(received, sent, group, async_op=True) for received, sent in buffers]
 
 
 def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start a reduce-scatter: `received` gets this rank's piece of the sum of `sent`."""
-    name = (
-        "reduce_scatter_single"
-        if hasattr(dist, "reduce_scatter_single")
-        else "reduce_scatter_tensor"
-    )
-    return getattr(dist, name)(received, sent, group=group, async_op=True)
+    # its name before torch 2.13
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(received, sent, group=group, async_op=True)
 
 
 # Functional operators, for graphs #
 
 
 def is_named(group: dist.ProcessGroup | None) -> bool:
-    """Graphs can find the group by name: torch made it, not a trainer."""
+    """Graphs can find the group by name: torch created it, not a trainer."""
     return group is not None and group in dist.distributed_c10d._world.pg_group_ranks
 
 

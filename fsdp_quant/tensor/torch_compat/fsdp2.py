@@ -14,16 +14,9 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    FSDPParam,
-    ShardedState,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    alloc_storage as alloc_storage,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    free_storage as free_storage,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage as alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -115,7 +108,7 @@ class ManagedParam:
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The mesh of tensor parallelism, beside the shards; None without."""
+        """The mesh of tensor parallelism, in addition to that of the shards; None without."""
         spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(
             self.param, "_tp_spec", None
         )

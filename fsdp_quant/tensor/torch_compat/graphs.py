@@ -68,9 +68,8 @@ def is_recomputed_in_graph() -> bool:
 
 # The partitioner moves a collective of the backward that needs no gradient into the forward, saves
 # its result, and leaves the collective behind, since `wait_tensor` has side effects: two gathers.
-# (A cat
-# with an empty slice of the gradient does not prevent this: inductor drops empty inputs.) It also
-# read a gathered weight's decode scale in the forward, before FSDP2 had gathered it.
+# (A cat with an empty slice of the gradient does not prevent this: inductor drops empty inputs.) It
+# also read a gathered weight's decode scale in the forward, before FSDP2 had gathered it.
 @contextlib.contextmanager
 def keep_in_backward(backward: bool = True) -> Iterator[None]:
     """Keep operators that are traced inside in the backward of the graph, even if they need no

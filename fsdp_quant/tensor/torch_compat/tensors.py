@@ -37,11 +37,9 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def with_index(device: torch.device | str) -> torch.device:
     """`device` with an index: the current one for "cuda"."""
     device = torch.device(device)
-    return (
-        device
-        if device.type in ("cpu", "meta") or device.index is not None
-        else torch.empty(0, device=device).device
-    )
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.empty(0, device=device).device
 
 
 def stream_of(device: torch.device) -> tuple[int, bool]:
