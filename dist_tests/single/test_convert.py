@@ -205,6 +205,46 @@ def test_falcons_layers_are_taken_by_name():
         fq.convert(nn.Sequential(other(8, 8)), recipes.mxfp8())
 
 
+READ = {
+    "mamba": ("x_proj", "dt_proj", "out_proj"),
+    "mamba2": ("out_proj",),
+    "jamba": ("dt_proj",),
+    "wavlm": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+
+@pytest.mark.parametrize("family", READ)
+def test_layers_that_another_module_reads_stay_and_are_listed(family: str):
+    """Otherwise a plan lists products that do not run, and `fully_shard` gathers codes that the
+    module cannot multiply."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=16)
+    of_family = {
+        "mamba": dict(state_size=4),
+        "mamba2": dict(state_size=4, num_heads=4, head_dim=16, n_groups=1, chunk_size=4),
+        "jamba": dict(num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2)
+        | dict(attn_layer_offset=1, num_experts=1, mamba_d_state=4, mamba_dt_rank=4),
+        "wavlm": dict(num_attention_heads=4, conv_dim=(8,), conv_stride=(8,), conv_kernel=(8,))
+        | dict(num_feat_extract_layers=1, num_conv_pos_embeddings=4)
+        | dict(num_conv_pos_embedding_groups=2, mask_time_prob=0.0),
+    }[family]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        of_family[name] = 0
+    if family == "mamba2":
+        del sizes["intermediate_size"]
+    config = transformers.CONFIG_MAPPING[family](**sizes | of_family)
+    made = transformers.AutoModel.from_config(config).train()
+    fq.convert(made, recipes.mxfp8())
+    left = {n for n, kind in kinds(made).items() if kind is nn.Linear}
+    assert {n.rpartition(".")[2] for n in left} == set(READ[family])
+    notes = "\n".join(fq.plan(made).notes)
+    assert all(f"{part}.weight of Linear, read by " in notes for part in READ[family]), notes
+    counters.reset()
+    x = values(2, 64, dtype=torch.float32) if family == "wavlm" else IDS
+    made(x).last_hidden_state.float().square().mean().backward()
+    assert sum(counters.of("gemm").values()) == len(fq.plan(made).gemms)
+
+
 def test_subclasses_with_another_forward_are_left_alone():
     """Otherwise a class that overrides forward loses its own arithmetic."""
 

@@ -417,11 +417,7 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
-                left_out = (
-                    f", skip='auto': {reason}"
-                    if (reason := module.__dict__.get("_left_out"))
-                    else ""
-                )
+                left_out = f", {reason}" if (reason := module.__dict__.get("_left_out")) else ""
                 hint = ", which fq.convert quantizes before fully_shard" * bool(
                     kind_of(module) and are_sharded(module)
                 )

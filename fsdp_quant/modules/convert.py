@@ -27,7 +27,7 @@ from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, take_over
 from .plan import build_plan
 from .progress import progress
-from .skip import AUTO, auto_skips
+from .skip import AUTO, auto_skips, read_by_others
 from .steps import count_steps
 from .training_steps import SCHEDULED, Scheduled, steps_of
 from .transposed_linear import TransposedLinear, is_transposed
@@ -70,8 +70,10 @@ def convert(
     `fully_shard` gathers in high precision; it stays high precision under `fq.quantized_model_init`
     and `fq.freeze`. So does nn.MultiheadAttention, in which q, k and v of one tensor are one
     product; attention to other tensors multiplies parts of its packed weight in high precision. A
-    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it
-    with all else that is multiplied in high precision. So do PEFT's adapters beside a `base_layer`:
+    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
+    whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
+    `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
+    PEFT's adapters beside a `base_layer`:
     convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
     another forward are left alone, but for Falcon's.
@@ -343,6 +345,9 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
+    for name, reason in read_by_others(model).items():
+        found.discard(name)
+        model.get_submodule(name).__dict__["_left_out"] = reason
     skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
     targets = {
         n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)
@@ -399,7 +404,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
         if pattern == AUTO:
             reasons = auto_skips(model, among)
             for name, reason in reasons.items():
-                among[name].__dict__["_left_out"] = reason
+                among[name].__dict__["_left_out"] = f"skip='auto': {reason}"
             said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
             warnings.warn(
                 f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4
