@@ -243,6 +243,13 @@ def test_layers_that_another_module_reads_stay_and_are_listed(family: str):
     x = values(2, 64, dtype=torch.float32) if family == "wavlm" else IDS
     made(x).last_hidden_state.float().square().mean().backward()
     assert sum(counters.of("gemm").values()) == len(fq.plan(made).gemms)
+    if family == "jamba":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["dt_proj"])
+        adapted = peft.get_peft_model(transformers.AutoModel.from_config(made.config), config)
+        fq.convert(adapted, recipes.mxfp8())
+        bases = [m for n, m in adapted.named_modules() if n.endswith("dt_proj.base_layer")]
+        assert bases and {type(m) for m in bases} == {nn.Linear}
 
 
 def test_subclasses_with_another_forward_are_left_alone():

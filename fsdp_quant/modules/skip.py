@@ -66,8 +66,11 @@ def read_by_others(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         cls = next((c for c in type(module).__mro__ if c.__name__ in _READ), None)
         if cls is not None and cls.__module__.startswith("transformers."):
-            parts = [part for part in _READ[cls.__name__] if part in module._modules]
-            found |= {f"{name}.{p}".lstrip("."): f"read by {cls.__name__}" for p in parts}
+            parts = {part: module._modules.get(part) for part in _READ[cls.__name__]}
+            for part, layer in parts.items():
+                if layer is not None:
+                    base = ".base_layer" * ("base_layer" in layer._modules)  # of PEFT
+                    found[f"{name}.{part}{base}".lstrip(".")] = f"read by {cls.__name__}"
     return found
 
 
