@@ -5,6 +5,7 @@ refused."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pytest
@@ -243,13 +244,45 @@ def test_layers_that_another_module_reads_stay_and_are_listed(family: str):
     x = values(2, 64, dtype=torch.float32) if family == "wavlm" else IDS
     made(x).last_hidden_state.float().square().mean().backward()
     assert sum(counters.of("gemm").values()) == len(fq.plan(made).gemms)
-    if family == "jamba":
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["dt_proj"])
-        adapted = peft.get_peft_model(transformers.AutoModel.from_config(made.config), config)
-        fq.convert(adapted, recipes.mxfp8())
-        bases = [m for n, m in adapted.named_modules() if n.endswith("dt_proj.base_layer")]
-        assert bases and {type(m) for m in bases} == {nn.Linear}
+    adapted = transformers.AutoModel.from_config(made.config)
+    for name in left:  # as PEFT does
+        layer = adapted.get_submodule(name)
+        adapted.set_submodule(name, nn.ModuleDict({"base_layer": layer}))
+    fq.convert(adapted, recipes.mxfp8())
+    assert {type(adapted.get_submodule(f"{name}.base_layer")) for name in left} == {nn.Linear}
+
+
+def hooked(layer: nn.Linear) -> nn.Linear:
+    """As accelerate's hooks do, the layer calls the forward that it had."""
+    layer.forward = functools.partial(lambda forward, x: forward(x), layer.forward)
+    return layer
+
+
+CHANGED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "hooked": hooked,
+    "lazy": lambda layer: nn.LazyLinear(32),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", CHANGED)
+def test_layers_that_are_not_as_their_class_says_are_left_alone(how: str):
+    """Otherwise one such layer makes a model that cannot be converted, or a plan lists products
+    that another forward never multiplies."""
+    x, made = values(4, 32, dtype=torch.float32), CHANGED[how](nn.Linear(32, 32)).eval()
+    want = made(x) if how != "lazy" else None
+    m = fq.convert(nn.ModuleList([made, nn.Linear(32, 32)]), recipes.mxfp8())
+    assert not isinstance(m[0], fq.Linear) and isinstance(m[1], fq.Linear)
+    if want is not None:
+        assert_same_bytes(m[0](x).detach(), want.detach(), how)
+    assert {row.module for row in fq.plan(m).gemms} == {"1"}
+    if how != "lazy":
+        assert "in high precision: " in "\n".join(fq.plan(m).notes)
+    with pytest.raises(ValueError, match="whose forward and weight are their class's"):
+        fq.convert(CHANGED[how](nn.Linear(32, 32)), recipes.mxfp8())
 
 
 def test_subclasses_with_another_forward_are_left_alone():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..modules.convert import ids_of_embeddings
@@ -408,7 +409,7 @@ def _other_notes(model: nn.Module) -> list[str]:
     total, seen = 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():
-            if p is None or p.dim() not in (2, 3) or id(p) in seen:
+            if p is None or is_lazy(p) or p.dim() not in (2, 3) or id(p) in seen:
                 continue
             if isinstance(module, LOOKED_UP) or any(s in which for s in ADDED):
                 continue

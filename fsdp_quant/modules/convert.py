@@ -76,7 +76,8 @@ def convert(
     PEFT's adapters beside a `base_layer`:
     convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
-    another forward are left alone, but for Falcon's.
+    another forward are left alone, but for Falcon's. So are layers with a forward of their own
+    (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
 
     Warns of a `skip` pattern that matches nothing.
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
@@ -339,6 +340,8 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
         if isinstance(m, nn.MultiheadAttention) and is_attention(m)
     }
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
+    for name in [n for n, m in linears.items() if not _is_unchanged(m)]:
+        linears.pop(name).__dict__["_left_out"] = "whose forward or weight is not its class's"
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if kind_of(m)}
     skipped = _skipped(model, skip, linears | experts)
@@ -372,8 +375,8 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
         )
     return (
         f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
-        "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts (docstring of "
-        "fq.convert)"
+        "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts, whose forward "
+        "and weight are their class's (docstring of fq.convert)"
     )
 
 
@@ -458,7 +461,7 @@ def _is_packed(module: nn.Module) -> bool:
     weight, bias = own.get("weight"), own.get("bias")
     if isinstance(module, GroupedLinear) or module._modules or not set(own) <= {"weight", "bias"}:
         return False
-    if weight is None or weight.dim() != 3:
+    if weight is None or is_lazy(weight) or weight.dim() != 3:
         return False
     return bias is None or bias.shape == weight.shape[:2]
 
@@ -480,6 +483,13 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
     if called and issubclass(cls, NonDynamicallyQuantizableLinear):
         return False
     return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
+
+
+def _is_unchanged(module: nn.Module) -> bool:
+    """Its forward is that of its class, and its weights are parameters: neither made of others, as
+    by weight_norm, nor read by hooks, as accelerate's."""
+    weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    return "forward" not in module.__dict__ and weight in module._parameters
 
 
 def _own_class(cls: type) -> type:
