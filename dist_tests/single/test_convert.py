@@ -5,6 +5,7 @@ refused."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pytest
@@ -203,6 +204,85 @@ def test_falcons_layers_are_taken_by_name():
     )
     with pytest.raises(ValueError, match="no nn.Linear to convert"):
         fq.convert(nn.Sequential(other(8, 8)), recipes.mxfp8())
+
+
+READ = {
+    "mamba": ("x_proj", "dt_proj", "out_proj"),
+    "mamba2": ("out_proj",),
+    "jamba": ("dt_proj",),
+    "wavlm": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+
+@pytest.mark.parametrize("family", READ)
+def test_layers_that_another_module_reads_stay_and_are_listed(family: str):
+    """Otherwise a plan lists products that do not run, and `fully_shard` gathers codes that the
+    module cannot multiply."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=16)
+    of_family = {
+        "mamba": dict(state_size=4),
+        "mamba2": dict(state_size=4, num_heads=4, head_dim=16, n_groups=1, chunk_size=4),
+        "jamba": dict(num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2)
+        | dict(attn_layer_offset=1, num_experts=1, mamba_d_state=4, mamba_dt_rank=4),
+        "wavlm": dict(num_attention_heads=4, conv_dim=(8,), conv_stride=(8,), conv_kernel=(8,))
+        | dict(num_feat_extract_layers=1, num_conv_pos_embeddings=4)
+        | dict(num_conv_pos_embedding_groups=2, mask_time_prob=0.0),
+    }[family]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        of_family[name] = 0
+    if family == "mamba2":
+        del sizes["intermediate_size"]
+    config = transformers.CONFIG_MAPPING[family](**sizes | of_family)
+    made = transformers.AutoModel.from_config(config).train()
+    fq.convert(made, recipes.mxfp8())
+    left = {n for n, kind in kinds(made).items() if kind is nn.Linear}
+    assert {n.rpartition(".")[2] for n in left} == set(READ[family])
+    notes = "\n".join(fq.plan(made).notes)
+    assert all(f"{part}.weight of Linear, read by " in notes for part in READ[family]), notes
+    counters.reset()
+    x = values(2, 64, dtype=torch.float32) if family == "wavlm" else IDS
+    made(x).last_hidden_state.float().square().mean().backward()
+    assert sum(counters.of("gemm").values()) == len(fq.plan(made).gemms)
+    adapted = transformers.AutoModel.from_config(made.config)
+    for name in left:  # as PEFT does
+        layer = adapted.get_submodule(name)
+        adapted.set_submodule(name, nn.ModuleDict({"base_layer": layer}))
+    fq.convert(adapted, recipes.mxfp8())
+    assert {type(adapted.get_submodule(f"{name}.base_layer")) for name in left} == {nn.Linear}
+
+
+def hooked(layer: nn.Linear) -> nn.Linear:
+    """As accelerate's hooks do, the layer calls the forward that it had."""
+    layer.forward = functools.partial(lambda forward, x: forward(x), layer.forward)
+    return layer
+
+
+CHANGED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "hooked": hooked,
+    "lazy": lambda layer: nn.LazyLinear(32),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", CHANGED)
+def test_layers_that_are_not_as_their_class_says_are_left_alone(how: str):
+    """Otherwise one such layer makes a model that cannot be converted, or a plan lists products
+    that another forward never multiplies."""
+    x, made = values(4, 32, dtype=torch.float32), CHANGED[how](nn.Linear(32, 32)).eval()
+    want = made(x) if how != "lazy" else None
+    m = fq.convert(nn.ModuleList([made, nn.Linear(32, 32)]), recipes.mxfp8())
+    assert not isinstance(m[0], fq.Linear) and isinstance(m[1], fq.Linear)
+    if want is not None:
+        assert_same_bytes(m[0](x).detach(), want.detach(), how)
+    assert {row.module for row in fq.plan(m).gemms} == {"1"}
+    if how != "lazy":
+        assert "in high precision: " in "\n".join(fq.plan(m).notes)
+    with pytest.raises(ValueError, match="whose forward and weight are their class's"):
+        fq.convert(CHANGED[how](nn.Linear(32, 32)), recipes.mxfp8())
 
 
 def test_subclasses_with_another_forward_are_left_alone():

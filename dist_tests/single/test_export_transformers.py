@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -162,6 +163,37 @@ def test_experts_have_the_names_that_transformers_merges(recipe, target, tmp_pat
     fq.from_pretrained_quantized(read, tmp_path)
     for name, tensor in got.state_dict().items():
         laws.assert_same_bytes(read.state_dict()[name], tensor, name)
+
+
+def test_packed_experts_and_scalars_are_saved_as_transformers_saves_them(tmp_path):
+    """If false, GraniteMoE loads random experts from its export, or CLIP, whose temperature is a
+    scalar, has no export."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    granite = transformers.GraniteMoeForCausalLM(
+        transformers.GraniteMoeConfig(
+            **sizes, num_key_value_heads=2, vocab_size=8, num_local_experts=3, num_experts_per_tok=2
+        )
+    )
+    vision = dict(**sizes, image_size=4, patch_size=2)
+    clip = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=dict(**sizes, vocab_size=8), vision_config=vision)
+    )
+    for made, extent in ((granite, (3, 64, 32)), (clip, ())):
+        model, folder = fq.convert(made.bfloat16(), fq.recipes.fp8_row()), tmp_path / str(extent)
+        fq.export(model, folder / "values", "dequantized")
+        got, told = type(made).from_pretrained(
+            folder / "values", dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not any(told.values()), told
+        assert extent in {
+            tuple(t.shape) for t in load_file(folder / "values/model.safetensors").values()
+        }
+        for target in ("values", "codes"):
+            if target == "codes":
+                fq.export(model, folder / target)
+            read = fq.from_pretrained_quantized(copy.deepcopy(got), folder / target)
+            for name, tensor in got.state_dict().items():
+                laws.assert_same_bytes(read.state_dict()[name], tensor, f"{target}: {name}")
 
 
 # Reading #

@@ -136,7 +136,7 @@ def test_fusing_changes_no_bit(name: str):
     assert isinstance(net[0], MLP) and isinstance(net[0].up_proj, fq.Linear)
     x = values(4, D, seed=1, dtype=BF16)
     assert_same_bytes(net[0](hidden_states=x), plain[0](x), "by keyword")
-    with pytest.raises(TypeError, match="of one argument; got 2"):
+    with pytest.raises(TypeError, match="positional arguments but 3 were given"):
         net[0](x, x)
 
 
@@ -434,6 +434,29 @@ def test_blocks_are_recognized_and_change_no_bit():
         assert line in notes, notes
     skipped = fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), skip="w2")
     assert type(skipped[1]) is Titan  # its products are not ours alone
+
+
+class GatedNorm(LlamaNorm):
+    """As transformers writes it for Mamba 2: a norm alone, or of what a gate scaled."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else (x.float() * F.silu(gate.float())).to(x))
+
+
+@pytest.mark.parametrize(
+    "fuse", [True, [fq.NormPattern("1", eps="variance_epsilon", rounds_first=True)]]
+)
+def test_calls_with_other_arguments_run_the_forward_of_the_module(fuse):
+    """If false, hybrids with Mamba 2 cannot run, or lose the gates of their norms."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(D, D), GatedNorm()).to(BF16)
+    net = fq.convert(copy.deepcopy(plain), recipes.identity(), fuse=fuse)
+    x, gate = (values(3, D, seed=seed, dtype=BF16) for seed in (1, 2))
+    for given, named in (((x,), {}), ((x, gate), {}), ((x,), {"gate": gate})):
+        assert_same_bytes(net[1](*given, **named), plain[1](*given, **named), f"{named.keys()}")
+    assert (type(net[1]) is GatedNorm) is (fuse is True)
+    said = "not fused: 1: GatedNorm.forward takes gate besides its input"
+    assert (said in "\n".join(fq.plan(net).notes)) is (fuse is True)
 
 
 def test_recognized_norms_have_what_torch_gives_them():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..modules.convert import ids_of_embeddings
@@ -398,7 +399,7 @@ def _other_notes(model: nn.Module) -> list[str]:
     total, seen = 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():
-            if p is None or p.dim() not in (2, 3) or id(p) in seen:
+            if p is None or is_lazy(p) or p.dim() not in (2, 3) or id(p) in seen:
                 continue
             if isinstance(module, LOOKED_UP) or any(s in which for s in ADDED):
                 continue
@@ -407,8 +408,7 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
-                reason = module.__dict__.get("_left_out")
-                left_out = f", skip='auto': {reason}" if reason else ""
+                left_out = f", {reason}" if (reason := module.__dict__.get("_left_out")) else ""
                 hint = ", which fq.convert quantizes before fully_shard" * bool(
                     kind_of(module) and are_sharded(module)
                 )

@@ -27,7 +27,7 @@ from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, take_over
 from .plan import build_plan
 from .progress import progress
-from .skip import AUTO, auto_skips
+from .skip import AUTO, auto_skips, read_by_others
 from .steps import count_steps
 from .training_steps import SCHEDULED, Scheduled, steps_of
 from .transposed_linear import TransposedLinear, is_transposed
@@ -70,11 +70,14 @@ def convert(
     `fully_shard` gathers in high precision; it stays high precision under `fq.quantized_model_init`
     and `fq.freeze`. So does nn.MultiheadAttention, in which q, k and v of one tensor are one
     product; attention to other tensors multiplies parts of its packed weight in high precision. A
-    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it
-    with all else that is multiplied in high precision. So do PEFT's adapters beside a `base_layer`:
+    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
+    whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
+    `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
+    PEFT's adapters beside a `base_layer`:
     convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
-    another forward are left alone, but for Falcon's.
+    another forward are left alone, but for Falcon's. So are layers with a forward of their own
+    (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
 
     Warns of a `skip` pattern that matches nothing.
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
@@ -337,12 +340,17 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
         if isinstance(m, nn.MultiheadAttention) and is_attention(m)
     }
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
+    for name in [n for n, m in linears.items() if not _is_unchanged(m)]:
+        linears.pop(name).__dict__["_left_out"] = "whose forward or weight is not its class's"
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if kind_of(m)}
     skipped = _skipped(model, skip, linears | experts)
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
+    for name, reason in read_by_others(model).items():
+        found.discard(name)
+        model.get_submodule(name).__dict__["_left_out"] = reason
     skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
     targets = {
         n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)
@@ -367,8 +375,8 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
         )
     return (
         f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
-        "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts (docstring of "
-        "fq.convert)"
+        "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts, whose forward "
+        "and weight are their class's (docstring of fq.convert)"
     )
 
 
@@ -399,7 +407,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
         if pattern == AUTO:
             reasons = auto_skips(model, among)
             for name, reason in reasons.items():
-                among[name].__dict__["_left_out"] = reason
+                among[name].__dict__["_left_out"] = f"skip='auto': {reason}"
             said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
             warnings.warn(
                 f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4
@@ -453,7 +461,7 @@ def _is_packed(module: nn.Module) -> bool:
     weight, bias = own.get("weight"), own.get("bias")
     if isinstance(module, GroupedLinear) or module._modules or not set(own) <= {"weight", "bias"}:
         return False
-    if weight is None or weight.dim() != 3:
+    if weight is None or is_lazy(weight) or weight.dim() != 3:
         return False
     return bias is None or bias.shape == weight.shape[:2]
 
@@ -475,6 +483,13 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
     if called and issubclass(cls, NonDynamicallyQuantizableLinear):
         return False
     return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
+
+
+def _is_unchanged(module: nn.Module) -> bool:
+    """Its forward is that of its class, and its weights are parameters: neither made of others, as
+    by weight_norm, nor read by hooks, as accelerate's."""
+    weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    return "forward" not in module.__dict__ and weight in module._parameters
 
 
 def _own_class(cls: type) -> type:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -322,6 +323,10 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
         if parts is not None and type(module).__module__.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
+            if names := _other_arguments(module):
+                cls = type(module).__name__
+                others[name] = f"{name}: {cls}.forward takes {names} besides its input"
+                continue
             key = type(module), _signature(module)
             if key not in proofs:
                 proofs[key] = _first_exact(name, module, patterns)
@@ -377,6 +382,13 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
             yield NormPattern(name, eps=eps, **kind)
 
 
+def _other_arguments(module: nn.Module) -> str:
+    """Names of what the forward takes besides x, as a gated norm does; defaults hide them from the
+    proof."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    return ", ".join(p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+
+
 def _signature(module: nn.Module) -> tuple:
     """Modules of one class that have it compute alike: their settings, parameters' shapes and
     parts."""
@@ -407,24 +419,22 @@ def fused_notes(model: nn.Module) -> list[str]:
 
 @functools.cache
 def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[nn.Module]:
-    """cls with the fused forward; its instances are pickled as cls and pattern."""
+    """cls with the fused forward; its instances are pickled as cls and pattern. Calls with other
+    arguments than x run the forward of cls: the proof is of x alone."""
     recomputes = getattr(pattern, "recompute", None) is not None
 
     def forward(self, *args, **kwargs):
+        given = (*args, *kwargs.values())
         if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
-            if recomputes:
-                return recomputed(functools.partial(cls.forward, self), *args, *kwargs.values())
+            if recomputes and len(given) == 1:
+                return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        x, *rest = *args, *kwargs.values()
-        if rest:
-            raise TypeError(
-                f"{cls.__name__} was fused as {pattern.formula}, of one argument; got "
-                f"{1 + len(rest)}"
-            )
-        return pattern.run(self, x) if pattern.takes(self, x) else cls.forward(self, x)
+        if len(given) != 1 or not pattern.takes(self, given[0]):
+            return cls.forward(self, *args, **kwargs)
+        return pattern.run(self, given[0])
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)

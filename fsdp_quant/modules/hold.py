@@ -101,19 +101,18 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
-    own = {
-        n: m
-        for n, m in converted_modules(module).items()
-        if m._parameters.get("weight") is not None
-    }
+    converted = converted_modules(module)
+    own = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
     frozen = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
     layers = {
         name: layer for name, layer in frozen.items() if type(layer.weight) is not QuantizedTensor
     }
     if not layers:
         raise ValueError(
-            "fq.freeze found no frozen fq.Linear; set requires_grad_(False) on the weights that do "
-            "not train"
+            f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
+            f"{len(own) - len(frozen)} train, {len(frozen)} hold codes, and "
+            f"{len(converted) - len(own)} are part of packed or transposed weights, which stay; "
+            "set requires_grad_(False) on the weights that do not train"
         )
     for name, layer in layers.items():
         state = layer.runtime.weight_state

@@ -30,8 +30,8 @@ from .operands import (
     buffers_of,
     codes_of_transposed,
     gathered_storage,
-    record_activations,
     lies_transposed,
+    record_activations,
     weight_storages,
 )
 from .plan import GemmPlan, Resolved

@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
@@ -72,7 +73,9 @@ def kind_of(module: nn.Module) -> Kind | None:
     """Of packed experts that are not taken over yet; None of other modules."""
     cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
     weights = {name for name in own if not name.endswith("_bias")}
-    packed = bool(weights) and all(own[name].dim() == 3 for name in weights)
+    packed = bool(weights) and all(
+        not is_lazy(own[name]) and own[name].dim() == 3 for name in weights
+    )
     if hasattr(cls, "converted_from") or not packed:
         return None
     if "down_proj" in weights:

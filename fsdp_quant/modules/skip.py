@@ -11,6 +11,8 @@
                   the product saves
 
 The rules read names and shapes, never values, so that all ranks skip the same layers.
+
+`read_by_others`: layers that are left out unasked, because products of theirs would not run.
 """
 
 from __future__ import annotations
@@ -25,6 +27,51 @@ HEADS = frozenset(
 )
 GATES = frozenset({"gate", "wg", "shared_expert_gate"})
 SMALLEST, MULTIPLE = 128, 16
+
+# Layers whose weights the forward of another module multiplies, by that module's class in
+# transformers. Their own forward does not run: in Mamba 2 not where its kernels are installed.
+_STATE_SPACE = ("x_proj", "dt_proj", "out_proj")
+_READ = {
+    "MambaMixer": _STATE_SPACE,
+    "FalconMambaMixer": _STATE_SPACE,
+    "JambaMambaMixer": ("dt_proj",),
+    **dict.fromkeys(
+        (
+            "Mamba2Mixer",
+            "BambaMixer",
+            "FalconH1Mixer",
+            "GraniteMoeHybridMambaLayer",
+            "NemotronHMamba2Mixer",
+            "Zamba2MambaMixer",
+        ),
+        ("out_proj",),
+    ),
+    "Gemma3nTextAltUp": ("prediction_coefs", "correction_coefs"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "TDNNLayer": ("kernel",),
+    "MobileBertLMPredictionHead": ("dense", "decoder"),
+    **dict.fromkeys(
+        ("DetrMHAttentionMap", "ConditionalDetrMHAttentionMap", "MaskFormerDetrMHAttentionMap"),
+        ("k_proj",),
+    ),
+    "DabDetrMHAttentionMap": ("k_linear",),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+}
+
+
+def read_by_others(model: nn.Module) -> dict[str, str]:
+    """Name -> reason of each layer whose weight is multiplied by another module of `_READ`."""
+    found = {}
+    for name, module in model.named_modules():
+        cls = next((c for c in type(module).__mro__ if c.__name__ in _READ), None)
+        if cls is not None and cls.__module__.startswith("transformers."):
+            parts = {part: module._modules.get(part) for part in _READ[cls.__name__]}
+            for part, layer in parts.items():
+                if layer is not None:
+                    base = ".base_layer" * ("base_layer" in layer._modules)  # of PEFT
+                    found[f"{name}.{part}{base}".lstrip(".")] = f"read by {cls.__name__}"
+    return found
 
 
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -280,7 +280,7 @@ def _parts(
     if not source.layers or format == "dequantized":
         return [Part(s, source.shape_of(s), high) for s in source.slices]
     parts = []
-    for s in source.slices:
+    for s in source.matrices or source.slices:
         shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.side(ROWWISE).fmt
         if source.transposed or len(shape) != 2 or not s.name.endswith(".weight"):
             raise ValueError(

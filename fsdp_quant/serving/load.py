@@ -103,8 +103,12 @@ def from_pretrained_quantized(
     sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile
     where: Found = {}
     for source in sources:
-        of = ((s, _tensors_of(s, files)) for s in source.slices)
-        where[source] = [(s, tensors) for s, tensors in of if tensors]
+        for slices in (source.slices, source.matrices):
+            of = ((s, _tensors_of(s, files)) for s in slices)
+            where[source] = [(s, tensors) for s, tensors in of if tensors]
+            if where[source]:
+                source.slices = slices
+                break
     keeps = {s for s in sources if frozen and s.layers and isinstance(s.owner, Linear)}
     _check_names(model, files, where, strict)
     for source in sources:

@@ -60,6 +60,8 @@ class Source:
     layers:  quantized layers over its matrices; empty: high precision.
     transposed:  its matrices are [K, N].
     slices:  the tensors of the checkpoint that it consists of.
+    matrices:  those of packed matrices [E, N, K] that are written one by one; empty: of no others
+               than `slices`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Source:
     layers: list[Linear] = field(default_factory=list)
     transposed: bool = False
     slices: list[Slice] = field(default_factory=list)
+    matrices: list[Slice] = field(default_factory=list)
 
     @property
     def tensor(self) -> Tensor:
@@ -111,6 +114,7 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
     if rename is not None:
         for source in found:
             source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
+            source.matrices = [s._replace(name=rename(s.name)) for s in source.matrices]
     return found
 
 
@@ -135,7 +139,7 @@ def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
 def _name_slices(model: nn.Module, sources: list[Source]) -> None:
     """The slices of each source: as transformers saves its models, which import it themselves.
 
-    Packed matrices of other models are written one by one.
+    Quantized packed matrices of other models are written one by one; codes of every model are.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
@@ -143,12 +147,15 @@ def _name_slices(model: nn.Module, sources: list[Source]) -> None:
     if revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained"):
         named = _as_transformers_saves(model, sources, revert)
     for source in sources:
-        source.slices = named.get(source) or [Slice(source.name)]
-        packed = source.layers and source.tensor.dim() == 3 and not source.transposed
+        own = named.get(source)
+        source.slices = own or [Slice(source.name)]
+        packed = source.is_parameter and source.tensor.dim() == 3 and not source.transposed
         if packed and len(source.slices) == 1:
             parent, _, part = source.slices[0].name.rpartition(".")
             part, count = part if part == "weight" else f"{part}.weight", source.tensor.shape[0]
-            source.slices = [Slice(f"{parent}.{e}.{part}".lstrip("."), e) for e in range(count)]
+            source.matrices = [Slice(f"{parent}.{e}.{part}".lstrip("."), e) for e in range(count)]
+            if source.layers and own is None:
+                source.slices = source.matrices
 
 
 def _as_transformers_saves(
@@ -162,7 +169,7 @@ def _as_transformers_saves(
         rows = shape[: 2 if len(shape) == 3 else 1]
         end = first[-1] + rows.numel()
         numbers = torch.arange(first[-1], end)
-        numbered[source.name] = numbers.view(*rows, *[1] * (len(shape) - len(rows)))
+        numbered[source.name] = numbers.view((*rows, *[1] * (len(shape) - len(rows))))
         first.append(end)
     found: dict[Source, list[Slice]] = {}
     for name, numbers in revert(model, numbered).items():

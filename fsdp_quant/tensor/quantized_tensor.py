@@ -319,10 +319,21 @@ class QuantizedTensor(Tensor):
         handler = _TABLE.get(func)
         if handler is None:
             raise NotImplementedError(
-                f"{func} is not defined on a QuantizedTensor and will not decode it silently; call "
-                f"{cls._decoded_by} first if high-precision values are what you want"
+                f"{func} is not defined on {_named(args)} and will not decode it silently; call "
+                f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
+                "layer out of fq.convert (skip=) if another module reads its weight"
             )
         return handler(func, *args, **(kwargs or {}))
+
+
+def _named(args: Sequence) -> str:
+    """The first QuantizedTensor of the arguments, by the name of its weight if it has one."""
+    given = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
+    codes = next((t for t in given if isinstance(t, QuantizedTensor)), None)
+    pair = None if codes is None else codes.__dict__.get("_pair")
+    if pair is None or pair.owner is None:
+        return "a QuantizedTensor"
+    return f"{pair.owner.name}, a QuantizedTensor,"
 
 
 def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
