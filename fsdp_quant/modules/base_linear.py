@@ -30,7 +30,7 @@ from .has_weight import (
     whole_shape,
 )
 from .layer_runtime import NO_HISTORIES, LayerRuntime
-from .linear_definition import LinearCall
+from .linear_products import LinearCall
 from .operands import weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 from .traced_linear import traced_linear

@@ -84,6 +84,12 @@ class TensorParallel:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
 
+    def output_cut(self, shape: tuple[int, ...], name: Name = "sequence") -> SequenceCut | None:
+        """How the output of `shape` is cut along the sequence; None: a rank has all rows."""
+        if self.gathered_slot != "grad_output":
+            return None
+        return SequenceCut.of_whole(shape, self.cut_dim, self.group, name)
+
     def sum(self, y: Tensor) -> Tensor:
         """The sum of y over the ranks; in eager mode it replaces y."""
         if self.group.size() > 1 and opaque.is_tracing():
@@ -91,6 +97,12 @@ class TensorParallel:
         if self.group.size() > 1:
             dist.all_reduce(y, group=self.group)
         return y
+
+    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """`sum`, and what eager mode waits for before it reads the sum."""
+        if self.group.size() == 1 or opaque.is_tracing():
+            return self.sum(y), None
+        return y, dist.all_reduce(y, group=self.group, async_op=True)
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """`operands.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
@@ -343,6 +355,7 @@ class Gather:
     rank:      int64 [], this rank's place in the group; None: a number. Graphs with a tensor are
                alike on all ranks.
 
+    own:       codes of this rank's rows, if they were encoded here.
     amaxes:    of delayed sides, by direction; known once something arrived in high precision, else
                at once.
     """
@@ -369,11 +382,11 @@ class Gather:
         if isinstance(x, Storage):
             self._send(x)
         elif cut.all_travel(hybrid, directions):
-            self.sent, self.amaxes = encoded_rows(
+            self.own, self.amaxes = encoded_rows(
                 x, hybrid, directions, cut, key, factors, statistics, rank
             )
             for d in gathered_directions(hybrid, frozenset(directions)):
-                self._send(self.sent[d])
+                self._send(self.own[d])
         else:
             self._whole = Arriving({"data": x}, cut, self._in_backward)
             self._count("both", "high precision", self._whole)

@@ -24,7 +24,8 @@ from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
-from .linear_definition import LinearCall, defined_linear
+from .linear_definition import defined_linear
+from .linear_products import LinearCall
 from .operands import (
     _state_of,
     buffers_of,

@@ -5,6 +5,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +37,28 @@ from .plan import GemmPlan
 SLOTS = QUANTIZED_TYPES
 
 
-def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
-    """Record amaxes of delayed sides; zip stops where nothing is recorded."""
-    for history, amax in zip(histories, amaxes):
-        AmaxHistory.record_in(history, amax)
+class SlotOperands(NamedTuple):
+    """Operands of an activation or gradient [rows, cols], quantized here.
+
+    own:     by direction, of this rank's rows.
+    amaxes:  of delayed sides, by direction.
+    """
+
+    own: dict[Direction, EncodedMatrix]
+    amaxes: dict[Direction, Tensor]
+
+    def take(self, direction: Direction) -> EncodedMatrix:
+        return self.own[direction]
+
+
+def record_amaxes(
+    histories: Sequence[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
+) -> None:
+    """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`; empty: nothing is
+    recorded."""
+    for direction, history in zip(hybrid.delayed_directions, histories):
+        if direction in amaxes:
+            AmaxHistory.record_in(history, amaxes[direction])
 
 
 def slot_ids(name: str) -> Tensor:
@@ -64,13 +83,12 @@ def slot_storages(
     plan: GemmPlan,
     slot: str,
     x: Tensor,
-    directions: list[Direction],
+    directions: Sequence[Direction],
     key: Tensor | None,
     factors: Sequence[Tensor],
     statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes
-    of its delayed sides.
+) -> SlotOperands:
+    """Operands of x [rows, cols], or of the codes that it holds.
 
     key:         of its rows (`slot_key`).
     factors:     of its delayed sides, rowwise first.
@@ -78,42 +96,15 @@ def slot_storages(
     """
     hybrid = plan.hybrid(slot)
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
-    return hybrid.operands(
-        x,
-        directions,
-        key=key,
-        factors=dict(zip(hybrid.delayed_directions, factors)),
-        layouts=layouts,
-        statistics=statistics,
-    )
-
-
-def quantize_slot(
-    plan: GemmPlan,
-    slot: str,
-    x: Tensor,
-    directions: list[Direction],
-    step: Tensor,
-    ids: Tensor,
-    factors: Sequence[Tensor],
-    statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
-    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
-    `record` takes them."""
     if isinstance(x, QuantizedTensor):
-        return _given(plan, slot, x, directions), []
-    key = slot_key(plan, slot, step, ids, x.shape[0])
-    made, amaxes = slot_storages(plan, slot, x, directions, key, factors, statistics)
-    return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
-
-
-def _given(
-    plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]
-) -> dict[Direction, EncodedMatrix]:
-    """Storages of an activation or gradient that came as codes, as its products read them."""
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot]
-    made = {d: given_storage(plan, slot, x, d) for d in directions}
-    return {d: to_layout(s, layouts[d]) if x.numel() else s for d, s in made.items()}
+        own = {d: given_storage(plan, slot, x, d) for d in directions}
+        own = {d: to_layout(s, layouts[d]) if layouts else s for d, s in own.items()}
+        return SlotOperands(own, {})
+    by_direction = dict(zip(hybrid.delayed_directions, factors))
+    own, amaxes = hybrid.operands(
+        x, directions, key=key, factors=by_direction, layouts=layouts, statistics=statistics
+    )
+    return SlotOperands(own, amaxes)
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
@@ -129,17 +120,6 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
             "it as the layer would (delayed scaling: leave it in high precision)"
         )
     return storage
-
-
-def recorded_amaxes(
-    hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor
-) -> list[Tensor]:
-    """The amaxes of the delayed sides of x; a direction that was not needed this time has none:
-    zero."""
-    return [
-        amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32)
-        for d in hybrid.delayed_directions
-    ]
 
 
 def gathered_storage(

@@ -19,7 +19,8 @@ from ..tensor import torch_compat
 from .base_linear import BaseLinear
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
-from .linear_definition import check_travels, defined_linear
+from .linear_definition import defined_linear
+from .linear_products import check_travels
 from .plan import GemmPlan
 
 

@@ -42,7 +42,8 @@ ranks share x, the backward gathers what it quantizes of the x that was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,6 @@ from torch.distributed.tensor import DTensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..gemm import gemm
 from ..ops import opaque
 from ..ops.dispatch import Statistics
 from ..storage import Storage
@@ -59,13 +59,12 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
-from .exchange import Scattering, SequenceCut, TensorParallel
-from .operands import SLOTS, bias_gradient, buffers_of, columnwise_of_saved
+from .exchange import Gather, Scattering, SequenceCut, TensorParallel
+from .linear_products import gradients, product
+from .operands import SLOTS, SlotOperands, buffers_of, columnwise_of_saved
 from .plan import GemmPlan, plan_of
 from .traced_operands import (
     GraphCall,
-    GraphOperands,
-    record_amaxes,
     shared_amaxes,
     slot_statistics,
     weight_operand,
@@ -85,23 +84,28 @@ def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> D
     return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 
 
-def _saved_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
-    """What gives the columnwise storage of the input [M, K], whose gather, of a cut one, starts
-    now."""
-    plan, shape, cut, saved = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors)
-    key = saved.pop() if ctx.keeps_key else None
+def _start_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
+    """Start the gather of a cut input, and return the function that returns the columnwise operand
+    [M, K]."""
+    call, shape, cut, saved = ctx.call, ctx.rows, ctx.cut, list(ctx.saved_tensors)
+    plan, key = call.plan, saved.pop() if ctx.keeps_key else None
     if ctx.saved_codes is not None and cut is None:
         return lambda: columnwise_of_saved(plan, saved, shape, dy, lambda: key)
-    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
-    if (before := shared.get((plan.input, plan.saves))) is not None:
-        return lambda: before.take(COLUMNWISE)
     if ctx.saved_codes is None:
         x = saved[0].reshape(shape)
     else:
         x = Storage.over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype)
-    made = GraphOperands(plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut)
-    shared[plan.input, plan.saves] = made
-    return lambda: made.take(COLUMNWISE)
+
+    def operands():
+        return call.operands("input", x, [COLUMNWISE], key, ctx.of_input, cut, "backward")
+
+    if cut is None:
+        return lambda: operands().take(COLUMNWISE)
+    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
+    if (plan.input, plan.saves) not in shared:
+        shared[plan.input, plan.saves] = operands()
+    gathered = shared[plan.input, plan.saves]
+    return lambda: gathered.take(COLUMNWISE)
 
 
 def _shares_codes(plan: GemmPlan) -> bool:
@@ -142,8 +146,8 @@ class _SharedInput:
     def __init__(self, x: Tensor, cut: SequenceCut):
         trains = torch.is_grad_enabled() and x.requires_grad
         self.gradient = _SharedGradient.apply(x, cut) if trains else None
-        self.forward: dict[tuple, tuple[dict[Direction, Statistics], GraphOperands]] = {}
-        self.backward: dict[tuple, GraphOperands] = {}
+        self.forward: dict[tuple, tuple[dict[Direction, Statistics], SlotOperands | Gather]] = {}
+        self.backward: dict[tuple, SlotOperands | Gather] = {}
 
 
 def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInput:
@@ -180,18 +184,15 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
 # AOTAutograd's disk cache is bypassed by functions that it does not know; inductor's is not.
 class _TracedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, gradient, weight, bias, plan, save, training, call, axis, shared, group_of_weight
-    ):
+    def forward(ctx, x, gradient, weight, bias, save, call, shared, group_of_weight):
         """gradient: where the gradient of x goes, of `shared` (`_SharedInput`); None: to x.
         group_of_weight: whose ranks share the amax of the whole weight."""
         with opaque.tracing(), torch.autocast(x.device.type, enabled=False):
-            rows, resolved = x.reshape(-1, x.shape[-1]), plan.resolved(x.dtype, x.device)
+            plan, axis, rows = call.plan, call.axis, x.reshape(-1, x.shape[-1])
+            resolved = plan.resolved(x.dtype, x.device)
             cut = None if axis is None else axis.cut_of("input", x)
-            ctx.plan, ctx.weight, ctx.training, ctx.call = plan, weight, training, call
-            ctx.axis, ctx.shared, ctx.cut = axis, shared, cut
+            ctx.weight, ctx.call, ctx.shared, ctx.cut = weight, call, shared, cut
             ctx.rows = tuple(rows.shape)
-            ctx.shape = tuple(x.shape) if cut is None else cut.whole_shape
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(call.tensors())
             torch_compat.save_current_values(
@@ -201,17 +202,15 @@ class _TracedLinear(torch.autograd.Function):
                 torch_compat.save_by_reference([weight])
                 if torch_compat.is_recomputed_in_graph():
                     RECOMPUTED_IN_GRAPHS.add(plan.weight)
-            key = call.key(plan, "input", rows.shape[0] if cut is None else cut.rows * cut.ranks)
+            key = call.key("input", rows, cut)
             saved = _saved_codes(plan, resolved.saved, cut) if save else None
             read = shared.forward if shared is not None and _shares_codes(plan) else {}
             if (plan.input, save) not in read:
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
-                found = slot_statistics(plan, "input", rows, passes, axis, cut)
+                found = slot_statistics(call, "input", rows, passes, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-                made = GraphOperands(
-                    plan, "input", rows, directions, key, call, found, cut, "forward"
-                )
-                read[plan.input, save] = found, made
+                operands = call.operands("input", rows, directions, key, found, cut, "forward")
+                read[plan.input, save] = found, operands
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
             if group_of_weight is not None and not isinstance(weight, QuantizedTensor):
@@ -222,101 +221,46 @@ class _TracedLinear(torch.autograd.Function):
             w, of_weight = weight_operand(
                 plan, weight, ROWWISE, x.dtype, ctx.of_weight, call.factors[1]
             )
-            adds_bias = axis is not None and not axis.column  # to the sum over ranks
-            y = gemm(
-                operands.take(ROWWISE),
-                w,
-                out_dtype=x.dtype,
-                bias=None if adds_bias else bias,
-                domain=resolved.domains[0],
-                watch=call.watch(resolved, 0),
-            )
+            shape = (*(x.shape if cut is None else cut.whole_shape)[:-1], weight.shape[0])
+            of_output = None if axis is None else axis.output_cut(shape)
+            y = product(call, operands.take(ROWWISE), w, bias, x.dtype, shape, of_output)
             amaxes = operands.amaxes
             gathers_columnwise = save and plan.saves == "columnwise" and cut is not None
             if gathers_columnwise and COLUMNWISE in plan.input.delayed_directions:
                 known = ctx.of_input.get(COLUMNWISE)
                 amaxes = amaxes | {COLUMNWISE: rows.abs().amax() if known is None else known.amax}
-            if training:
-                record_amaxes(call.histories[0], plan.input, amaxes)
-                record_amaxes(call.histories[1], plan.weight, of_weight)
+            call.record("input", amaxes)
+            call.record("weight", of_weight)
             if save:
                 ctx.saved_codes, ctx.keeps_key = saved, key is not None and saved is not COLUMNWISE
                 kept = [x]
                 if saved is not None:
-                    kept = buffers_of(
-                        operands.own_rowwise if saved is ROWWISE else operands.take(COLUMNWISE)
-                    )
+                    kept = buffers_of(operands.own[saved])
                 ctx.save_for_backward(*kept, *([key] if ctx.keeps_key else []))
-            y = torch_compat.reshaped(y, (*ctx.shape[:-1], y.shape[-1]))
-            if axis is None or axis.column:
-                return y
-            y = _summed_output(y, axis)
-            return y if bias is None else y + bias.to(y.dtype)
+            return y
 
     @staticmethod
     def backward(ctx, dy):
         with opaque.tracing(), torch.autocast(dy.device.type, enabled=False):
-            dx, dw, db = _gradients(ctx, dy)
-            dx = (dx, None) if not ctx.needs_input_grad[1] else (None, dx)
-            return *dx, dw, db, *[None] * 7
+            call, weight = ctx.call, ctx.weight
+            to_x, to_shared, need_w, need_b = ctx.needs_input_grad[:4]
 
+            def read_weight() -> EncodedMatrix:
+                return weight_operand(
+                    call.plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, call.factors[1]
+                )[0]
 
-def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
-    """The sum of y over ranks, or this rank's rows of it."""
-    if axis.sequence_dim is None:
-        return axis.sum(y) if axis.reduces else y
-    cut = SequenceCut.of_whole(tuple(y.shape), axis.sequence_dim, axis.group)
-    return torch_compat.reshaped(Scattering(y.reshape(-1, y.shape[-1]), cut).wait(), cut.shape)
-
-
-def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    plan, weight, call, axis = ctx.plan, ctx.weight, ctx.call, ctx.axis
-    (to_x, to_shared, need_w, need_b), n = ctx.needs_input_grad[:4], weight.shape[0]
-    need_x = to_x or to_shared
-    rows, cut = dy.reshape(-1, n), None if axis is None else axis.cut_of("grad_output", dy)
-    resolved = plan.resolved(dy.dtype, dy.device)
-    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-    dx = dw = db = None
-    if need_b:
-        db = bias_gradient(plan, rows, directions)
-        db = (db if cut is None or axis is None else axis.sum(db)).to(ctx.bias_dtype)
-    if not directions:
-        return None, None, db
-    key = call.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
-    statistics = slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
-    operands = GraphOperands(plan, "grad_output", rows, directions, key, call, statistics, cut)
-    if need_w and ctx.cut is not None:
-        x = _saved_input(ctx, dy)
-    if need_x:
-        d = operands.take(ROWWISE)
-        # FSDP2 fills its codes then
-        with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
-            w, _ = weight_operand(
-                plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, call.factors[1]
+            dx, dw, db = gradients(
+                call,
+                dy,
+                weight,
+                (to_x or to_shared, need_w, need_b),
+                read_weight,
+                lambda _: _start_input(ctx, dy),
             )
-            dx = gemm(
-                d,
-                w,
-                out_dtype=dy.dtype,
-                domain=resolved.domains[1],
-                watch=call.watch(resolved, 1),
-            ).view(ctx.shape)
-        if axis is not None and axis.column and axis.sequence_dim is None and axis.reduces:
-            dx = axis.sum(dx)
-    if need_w:
-        if ctx.cut is None:
-            x = _saved_input(ctx, dy)
-        watch = call.watch(resolved, 2)
-        dw = gemm(
-            operands.take(COLUMNWISE),
-            x(),
-            out_dtype=dy.dtype,
-            domain=resolved.domains[2],
-            watch=watch,
-        ).to(weight.dtype)
-    if ctx.training:
-        record_amaxes(call.histories[2], plan.grad_output, operands.amaxes)
-    return dx, dw, db
+            dw = None if dw is None else dw.to(weight.dtype)
+            db = None if db is None else db.to(ctx.bias_dtype)
+            return *((None, dx) if to_shared else (dx, None)), dw, db, *[None] * 4
 
 
 class Ranks(NamedTuple):
@@ -362,16 +306,16 @@ def traced_linear(
     """
     its = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
     counts = [len(its.hybrid(slot).delayed_directions) for slot in SLOTS]
-    of = ([], [], []), ([], [], [])
-    for flat, by_slot in zip((list(factors), list(histories)), of):
-        for here, count in zip(by_slot, counts):
-            here.extend(flat[:count])
-            del flat[:count]
     if len(factors) < sum(counts):
         raise ValueError(
             "a compiled region entered fq.autocast with delayed scaling, whose histories cannot be "
             "made while a graph is traced; run it once in eager mode first"
         )
+
+    def by_slot(flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        ends = list(accumulate(counts))
+        return [flat[end - count : end] for end, count in zip(ends, counts)]
+
     axis = shared = group_of_weight = None
     if ranks is not None:
         of_layer, owner = Ranks(*ranks), x
@@ -381,9 +325,15 @@ def traced_linear(
         if axis.gathered_slot == "input":
             shared = _shared_input(owner, x, axis)
     step, ids = (None if t is None else t.to(x.device) for t in (step, ids))
-    guard, backward_guard = guards or (None, None)
-    call = GraphCall(step, ids, rank, guard, backward_guard, *of)
-    gradient = None if shared is None else shared.gradient
-    return _TracedLinear.apply(
-        x, gradient, weight, bias, its, save, training, call, axis, shared, group_of_weight
+    call = GraphCall(
+        its,
+        axis,
+        step,
+        ids,
+        rank,
+        *(guards or (None, None)),
+        factors=by_slot(factors),
+        histories=by_slot(histories if training else []),
     )
+    gradient = None if shared is None else shared.gradient
+    return _TracedLinear.apply(x, gradient, weight, bias, save, call, shared, group_of_weight)

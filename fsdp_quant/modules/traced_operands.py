@@ -5,6 +5,7 @@ operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,19 +20,19 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
-from ..scaling import AmaxHistory
 from ..storage import Storage, encoded_matrix, to_layout, to_storage
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Gather, SequenceCut, TensorParallel, shared_statistics
-from .operands import SLOTS, slot_key, slot_storages
+from .operands import SLOTS, SlotOperands, record_amaxes, slot_key, slot_storages
 from .plan import GemmPlan, Resolved
 
 
 class GraphCall(NamedTuple):
-    """What a layer's products read and write call their operands, on their device. The same
-    tensors in every step.
+    """What a layer's products read and write besides operands, on their device. The same tensors in
+    every step.
 
+    axis:       how ranks share the layer; None: they do not.
     step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte
                 depends on them.
     rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
@@ -39,20 +40,23 @@ class GraphCall(NamedTuple):
                             None: nothing is watched.
     factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; []
                 without delayed scaling.
-    histories:  likewise, where their amaxes go.
+    histories:  likewise, where their amaxes are recorded; [] where they are not.
     """
 
+    plan: GemmPlan
+    axis: TensorParallel | None
     step: Tensor | None
     ids: Tensor | None
     rank: Tensor | None
     guard: Tensor | None
     backward_guard: Tensor | None
-    factors: tuple[list[Tensor], list[Tensor], list[Tensor]]
-    histories: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    factors: Sequence[Sequence[Tensor]]
+    histories: Sequence[Sequence[Tensor]]
 
     def tensors(self) -> list[Tensor]:
         flat = [t for of in (*self.factors, *self.histories) for t in of]
-        return [t for t in (*self[:5], *flat) if t is not None]
+        own = self.step, self.ids, self.rank, self.guard, self.backward_guard
+        return [t for t in (*own, *flat) if t is not None]
 
     def watch(self, resolved: Resolved, product: int) -> Watch | None:
         guard = self.backward_guard if product else self.guard
@@ -61,17 +65,56 @@ class GraphCall(NamedTuple):
         return Watch(resolved.watched[product], known(self.step, "the step"), guard, product)
 
     def key(
-        self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None
+        self, slot: str, x: Tensor, cut: SequenceCut | None, after: Tensor | None = None
     ) -> Tensor | None:
-        """`slot_key` of this call."""
-        if not plan.hybrid(slot).is_stochastic:
+        """`slot_key` of all ranks' rows of x."""
+        if not self.plan.hybrid(slot).is_stochastic:
             return None
         step = self.step
         if step is None or self.ids is None:
             raise ValueError("a graph that rounds stochastically reads no step")
         if self.rank is not None:
             step = torch.cat((step[:-1], self.rank[:1]))
-        return slot_key(plan, slot, step, self.ids, rows, after)
+        rows = x.shape[0] if cut is None else cut.rows * cut.ranks
+        return slot_key(self.plan, slot, step, self.ids, rows, after)
+
+    def record(self, slot: str, amaxes: dict[Direction, Tensor]) -> None:
+        record_amaxes(self.histories[SLOTS.index(slot)], self.plan.hybrid(slot), amaxes)
+
+    def operands(
+        self,
+        slot: str,
+        x: Tensor | Storage,
+        directions: Sequence[Direction],
+        key: Tensor | None,
+        statistics: dict[Direction, Statistics],
+        cut: SequenceCut | None,
+        phase: str,
+    ) -> SlotOperands | Gather:
+        """Operands of an activation or gradient [rows, cols]: quantized here, or of every rank's
+        rows, whose gathers start now."""
+        factors, hybrid = self.factors[SLOTS.index(slot)], self.plan.hybrid(slot)
+        if not isinstance(x, Storage) and cut is None:
+            return slot_storages(self.plan, slot, x, directions, key, factors, statistics)
+        return Gather(
+            x,
+            hybrid,
+            directions,
+            known(cut, "the cut"),
+            phase,
+            key=key,
+            factors=dict(zip(hybrid.delayed_directions, factors)),
+            statistics=statistics,
+            rank=None if self.rank is None else self.rank[1],
+        )
+
+    def quantize(
+        self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None
+    ) -> SlotOperands | Gather:
+        """`operands` of a gradient."""
+        statistics = slot_statistics(self, slot, x, [directions], cut)
+        key = self.key(slot, x, cut, after=x)
+        return self.operands(slot, x, directions, key, statistics, cut, "backward")
 
 
 def whole_amaxes(
@@ -135,78 +178,23 @@ def shared_amaxes(
 
 
 def slot_statistics(
-    plan: GemmPlan,
+    call: GraphCall,
     slot: str,
     x: Tensor,
-    passes: list[list[Direction]],
-    axis: TensorParallel | None,
+    passes: Sequence[Sequence[Direction]],
     cut: SequenceCut | None,
 ) -> dict[Direction, Statistics]:
-    """Take statistics of an activation or gradient [rows, cols], over the ranks that have other
+    """Compute statistics of an activation or gradient [rows, cols], over the ranks that have other
     rows or columns of it.
 
     passes:  directions that are gathered together, where x is cut along the sequence.
     """
-    hybrid, group = plan.hybrid(slot), None
+    hybrid, axis, group = call.plan.hybrid(slot), call.axis, None
     if cut is not None:
         passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
     elif axis is not None and slot == axis.cut_slot:
         group = axis.group
     return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
-
-
-class GraphOperands:
-    """What products read of an activation or gradient [rows, cols]: quantized here, or of every
-    rank's rows, whose gathers start when this is made and are waited for a direction at a time.
-
-    call:  `GraphCall`.
-    phase:   "forward" or "backward".
-    amaxes:  of delayed sides; known once an operand was taken.
-    """
-
-    def __init__(
-        self,
-        plan: GemmPlan,
-        slot: str,
-        x: Tensor | Storage,
-        directions: list[Direction],
-        key: Tensor | None,
-        call: GraphCall,
-        statistics: dict[Direction, Statistics],
-        cut: SequenceCut | None,
-        phase: str = "backward",
-    ):
-        hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
-        device = x.device if isinstance(x, Tensor) else x.data.device
-        self._layouts = plan.resolved(x.dtype, device).layouts[slot]
-        if cut is not None:
-            self._gather = Gather(
-                x,
-                hybrid,
-                directions,
-                cut,
-                phase,
-                key=key,
-                factors=dict(zip(hybrid.delayed_directions, factors)),
-                statistics=statistics,
-                rank=None if call.rank is None else call.rank[1],
-            )
-        elif isinstance(x, Tensor):
-            self._made, self.amaxes = slot_storages(
-                plan, slot, x, directions, key, factors, statistics
-            )
-
-    def take(self, direction: Direction) -> EncodedMatrix:
-        if self._gather is None:
-            return self._made[direction]
-        storage = self._gather.take(direction)
-        self.amaxes = self._gather.amaxes
-        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
-
-    @property
-    def own_rowwise(self) -> EncodedMatrix:
-        """Codes of this rank's rows."""
-        return self._made[ROWWISE] if self._gather is None else self._gather.sent[ROWWISE]
 
 
 def weight_operand(
@@ -268,11 +256,3 @@ def weight_operand(
     elif made.direction is not direction:
         made = hybrid.derive_columnwise(made, plan.compute_dtype)
     return to_layout(made, wanted), amaxes
-
-
-def record_amaxes(
-    histories: list[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
-) -> None:
-    for direction, history in zip(hybrid.delayed_directions, histories):
-        if direction in amaxes:
-            AmaxHistory.record_in(history, amaxes[direction])
