@@ -39,7 +39,7 @@ def raise_bad_splits() -> None:
     )
 
 
-_WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for the first device
+_WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first device allocates
 
 
 def bad_splits_flag() -> Tensor:
@@ -47,11 +47,11 @@ def bad_splits_flag() -> Tensor:
     wrong."""
     if not _WRONG:
         with torch_compat.outside_inference_mode():
-            made = torch.zeros(
+            flag = torch.zeros(
                 1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
             )
         # the latter is read in no time
-        _WRONG.append((made, ctypes.c_int64.from_address(made.data_ptr())))
+        _WRONG.append((flag, ctypes.c_int64.from_address(flag.data_ptr())))
     return _WRONG[0][0]
 
 

@@ -115,7 +115,7 @@ class BaseLinear(HasWeight, nn.Linear):
                 attach_tensor_group(self)
 
     def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x in the dtype of its products. Raises for what no product takes, naming the module.
+        """x in the dtype of its products. Raises for what no product accepts, naming the module.
 
         weight:  that is multiplied; default: the module's.
         """
@@ -124,8 +124,7 @@ class BaseLinear(HasWeight, nn.Linear):
         if x.dtype not in FLOATING:
             raise ValueError(
                 f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and "
-                "fp32: cast "
-                "it first"
+                "fp32: cast it first"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -134,16 +133,14 @@ class BaseLinear(HasWeight, nn.Linear):
         if isinstance(weight, DTensor):
             raise NotImplementedError(
                 f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
-                "gather; "
-                "tensor-parallel weights are not supported here: use fully_shard, or leave the "
-                "module out of fq.convert"
+                "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
+                "the module out of fq.convert"
             )
         if weight.device != device:
             raise ValueError(
                 f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one "
-                "of "
-                "them (a model made on meta: model.to_empty(device=...), then initialize or load "
-                "it)"
+                "of them (a model made on meta: model.to_empty(device=...), then initialize or "
+                "load it)"
             )
         if torch.is_autocast_enabled(device.type):
             return x.to(torch.get_autocast_dtype(device.type))

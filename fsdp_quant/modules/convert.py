@@ -71,7 +71,7 @@ def convert(
     and `fq.freeze`. So does nn.MultiheadAttention, in which q, k and v of one tensor are one
     product; attention to other tensors multiplies parts of its packed weight in high precision. A
     layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it
-    with all else that is multiplied in high precision. So do PEFT's adapters beside a `base_layer`:
+    with all else that is multiplied in high precision. So do PEFT's adapters of a `base_layer`:
     convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
     another forward are left alone, but for Falcon's.
@@ -122,8 +122,8 @@ def convert(
     for name, module in progress(targets.items(), "fq.convert"):
         if not isinstance(module, GroupedLinear):
             is_packed = read[name].dim() == 3
-            made = GroupedLinear if is_packed else _made_of(_own_class(type(module)))
-            module.__class__ = _converted_class(type(module), made)
+            kind = GroupedLinear if is_packed else _kind_of(_own_class(type(module)))
+            module.__class__ = _converted_class(type(module), kind)
         if isinstance(module, GroupedLinear):
             module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
         elif isinstance(module, TransposedLinear):
@@ -414,7 +414,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
 
 
 def _adapters(model: nn.Module) -> set[str]:
-    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what
+    """Names of what stands next to a `base_layer`, as PEFT's adapters do: small factors of what
     trains."""
     wrappers = [
         (f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules
@@ -478,33 +478,33 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
 
 
 def _own_class(cls: type) -> type:
-    """What `fully_shard` made this class of."""
+    """The class from which `fully_shard` derived this one."""
     return cls.__bases__[1] if issubclass(cls, FSDPModule) and len(cls.__bases__) == 2 else cls
 
 
-def _converted_class(cls: type, made: type[nn.Module]) -> type:
-    """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard`
-    would have made of it."""
+def _converted_class(cls: type, kind: type[nn.Module]) -> type:
+    """`kind`, with what the class of a user adds to nn.Linear, or the class that `fully_shard`
+    would derive from it."""
     own = _own_class(cls)
-    if issubclass(made, TransposedLinear) or (made is Linear and own is not nn.Linear):
-        made = _with(own, made)
+    if issubclass(kind, TransposedLinear) or (kind is Linear and own is not nn.Linear):
+        kind = _with(own, kind)
     if not issubclass(cls, FSDPModule):
-        return made
+        return kind
     return type(
-        f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
+        f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
     )
 
 
 @functools.cache
-def _with(own: type, made: type[nn.Module]) -> type[nn.Module]:
-    """A class of both: `made`'s forward, and whatever else the user's class has."""
+def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of both: `kind`'s forward, and whatever else the user's class has."""
     members = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__reduce_ex__": _reduce,
         "converted_from": own,
     }
-    return type(own)(own.__name__, (made, own), members)
+    return type(own)(own.__name__, (kind, own), members)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
@@ -513,11 +513,11 @@ def _reduce(module: nn.Module, protocol: int) -> tuple:
 
 
 def _rebuilt(own: type) -> nn.Module:
-    made = _with(own, _made_of(own))
-    return made.__new__(made)
+    cls = _with(own, _kind_of(own))
+    return cls.__new__(cls)
 
 
-def _made_of(own: type) -> type[nn.Module]:
+def _kind_of(own: type) -> type[nn.Module]:
     """What a linear layer, or torch's attention, of a user's class becomes."""
     if issubclass(own, nn.MultiheadAttention):
         return MultiheadAttention

@@ -33,6 +33,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
+from ..ops.reference import known
 from ..ops.rng import placed_id
 from ..quantizer import HybridQuantizer
 from ..scaling import reduce_amaxes, share_amaxes
@@ -51,8 +52,7 @@ class TensorParallel:
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
-    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller
-                   makes it.
+    reduces:       without sequence_dim, this layer sums dx or y over ranks; else the caller does.
     """
 
     group: dist.ProcessGroup
@@ -73,9 +73,7 @@ class TensorParallel:
     @property
     def cut_dim(self) -> int:
         """`sequence_dim` of a layer that has one. Raises ValueError."""
-        if self.sequence_dim is None:
-            raise ValueError("the layer has no tensor that is cut along the sequence")
-        return self.sequence_dim
+        return known(self.sequence_dim, "the dim that is cut along the sequence")
 
     def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
         """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it
@@ -219,8 +217,7 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
             f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
-            "which "
-            "products contract"
+            "which products contract"
         )
     return dim % len(shape)
 
@@ -279,8 +276,8 @@ def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
     reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
     parts = reduced.split([a.numel() for a in alike])
-    made = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
-    return [made[id(a)] for a in amaxes]
+    by_id = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
+    return [by_id[id(a)] for a in amaxes]
 
 
 # Moving rows #
@@ -314,10 +311,6 @@ class Arriving:
             as_bytes = [(_bytes(received), _bytes(b)) for received, b in moving]
             self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self.received.values())
-
     def wait(self) -> dict[str, Tensor]:
         """The rows in the order of the whole tensor; without a copy where the cut dim is the
         first."""
@@ -344,8 +337,8 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class Gather:
-    """The storages of Q(all_gather(x)) for some directions: started when made, waited for a
-    direction at a time.
+    """The storages of Q(all_gather(x)) for some directions: the constructor starts them,
+    `take` waits for one direction.
 
     x:         this rank's rows [outer * chunk, K]; or a `Storage` of them that travels.
     phase:     "forward" or "backward", for the counts, and for what a graph sends in its backward.
@@ -401,7 +394,8 @@ class Gather:
 
     def _count(self, direction: str, fmt: str, one: Arriving) -> None:
         if self.cut.ranks > 1 and not opaque.is_tracing():
-            counters.add("sequence gather", (self.phase, direction, fmt), one.nbytes)
+            nbytes = sum(b.nbytes for b in one.received.values())
+            counters.add("sequence gather", (self.phase, direction, fmt), nbytes)
 
     def take(self, direction: Direction) -> Storage:
         """The whole storage of a direction, compact or as `quantize` makes it."""

@@ -35,7 +35,7 @@ from ..tensor import torch_compat
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
-from .norm import takes
+from .norm import is_supported
 from .norm_op import normalize
 
 
@@ -95,7 +95,7 @@ class MLPPattern(NamedTuple):
         h, handed = recomputed(hidden, x) if self.recompute else hidden(x)
         return down(h, **handed_to(down, handed))
 
-    def takes(self, module: nn.Module, x: Tensor) -> bool:
+    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
         """The fused forward runs; else the module's own: a hook of an activation module wants to be
         called."""
         return not any(
@@ -128,9 +128,6 @@ class MLPPattern(NamedTuple):
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
         return probe, _WIDTH, [p for layer in small for p in layer.parameters()]
 
-    def dtype(self, module: nn.Module) -> torch.dtype | None:
-        return getattr(getattr(getattr(module, self.up, None), "weight", None), "dtype", None)
-
 
 class NormPattern(NamedTuple):
     """Norms over the last dim: (x - mean) * rstd * gamma + beta, in fp32, rounded once (`fq.Norm`).
@@ -155,9 +152,7 @@ class NormPattern(NamedTuple):
     eps: str | float = "eps"
     rounds_first: bool = False
 
-    @property
-    def parts(self) -> list[str]:
-        return []  # no linear layers
+    parts = ()  # no linear layers
 
     @property
     def formula(self) -> str:
@@ -190,10 +185,10 @@ class NormPattern(NamedTuple):
         weight, bias = self.parameters(module)
         return normalize(x, weight, bias, spec)[0]
 
-    def takes(self, module: nn.Module, x: Tensor) -> bool:
+    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
         """The fused forward runs; else the module's own: under autocast, where x has another dtype
         or width, and in fp32, where autograd adds both gradients of x to others in turn."""
-        return x.dtype is not torch.float32 and takes(x, self.parameters(module))
+        return x.dtype is not torch.float32 and is_supported(x, self.parameters(module))
 
     def probe(
         self, name: str, module: nn.Module, dtype: torch.dtype
@@ -211,9 +206,6 @@ class NormPattern(NamedTuple):
         probe = copy.copy(module)
         probe.__dict__["_parameters"] = module._parameters | small
         return probe, weight.shape[0], list(small.values())
-
-    def dtype(self, module: nn.Module) -> torch.dtype | None:
-        return getattr(getattr(module, self.weight, None), "dtype", None)
 
 
 class InputPattern(NamedTuple):
@@ -311,14 +303,8 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
             continue
-        parts = next(
-            (
-                of
-                for of in _ATTENTION
-                if all(isinstance(getattr(module, p, None), nn.Linear) for p in of)
-            ),
-            None,
-        )
+        linears = _linears(module)
+        parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
         if parts is not None and type(module).__module__.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
@@ -348,23 +334,19 @@ def _first_exact(
 
 
 def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
-    cls, own = type(module), module._parameters
+    cls, own, linears = type(module), module._parameters, _linears(module)
     if cls.__module__.startswith(("torch.", "fsdp_quant.")):
         return
     for gate, up, down in _MLPS:
-        named = [part for part in (gate, up, down) if part is not None]
-        found = (getattr(module, part, None) for part in named)
-        parts = [part for part in found if isinstance(part, nn.Linear)]
-        if len(parts) == len(named):
-            gated = gate is not None or parts[0].out_features == 2 * parts[1].in_features
+        if {gate or up, up, down} <= linears.keys():
+            packed = linears[up].out_features == 2 * linears[down].in_features
+            gated = gate is not None or packed
             for activation, kind in ACTIVATIONS.items():
                 if kind.gated == gated:
                     yield MLPPattern(name, activation, gate, up, down)
             return
-    weight, eps = (
-        own.get("weight"),
-        next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None),
-    )
+    weight = own.get("weight")
+    eps = next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)
     if (
         "Norm" in cls.__name__
         and set(own) == {"weight"}
@@ -375,6 +357,10 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
     ):
         for kind in _NORMS:
             yield NormPattern(name, eps=eps, **kind)
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {n: m for n, m in module._modules.items() if isinstance(m, nn.Linear)}
 
 
 def _signature(module: nn.Module) -> tuple:
@@ -424,7 +410,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
                 f"{cls.__name__} was fused as {pattern.formula}, of one argument; got "
                 f"{1 + len(rest)}"
             )
-        return pattern.run(self, x) if pattern.takes(self, x) else cls.forward(self, x)
+        return pattern.run(self, x) if pattern.is_supported(self, x) else cls.forward(self, x)
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)
@@ -452,9 +438,8 @@ _WIDTH, _HIDDEN = 16, 24
 
 
 def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
-    for dtype, training in itertools.product(
-        {torch.float32, pattern.dtype(module) or torch.float32}, (True, False)
-    ):
+    dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
+    for dtype, training in itertools.product(dtypes, (True, False)):
         modes = {m: m.training for m in module.modules()}
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.manual_seed(0)
@@ -487,7 +472,7 @@ def _is_exact(
     x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     outputs = (probe.forward(x), pattern.run(probe, x))
-    made = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
+    results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
     return all(
-        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*made)
+        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
     )

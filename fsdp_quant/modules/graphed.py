@@ -48,7 +48,7 @@ def graphed(
     optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which
                 schedulers fill. In a checkpoint of torch.distributed it is a tensor then too, which
                 loads into a tensor: call this before a load.
-    warmup:     eager steps before the capture. They train: no step is made twice or undone.
+    warmup:     eager steps before the capture. They train: no step runs twice or is undone.
 
     The bits are those of the eager step. Steps, random keys and histories go on in replays, also
     after `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning.
@@ -76,7 +76,7 @@ def graphed(
 
 
 class GraphedStep:
-    """A step that `graphed` made.
+    """A step that `graphed` returned.
 
     why_eager:  why no step is captured, in a sentence; None: they are.
     """
@@ -135,9 +135,9 @@ class GraphedStep:
     def _eager(self, *args, **kwargs):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            made = self._step(*args, **kwargs)
+            outputs = self._step(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(self._stream)
-        return made
+        return outputs
 
     def _capture(self, given: list, spec) -> None:
         """Record a step of copies of what is `given`; nothing of it runs."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.GroupedLinear`: a linear layer an expert, over tokens that lie sorted by expert."""
+"""`fq.GroupedLinear`: a linear layer an expert, over tokens that are sorted by expert."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -158,18 +159,10 @@ class GroupedLinear(HasWeight):
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
         its = as_recipe(recipe or identity(), name, Recipe)
         if not packed:
-            self._linears = [
-                ListedExpert(
-                    in_features,
-                    out_features,
-                    bias,
-                    device,
-                    dtype,
-                    recipe=its,
-                    name=f"{name}.experts.{e}",
-                )
-                for e in range(num_experts)
-            ]
+            expert = functools.partial(
+                ListedExpert, in_features, out_features, bias, device, dtype, recipe=its
+            )
+            self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
             return
@@ -280,16 +273,15 @@ class GroupedLinear(HasWeight):
 
     @property
     def owners(self) -> Sequence[HasWeight]:
-        """Modules whose weights one product for all experts takes: this one, packed, or each
+        """Modules whose weights one product for all experts reads: this one, packed, or each
         expert."""
         return [self] if self.packed else self._linears
 
     def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of one of `owners`, as products multiply them."""
         return self.held if owner is self else (owner.weight, owner.bias)
 
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        """y [.., N] of x [.., K], whose rows lie sorted by expert.
+        """y [.., N] of x [.., K], whose rows are sorted by expert.
 
         x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
                  (`parallel.dispatch_tokens`).
@@ -334,7 +326,6 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """y of each part."""
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
@@ -478,7 +469,7 @@ class GroupedLinear(HasWeight):
         return applied
 
     def prepare(self) -> None:
-        """What graphs are given, made where plans or the device change."""
+        """Allocate what graphs are given, after plans or the device changed."""
         device = next(self.parameters()).device
         self._goes_into_graphs = self._may_go_into_graphs(device)
         for layer in self._linears if self.packed else ():

@@ -28,16 +28,13 @@ class HasWeight(nn.Module):
     it.
 
     transposed:  the weight is [.., K, N], of which FSDP2 gathers the values.
+    _weight_state:  set when the module is quantized.
     """
 
+    _weight_state: WeightState
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed = False
-
-    @property
-    def _weight_state(self) -> WeightState:
-        """Raises AttributeError before the module is quantized."""
-        raise AttributeError("the module has no weight state")
 
     def set_weight_state(self, state: WeightState) -> None:
         raise NotImplementedError
@@ -131,16 +128,16 @@ def attach_tensor_group(module: HasWeight) -> None:
 
 def _wrap_codes(weight: nn.Parameter, state: QuantizedWeightState) -> None:
     """Put a quantized parameter over a weight; optimizers that hold the parameter keep it."""
-    if not isinstance(weight, DTensor):
-        made = nn.Parameter(state.wrapped(weight.detach()), requires_grad=weight.requires_grad)
-        torch_compat.swap_parameter(weight, made)
-        return
     managed = _managed(weight)
-    if managed is None:
-        torch_compat.replace_local(weight, state.wrapped(local_of(weight).detach()))
-        return
-    _check_sharded(managed, state)
-    managed.replace_local(state.wrapped(local_of(weight).detach()))
+    if managed is not None:
+        _check_sharded(managed, state)
+    codes = state.wrapped(local_of(weight).detach())
+    if managed is not None:
+        managed.replace_local(codes)
+    elif isinstance(weight, DTensor):
+        torch_compat.replace_local(weight, codes)
+    else:
+        torch_compat.swap_parameter(weight, nn.Parameter(codes, weight.requires_grad))
 
 
 # State dicts #

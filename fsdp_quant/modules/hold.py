@@ -18,7 +18,6 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from .has_weight import HasWeight
 from .linear import Linear
 from .operands import weight_storages
 from .steps import converted_modules
@@ -60,16 +59,9 @@ def hold(model: nn.Module) -> Iterator[None]:
 
 
 def _states_of(model: nn.Module) -> list[WeightState]:
-    owners = [
-        m._weight_state
-        for m in model.modules()
-        if isinstance(m, HasWeight) and hasattr(m, "_weight_state")
-    ]
-    return list(
-        dict.fromkeys(
-            [*owners, *(m.runtime.weight_state for m in converted_modules(model).values())]
-        )
-    )
+    states = [getattr(m, "_weight_state", None) for m in model.modules()]
+    states += [m.runtime.weight_state for m in converted_modules(model).values()]
+    return list(dict.fromkeys(state for state in states if state is not None))
 
 
 @torch.no_grad()
@@ -101,14 +93,12 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
-    own = {
+    layers = {
         n: m
         for n, m in converted_modules(module).items()
-        if m._parameters.get("weight") is not None
-    }
-    frozen = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
-    layers = {
-        name: layer for name, layer in frozen.items() if type(layer.weight) is not QuantizedTensor
+        if (weight := m._parameters.get("weight")) is not None
+        and not weight.requires_grad
+        and type(weight) is not QuantizedTensor
     }
     if not layers:
         raise ValueError(
@@ -140,16 +130,18 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     refresh_codes(list(dict.fromkeys(sharded.values())))
     for weight in sharded.values():
         weight.drop_values()
-    made: dict[int, nn.Parameter] = {}
+    frozen: dict[int, nn.Parameter] = {}
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
-        if id(weight) not in made:
-            made[id(weight)] = nn.Parameter(_codes_of(layer, weight, backward), requires_grad=False)
+        if id(weight) not in frozen:
+            frozen[id(weight)] = nn.Parameter(
+                _codes_of(layer, weight, backward), requires_grad=False
+            )
         if state.holds_codes:
             layer.runtime.set_weight_state(
                 WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
             )
-        layer.weight = made[id(weight)]
+        layer.weight = frozen[id(weight)]
     return len(layers)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerRuntime`: everything that a quantized layer holds beside its parameters.
+"""`LayerRuntime`: everything that a quantized layer holds besides its parameters.
 
 The layer creates it once (`Linear.make_quantized`). Others read it, and change it by its methods:
 `set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`, `prepare_graphs`.
@@ -63,15 +63,15 @@ class LayerRuntime(Runtime):
         self._make_tensors()
 
     def _make_tensors(self) -> None:
-        """Make what no file holds."""
+        """Allocate what no file holds."""
         self.input_owner: weakref.ref[LayerRuntime] | None = None
         self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
 
     def __getstate__(self) -> dict:
-        made = ("graphs", "input_owner", "boundary_ids", "ids")
-        return {k: v for k, v in self.__dict__.items() if k not in made}
+        not_saved = ("graphs", "input_owner", "boundary_ids", "ids")
+        return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -136,7 +136,7 @@ class LayerRuntime(Runtime):
         return self.ids
 
     def prepare_graphs(self, device: torch.device | None = None) -> None:
-        """Make what graphs receive, for the plan, the weight's state and the device as they are
+        """Allocate what graphs receive, for the plan, the weight's state and the device as they are
         now. device: of the weight; None: not known, as it was."""
         self.graphs.prepare(self, device)
 
@@ -149,7 +149,7 @@ class LayerRuntime(Runtime):
 # registers nothing: an object that a traced function puts into a dict of the process is there only
 # when the graph is done.
 class GraphTensors:
-    """Tensors that compiled graphs of a layer read beside its operands, the same in every step.
+    """Tensors that compiled graphs of a layer read besides its operands, the same in every step.
 
     Tracing allocates none: `prepare` does, when the plan or the device changes. The step's tensor
     is `STEP.in_graph`.

@@ -4,8 +4,6 @@ nn.Linear."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +16,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .base_linear import BaseLinear
 from .linear_op import Handed, can_fuse_activation, linear
 from .plan import GemmPlan
-from .quantize import OutputQuantization, boundary
+from .quantize import boundary
 from .shared_linear import forward_among_ranks
 
 
@@ -94,15 +92,11 @@ class Linear(BaseLinear):
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
             plan = self._overriding_plan(override, weight)
-        if plan.boundary is not None:
-            return self.bounded(
-                lambda x: self._product(x, weight, bias, plan, None),
-                x,
-                plan.boundary,
-                residual,
-                scale,
-            )
-        return finished(self._product(x, weight, bias, plan, handed), residual, scale)
+        if plan.boundary is None:
+            return finished(self._product(x, weight, bias, plan, handed), residual, scale)
+        sides, ids = plan.boundary, self.runtime.boundary_ids
+        y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
+        return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
 
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
@@ -115,21 +109,8 @@ class Linear(BaseLinear):
             plan = plan.on(x.dtype, x.device)
         return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
 
-    def bounded(
-        self,
-        product: Callable[[Tensor], Tensor],
-        x: Tensor,
-        sides: OutputQuantization,
-        residual: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """The boundary slots of the recipe around all else."""
-        ids = self.runtime.boundary_ids
-        y = product(boundary(x, sides, ids, output=False))
-        return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
-
     def can_fuse_activation(self, x: Tensor) -> bool:
-        """An input like x may be made by the kernel that quantizes it: nothing else would see its
+        """The kernel that quantizes an input like x may compute it: nothing else would see its
         values."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
@@ -149,7 +130,7 @@ def takes_handed(layer: nn.Module) -> bool:
 
 
 def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
-    """The argument by which a layer takes `handed`, if it does (`takes_handed`)."""
+    """The argument by which a layer accepts `handed`, if it does (`takes_handed`)."""
     return {"handed": handed} if takes_handed(layer) else {}
 
 
@@ -163,14 +144,3 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
             f"residual is {list(residual.shape)} and the output {list(y.shape)}; wanted one shape"
         )
     return torch.add(residual, y, alpha=scale)
-
-
-def make_quantized(module: nn.Linear, cls: type[Linear], recipe: Recipe | str, name: str) -> None:
-    """Turn a module into one of class `cls`, in place."""
-    module.__class__ = cls
-    if isinstance(module, Linear):
-        module.make_quantized(recipe, name)
-
-
-def share_input(first: Linear, second: Linear) -> None:
-    second.runtime.share_input_of(first.runtime)

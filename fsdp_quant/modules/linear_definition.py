@@ -24,7 +24,7 @@ Ranks that share a layer gather before it, reduce-scatter behind it, or both in 
                                                            gather(Q(x).col))
     row, cut      y = reduce_scatter(gemm(Q(x).row, w.row))   dx = gemm(gather(Q(dy).row), w.col)
                                                               dw = gemm(gather(Q(dy).col), Q(x).col)
-Columnwise gathers run beside dgrad, the scatter of dx beside the wgrad of the last layer that reads
+Columnwise gathers overlap dgrad, the scatter of dx overlaps the wgrad of the last layer that reads
 x. Scales of a whole tensor are shared over the ranks, of weights too. Layers that read one x (q, k
 and v; gate and up) share its codes, in both directions, and the scatter of their gradients.
 """
@@ -40,12 +40,13 @@ from torch.distributed.tensor import DTensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops.reference import known
 from ..storage import Storage, matrix_over, to_layout
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .exchange import Gather, Scattering, SequenceCut, TensorParallel, encoded_rows
 from .linear_products import LinearCall, gradients, product
-from .operands import buffers_of, refuse_codes, weight_storages
+from .operands import buffers_of, columnwise_of_saved, refuse_codes, slot_key, weight_storages
 
 # An input that is cut along the sequence #
 
@@ -129,9 +130,7 @@ class SharedInput:
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         self._read += 1
-        codes = self._columnwise
-        if codes is None:
-            raise ValueError("the columnwise codes of the shared input were not gathered")
+        codes = known(self._columnwise, "the gather of the shared input")
         if isinstance(codes, Gather):
             codes = self._columnwise = LaidOut(codes.take(COLUMNWISE))
         if self._read >= self._readers:  # the last one
@@ -187,8 +186,8 @@ def _shared_input(
     """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
 
     The first of several layers that are given one tensor leaves it with the tensor, for the others.
-    What decides whether it is made again is the same on every rank, so not which products the guard
-    has moved.
+    What decides whether it is computed again is the same on every rank, so not which products the
+    guard has moved.
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
@@ -203,17 +202,17 @@ def _shared_input(
         call.grad,
     )
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
-    before, made = owner.__dict__.get("_fq_shared_input", (None, None))
+    before, shared_with = owner.__dict__.get("_fq_shared_input", (None, None))
     if alone or before != seen:
         make = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
         cut = make(tuple(owner.shape), axis.cut_dim, axis.group, f"{call.name} input")
         shared = SharedInput(call, cut)
         with torch.no_grad():
             rowwise, saved = shared.encode(call, x.detach().reshape(-1, x.shape[-1]))
-        made = shared, _GatherInput.apply(x, shared), rowwise, saved
+        shared_with = shared, _GatherInput.apply(x, shared), rowwise, saved
         if not alone:
-            vars(owner)["_fq_shared_input"] = seen, made
-    return made
+            vars(owner)["_fq_shared_input"] = seen, shared_with
+    return shared_with
 
 
 # The definition #
@@ -232,7 +231,7 @@ def multiply(
 
     backward:         dgrad follows. A gathered weight's codes are not kept: they are filled again.
     shared, rowwise:  of an x that is cut along the sequence, with the codes of all its rows; what
-                      the backward keeps of x was made with them.
+                      the backward keeps of x was computed with them.
     """
     plan, axis, resolved = call.plan, call.axis, call.plan.resolved(x.dtype, x.device)
     shape = (*(x.shape if shared is None else shared.cut.whole_shape)[:-1], weight.shape[0])
@@ -249,7 +248,7 @@ def multiply(
         kept = [] if saved is None else buffers_of(operands.take(saved))
     else:
         shared.is_read(call.save, backward)
-        codes = rowwise.to_layout(call.layout("input", ROWWISE, x))
+        codes = rowwise.to_layout(call.input_layout(ROWWISE, x))
     both = backward and not isinstance(weight, QuantizedTensor)
     wanted = [ROWWISE, *([COLUMNWISE] if both else [])]
     w = weight_storages(weight, wanted, plan, call.state, x.dtype, call.records)
@@ -279,10 +278,15 @@ def multiply_backward(
         return weight_storages(weight, [COLUMNWISE], call.plan, call.state, dy.dtype)[COLUMNWISE]
 
     def start_input(rows: int) -> Callable[[], EncodedMatrix]:
-        if shared is None:
-            return lambda: call.input_columnwise(saved, (rows, weight.shape[1]), dy)
-        shared.start_columnwise(call, saved, dy.dtype)
-        return functools.partial(shared.columnwise, call.layout("input", COLUMNWISE, dy))
+        plan, shape = call.plan, (rows, weight.shape[1])
+        if shared is not None:
+            shared.start_columnwise(call, saved, dy.dtype)
+            return functools.partial(shared.columnwise, call.input_layout(COLUMNWISE, dy))
+        if plan.saves == "input":
+            x = saved[0].reshape(shape)
+            return lambda: call.quantize("input", x, [COLUMNWISE]).take(COLUMNWISE)
+        key = functools.partial(slot_key, plan, "input", call.step, call.ids, rows)
+        return lambda: columnwise_of_saved(plan, saved, shape, dy, key)
 
     add = None if shared is None else shared.add
     return gradients(call, dy, weight, needs, read_weight, start_input, add)
@@ -370,8 +374,9 @@ def defined_linear(
     kept, shared, rowwise = _Kept(), None, None
     if (axis := call.axis) is not None and axis.gathered_slot == "input":
         with torch.autocast(x.device.type, enabled=False):
-            made = _shared_input(x, x if owner is None else owner, call, axis)
-        shared, x, rowwise, kept.saved = made
+            shared, x, rowwise, kept.saved = _shared_input(
+                x, x if owner is None else owner, call, axis
+            )
     return _Definition.apply(x, weight, bias, call, backward, kept, shared, rowwise)
 
 

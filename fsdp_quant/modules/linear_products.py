@@ -28,7 +28,6 @@ from .guard import GuardedLayer
 from .operands import (
     SlotOperands,
     bias_gradient,
-    columnwise_of_saved,
     record_amaxes,
     slot_key,
     slot_storages,
@@ -91,7 +90,8 @@ class LinearCall(NamedTuple):
 
     def record(self, slot: str, amaxes: dict[Direction, Tensor]) -> None:
         histories = self.histories if slot == "input" else self.grad_histories
-        record_amaxes(histories, self.plan.hybrid(slot), amaxes)
+        if histories:
+            record_amaxes(histories, self.plan.hybrid(slot), amaxes)
 
     def gather(
         self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str
@@ -106,22 +106,10 @@ class LinearCall(NamedTuple):
     def by_direction(self, slot: str) -> dict[Direction, Tensor]:
         return dict(zip(self.plan.hybrid(slot).delayed_directions, self.factors_of(slot)))
 
-    def layout(self, slot: str, direction: Direction, x: Tensor) -> str:
-        """How the product of activations like x reads a slot."""
-        layouts = self.plan.resolved(x.dtype, x.device).layouts
-        return layouts[slot][direction] if x.numel() else COMPACT
-
-    def input_columnwise(self, saved: list[Tensor], shape, dy: Tensor) -> EncodedMatrix:
-        """The columnwise storage of the input [M, K], from what the plan saved."""
-        if self.plan.saves == "input":
-            return self.quantize("input", saved[0].reshape(shape), [COLUMNWISE]).take(COLUMNWISE)
-        return columnwise_of_saved(
-            self.plan,
-            saved,
-            shape,
-            dy,
-            lambda: slot_key(self.plan, "input", self.step, self.ids, shape[0]),
-        )
+    def input_layout(self, direction: Direction, x: Tensor) -> str:
+        """How the product of activations like x reads the input."""
+        layouts = self.plan.resolved(x.dtype, x.device).layouts["input"]
+        return layouts[direction] if x.numel() else COMPACT
 
     def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
         if self.require_native:
@@ -158,10 +146,10 @@ def check_travels(
     )
 
 
-# Sums are scattered in two pieces, one beside the product of the other, where the products of a
+# Sums are scattered in two pieces, one during the product of the other, where the products of a
 # rank's rows stay large. Over one after the other, 8192 tokens on two H200s: .95 of the time
-# ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and .97; an all-gather beside the
-# product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
+# ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and .97; an all-gather during
+# the product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
 PIECES, LEAST_ROWS, LEAST_WEIGHT = 2, 2048, 2**24
 
 

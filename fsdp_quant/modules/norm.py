@@ -14,7 +14,7 @@ from ..ops.norm import NormSpec
 from .norm_op import normalize
 
 
-def takes(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+def is_supported(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
     """The kernel norms x with these: plain tensors, of its width and dtype, outside
     torch.autocast."""
     plain = not any(isinstance(t, DTensor) for t in (x, *parameters))
@@ -78,7 +78,7 @@ class Norm(nn.Module):
                 f"{self.normalization}: input is {list(x.shape)}, its last dim must be "
                 f"{self.weight.shape[0]}"
             )
-        if not takes(x, (self.weight, self.bias)):
+        if not is_supported(x, (self.weight, self.bias)):
             return self._by_torch(x), x, None
         return normalize(x, self.weight, self.bias, self.spec)
 

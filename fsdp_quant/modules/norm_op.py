@@ -4,8 +4,7 @@ module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
     activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are;
-                                                act(g) and h are made again
-    deferred    the same, without values: whoever reads h makes them
+                                                act(g) and h are computed again
 
 Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and
 u over them, where the graph is not kept and nobody else has their memory.
@@ -18,6 +17,7 @@ both nodes. Compiled graphs get the operators that these nodes call while they a
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of this is wanted: that of the definition
             y, needs = norm.reference_norm(x, weight, bias, ctx.spec)[0], ctx.needs_input_grad[:3]
             wanted = [t for t, needed in zip((x, weight, bias), needs) if needed]
-            made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            dx, dweight, dbias = (next(made) if needed else None for needed in needs)
+            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            dx, dweight, dbias = (next(grads) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():
             dx, dweight, dbias, _ = norm.norm_backward(
@@ -99,7 +99,7 @@ def activate(
     grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the
                   gradients of g and u there; not where g is no product of a compiled call: then its
                   layer reads none.
-    packed:       g [.., 2 F] is g beside u, which is None; its gradient is one tensor, of which the
+    packed:       g [.., 2 F] is g and u, which is None; its gradient is one tensor, of which the
                   kernel writes both halves.
     """
     if packed and (
@@ -116,14 +116,6 @@ def activate(
     return _Activate.apply(g, u, kind, grad_amaxes), None
 
 
-def unmaterialized(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
-) -> Tensor:
-    """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the
-    values are made where they are quantized."""
-    return native.activate(g, u, kind, grad_amaxes, unmaterialized=True, packed=packed)[0]
-
-
 # What graphs hold: the operators that these call while they are traced #
 
 
@@ -132,16 +124,8 @@ def _tracing():
 
 
 @torch.compiler.allow_in_graph
-def _traced_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    zero_centered: bool,
-    rounds_first: bool,
-) -> Tensor:
-    return _Normalize.apply(x, weight, bias, NormSpec(eps, centred, zero_centered, rounds_first))[0]
+def _traced_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *spec: Any) -> Tensor:
+    return _Normalize.apply(x, weight, bias, NormSpec(*spec))[0]
 
 
 @torch.compiler.allow_in_graph

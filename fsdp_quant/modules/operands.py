@@ -109,7 +109,7 @@ def slot_storages(
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
     """The storage of a direction, as it came. Raises ValueError where it is not what the plan would
-    have made."""
+    have encoded."""
     hybrid = plan.hybrid(slot)
     is_encoded = direction in hybrid.encodings
     storage = x.storage_for(direction if is_encoded else ROWWISE)
@@ -152,18 +152,18 @@ def weight_storages(
     records: bool = True,
 ) -> dict[Direction, EncodedMatrix]:
     """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
-    made here of its values."""
+    encoded here from its values."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
     values = values_of(weight).detach()
     state = _state_of(state, plan, values)
-    made: dict[Direction, Storage] = {}
+    encoded: dict[Direction, Storage] = {}
 
     def encode(direction: Direction) -> Storage:
-        if direction not in made:
-            made[direction] = _encode(values, direction, state, dtype, records)
-        return made[direction]
+        if direction not in encoded:
+            encoded[direction] = _encode(values, direction, state, dtype, records)
+        return encoded[direction]
 
     with torch.no_grad():
         return {
@@ -211,7 +211,7 @@ def buffers_of(storage: EncodedMatrix) -> list[Tensor]:
 
 
 def lies_transposed(weight: Tensor) -> bool:
-    """It is a transposed view of matrices that lie contiguously."""
+    """It is a transposed view of contiguous matrices."""
     return weight.stride(-1) != 1 and weight.mT.is_contiguous()
 
 
@@ -219,14 +219,14 @@ def codes_of_transposed(
     weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
 ) -> dict[Direction, list[Tensor]]:
     """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight`
-    makes them.
+    returns them.
 
     call:  `GemmPlan.turned`.
     """
-    made = native.linear_weight(
+    buffers = native.linear_weight(
         weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], []
     )
-    of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
+    of = {COLUMNWISE: buffers[:2], ROWWISE: buffers[-2:]}
     return {d: of[d] for d in directions}
 
 
@@ -250,10 +250,7 @@ def columnwise_of_saved(
     storage = matrix_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
-    storage = to_storage(storage)
-    if hybrid.shares_storage:
-        return storage.as_direction(COLUMNWISE)
-    return hybrid.derive_columnwise(storage, key=key())
+    return hybrid.columnwise_of(to_storage(storage), None if hybrid.shares_storage else key())
 
 
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:

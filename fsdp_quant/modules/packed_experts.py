@@ -10,7 +10,8 @@ the experts of each token
     result = sum over a token's experts of its routing weight * y
 
 or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
-weights that lie transposed, as gpt-oss has them. Llama 4 multiplies every token by every expert:
+weights that are stored transposed, as gpt-oss has them. Llama 4 multiplies every token by every
+expert:
 
     y      = down(act(gate) * up), of rows [E * tokens, hidden]
 
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..ops.reference import known
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
 
@@ -60,7 +62,7 @@ class Kind(NamedTuple):
 
     parts:       their weights, in the order of their products. forward: of a module whose products
                  they are.
-    transposed:  the weights lie [E, K, N].
+    transposed:  the weights are stored [E, K, N].
     """
 
     parts: tuple[str, ...]
@@ -141,9 +143,7 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
             f"{name}: call fq.convert before fully_shard, which must know both owners of the "
             "experts' weights"
         )
-    kind = kind_of(module)
-    if kind is None:
-        return {}
+    kind = known(kind_of(module), "a kind of packed experts")
     return {
         f"{name}.{part}_product": ExpertProduct(
             module.get_parameter(part), module._parameters.get(f"{part}_bias"), kind.transposed
@@ -154,9 +154,7 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
 
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
-    kind = kind_of(module)
-    if kind is None:
-        raise ValueError(f"{type(module).__name__} has no packed experts that fq.convert knows")
+    kind = known(kind_of(module), "a kind of packed experts")
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
     module.__class__ = _class_of(type(module), kind.parts, kind.forward)
@@ -178,10 +176,8 @@ def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -
         applied = cls._apply(self, fn, recurse)
         for part in parts:  # one that was replaced, as by to_empty, is tied again
             own = getattr(self, f"{part}_product")._parameters
-            own["weight"], own["bias"] = (
-                self._parameters[part],
-                self._parameters.get(f"{part}_bias"),
-            )
+            own["weight"] = self._parameters[part]
+            own["bias"] = self._parameters.get(f"{part}_bias")
         return applied
 
     return type(

@@ -161,7 +161,6 @@ def _multiply(
     axis: TensorParallel,
     grad: bool,
 ) -> Tensor:
-    """Run the eager operator."""
     runtime, save = layer.runtime, weight.requires_grad and grad
     call = layer.call(x, weight, plan, save, grad)._replace(
         axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native

@@ -49,11 +49,9 @@ def converted_modules(
 
 
 def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLinear]:
-    """Return the modules that own layers, by qualified name."""
-    found = model.named_modules()
     return {
         n: m
-        for n, m in found
+        for n, m in model.named_modules()
         if isinstance(m, (Linear, TransposedLinear)) or (isinstance(m, GroupedLinear) and m.packed)
     }
 
@@ -147,7 +145,6 @@ def begins_first(model: nn.Module) -> None:
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
-    """Begin a step: the forward pre-hook of a model that counts."""
     tracing, steps = torch.compiler.is_compiling(), own_steps(model)
     if steps is None:
         return

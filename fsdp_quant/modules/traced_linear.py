@@ -33,11 +33,11 @@ in fp32; layers whose codes are their own (delayed scaling) scatter alone in eag
 over ranks and layers swap. All else has the bits of eager mode.
 
 [Note: what the backward saves]
-The codes of x that wgrad reads, made with those of the forward in one read of x: one byte an
-element, as in eager mode. A partitioner that may choose makes them in the forward too, by a second
-read of x. And w, which is a parameter: its other codes are made in the backward. Layers that share
-x (q, k, v; gate, up) quantize it once: the calls are equal, and fx_graph_cse merges them. Where
-ranks share x, the backward gathers what it quantizes of the x that was saved.
+The codes of x that wgrad reads, computed with those of the forward in one read of x: one byte an
+element, as in eager mode. A partitioner that may choose computes them in the forward too, by a
+second read of x. And w, which is a parameter: the backward computes its other codes. Layers that
+share x (q, k, v; gate, up) quantize it once: the calls are equal, and fx_graph_cse merges them.
+Where ranks share x, the backward gathers what it quantizes of the x that was saved.
 """
 
 from __future__ import annotations

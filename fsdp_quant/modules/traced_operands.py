@@ -20,7 +20,7 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
-from ..storage import Storage, encoded_matrix, to_layout, to_storage
+from ..storage import Storage, encoded_matrix, to_layout
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Gather, SequenceCut, TensorParallel, shared_statistics
@@ -117,32 +117,6 @@ class GraphCall(NamedTuple):
         return self.operands(slot, x, directions, key, statistics, cut, "backward")
 
 
-def whole_amaxes(
-    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, shared: bool = False
-) -> dict[Direction, Statistics]:
-    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
-
-    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
-    splits a reduction of all values where it likes, and fuses it with no loop over rows and
-    columns. `quantize` takes the largest: a launch from C++, where a kernel of inductor's is one
-    from Python.
-
-    dtype:   that encoders see; None: x's.
-    shared:  with other ranks: one amax, and also of directions that histories scale, whose encoders
-             take them else.
-    """
-    spans = _whole_formats(hybrid, shared)
-    if not spans or x.numel() == 0:
-        return {}
-    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
-    if shared or any(fmt.tensor_scale for fmt in spans.values()):
-        amax = amax.amax().view(1, 1)
-    # through its bits: a compiler that took the amax of unrounded values must round now
-    if amax.dtype is torch.bfloat16:
-        amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return _of_whole(spans, amax.float())
-
-
 def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
     """Encoded directions that are scaled by the amax of all values. delayed: also those that
     histories scale."""
@@ -167,10 +141,30 @@ def shared_amaxes(
     rows_are_cut: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[Direction, Statistics]:
-    """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
+    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them; and those that
+    span the ranks of `group` (None: x is whole), also of directions that histories scale.
+
+    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
+    splits a reduction of all values where it likes, and fuses it with no loop over rows and
+    columns. `quantize` computes the largest: a launch from C++, where a kernel of inductor's is one
+    from Python.
+
+    dtype:   that encoders see; None: x's.
+    """
     shares = group is not None and group.size() > 1
-    own = whole_amaxes(hybrid, x, dtype, shares)
-    if group is None or not shares or x.numel() == 0:
+    spans = _whole_formats(hybrid, shares)
+    if x.numel() == 0 or not (spans or shares):
+        return {}
+    own = {}
+    if spans:
+        amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
+        if shares or any(fmt.tensor_scale for fmt in spans.values()):
+            amax = amax.amax().view(1, 1)
+        # through its bits: a compiler that read the amax of unrounded values must round now
+        if amax.dtype is torch.bfloat16:
+            amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+        own = _of_whole(spans, amax.float())
+    if group is None or not shares:
         return own
     return own | shared_statistics(
         x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own
@@ -208,7 +202,7 @@ def weight_operand(
     """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight
     its codes.
 
-    statistics:  known ones; takes those of the whole weight, for its other direction.
+    statistics:  known ones; those of the whole weight are added, for its other direction.
     """
     hybrid, layouts = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"]
     wanted = layouts[direction]
@@ -248,11 +242,9 @@ def weight_operand(
     spans = _whole_formats(hybrid)
     if source in spans and source not in statistics and amax is not None:
         statistics |= _of_whole(spans, amax)
-    made = encoded_matrix(encoded, encoding, weight.shape, dtype)
+    matrix = encoded_matrix(encoded, encoding, weight.shape, dtype)
     recorded = None if factor is None else encoded.amax
     amaxes = {} if recorded is None else {source: recorded}
-    if made.direction is not direction and hybrid.shares_storage:
-        made = to_storage(made).as_direction(direction)
-    elif made.direction is not direction:
-        made = hybrid.derive_columnwise(made, plan.compute_dtype)
-    return to_layout(made, wanted), amaxes
+    if matrix.direction is not direction:
+        matrix = hybrid.columnwise_of(matrix, compute_dtype=plan.compute_dtype)
+    return to_layout(matrix, wanted), amaxes

@@ -40,7 +40,7 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
     group:  of ranks that step the same optimizers (default: all).
 
-    From now on each step that begins takes the maximum over the ranks, in one collective for all
+    From now on each step that begins computes the maximum over the ranks, in one collective for all
     layers of `model`: every rank must run the same training forwards, outside of whole-model graphs
     of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call
     it; amaxes of weights are shared by `fully_shard` without it. A copy of the model shares
@@ -110,8 +110,7 @@ class _Sharing:
                 for side, h in histories_by_side(module).items()
                 if not h.keep_when_skipped
             }
-        # Histories lie where their layers ran; those of layers that did not run yet must not stay
-        # behind.
+        # Histories are stored where their layers ran; those of other layers must not stay behind.
         ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
         device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
         current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
@@ -195,7 +194,7 @@ def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save
+    """What a run needs to go on besides parameters and optimizer. Every rank must call it, and save
     under a key of its own.
 
     old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of
@@ -436,7 +435,7 @@ def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """As both kinds of parameters go on from: codes are made, and their amaxes recorded, again
+    """As both kinds of parameters go on from: codes are encoded, and their amaxes recorded, again
     behind a load."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
@@ -449,7 +448,7 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
     ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(saved.modules.values()), steps_of(model).number
     for module in modules:
-        histories_by_side(module)  # makes those that no forward has made yet
+        histories_by_side(module)  # allocates those that no forward has allocated yet
     # experts of one weight share theirs
     kept = {id(m.runtime.weight_state.histories): m.runtime.weight_state.histories for m in modules}
     before = [
@@ -481,7 +480,6 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
 
 
 def _follow(model: nn.Module, step: int) -> None:
-    """Give the model the recipe that its schedules have in a step."""
     for scheduled, schedule in schedules_of(model).items():
         switch(scheduled, schedule, step)
 

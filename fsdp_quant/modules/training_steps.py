@@ -165,7 +165,6 @@ class TrainingSteps:
             self.next, self.ahead = max(counted, default=STEP.step + self.open), False
 
     def _publish(self, step: int, is_open: bool) -> None:
-        """Set `next` and `open` on the host and on every device."""
         self.next, self.open, self.ahead = step, is_open, False
         for counts in self._counts.values():
             counts[0].fill_(step)

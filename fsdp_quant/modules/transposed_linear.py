@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers'
+"""`TransposedLinear`: linear layers whose weight is stored [in, out], as `Conv1D` of transformers'
 GPT-2.
 
 The module keeps its class, its parameters and their names. Products multiply the transposed view of
