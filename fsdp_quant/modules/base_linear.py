@@ -102,9 +102,9 @@ class BaseLinear(HasWeight, nn.Linear):
         return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
 
     def prepare_graphs(self) -> None:
-        """Make what compiled graphs receive, for the plan and the device of now."""
-        weight = self.weight
-        self.runtime.prepare_graphs(None if weight is None else weight.device)
+        """Allocate what compiled graphs receive, for the plan and the device of now."""
+        weight, runtime = self.weight, self.runtime
+        runtime.graphs.prepare(runtime, None if weight is None else weight.device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as nn.Module does. torch's styles register parts of weights so, and graphs need
@@ -196,24 +196,13 @@ class BaseLinear(HasWeight, nn.Linear):
     ) -> Tensor:
         """`traced_linear` with what graphs of this layer are given, which are guarded one by
         one."""
-        given, step, ids, guards, histories = self.runtime.graphs, None, None, [], NO_HISTORIES
+        given, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
-            histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
+            delayed = given.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else given.rank
         return traced_linear(
-            x,
-            weight,
-            bias,
-            plan.key,
-            save,
-            self.training,
-            step,
-            ids,
-            guards,
-            *histories,
-            rank,
-            ranks,
+            x, weight, bias, plan.key, save, self.training, step, ids, guards, *delayed, rank, ranks
         )
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:

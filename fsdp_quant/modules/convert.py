@@ -140,7 +140,6 @@ def convert(
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
-    count_steps(model, isinstance(recipe, Schedule))
     return model
 
 
@@ -229,7 +228,6 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
         if isinstance(module, GroupedLinear):
             module.prepare()
     follow(model, recipe)
-    count_steps(model, isinstance(recipe, Schedule))
 
 
 def _agree(
@@ -278,11 +276,12 @@ def _planned(
 
 
 def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
-    """Switch the model's recipe when the step says so, from now on; a recipe without steps ends
-    that."""
+    """Count steps, and switch the model's recipe when the step says so, from now on; a recipe
+    without steps ends that."""
     SCHEDULED.pop(model, None)
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
+    count_steps(model, model in SCHEDULED)
 
 
 def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
@@ -299,7 +298,6 @@ def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
                 module.reshard()  # an evaluation leaves the root gathered
         set_recipe(model, schedule.at(step))
         follow(model, schedule)
-        count_steps(model, True)
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:

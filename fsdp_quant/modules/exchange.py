@@ -7,12 +7,10 @@ is functional collectives, which the graph holds.
 [Note: one rule]
     x [.., S / R, .., K] on each rank  ->  the storages of Q(all_gather(x))
 A direction travels as compact codes where no block of its codes (and no rotation) reaches over the
-seam between two ranks'
-rows: rowwise blocks never do, columnwise blocks do not where a rank's rows are a multiple of the
-      block. Scales that span all
-rows follow from amaxes that the ranks share first. Otherwise x is gathered in high precision, once,
-and quantized whole. Either way the bytes are those of quantizing the gathered tensor. Sums stay in
-high precision.
+seam between two ranks' rows: rowwise blocks never do, columnwise blocks do not where a rank's rows
+are a multiple of the block. Scales that span all rows follow from amaxes that the ranks share
+first. Otherwise x is gathered in high precision, once, and quantized whole. Either way the bytes
+are those of quantizing the gathered tensor. Sums stay in high precision.
 """
 
 from __future__ import annotations

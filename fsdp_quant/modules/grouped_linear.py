@@ -423,20 +423,10 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
-        of = ExpertWeights(
-            weights, [layer.runtime.weight_state for layer in self._linears], calls[0].records
-        )
+        states, state = [layer.runtime.weight_state for layer in layers], ExpertsState.of(calls)
+        of, guard = ExpertWeights(weights, states, calls[0].records), calls[0].guard
         return GroupedLinearCall.apply(
-            rows,
-            ends,
-            of,
-            plan,
-            calls[0].guard,
-            save,
-            self._tag,
-            ExpertsState.of(calls),
-            *weights,
-            *biases,
+            rows, ends, of, plan, guard, save, self._tag, state, *weights, *biases
         )
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
@@ -473,7 +463,7 @@ class GroupedLinear(HasWeight):
         device = next(self.parameters()).device
         self._goes_into_graphs = self._may_go_into_graphs(device)
         for layer in self._linears if self.packed else ():
-            layer.runtime.prepare_graphs(device)
+            layer.runtime.graphs.prepare(layer.runtime, device)
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}

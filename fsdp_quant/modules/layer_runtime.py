@@ -2,7 +2,7 @@
 """`LayerRuntime`: everything that a quantized layer holds besides its parameters.
 
 The layer creates it once (`Linear.make_quantized`). Others read it, and change it by its methods:
-`set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`, `prepare_graphs`.
+`set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LayerRuntime(Runtime):
         return build_plan(recipe, self.name, arch_of(device), self.module_type)
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""
+        """Plan the GEMMs on `device` anew, on their first rungs. `GraphTensors.prepare` follows."""
         self.recipe = recipe
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
@@ -135,11 +135,6 @@ class LayerRuntime(Runtime):
                 self.ids = self.ids.to(device)
         return self.ids
 
-    def prepare_graphs(self, device: torch.device | None = None) -> None:
-        """Allocate what graphs receive, for the plan, the weight's state and the device as they are
-        now. device: of the weight; None: not known, as it was."""
-        self.graphs.prepare(self, device)
-
 
 # A graph reads a module's tensors, never its name or number, so one graph serves equal layers.
 # dynamo guards every string that it formats: names of layers are formatted in errors alone. Each
@@ -170,6 +165,8 @@ class GraphTensors:
         self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def prepare(self, layer: LayerRuntime, device: torch.device | None = None) -> None:
+        """Allocate what graphs receive, for the plan, the weight's state and the device as they are
+        now. device: of the weight; None: not known, as it was."""
         if device is None or device.type == "meta":
             device = layer.ids.device
         plan, state = layer.plan, layer.weight_state

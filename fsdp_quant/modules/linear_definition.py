@@ -19,11 +19,13 @@ Ranks that share a layer gather before it, reduce-scatter behind it, or both in 
             ranks
     row     W [N, K / R], x [.., S, K / R]; y is a sum over ranks, whole or cut along the sequence
 
-    column, cut   y = gemm(gather(Q(x).row), w.row)        dx = reduce_scatter(gemm(Q(dy).row,
-                                                           w.col)) dw = gemm(Q(dy).col,
-                                                           gather(Q(x).col))
-    row, cut      y = reduce_scatter(gemm(Q(x).row, w.row))   dx = gemm(gather(Q(dy).row), w.col)
-                                                              dw = gemm(gather(Q(dy).col), Q(x).col)
+    column, cut   y = gemm(gather(Q(x).row), w.row)
+                  dx = reduce_scatter(gemm(Q(dy).row, w.col))
+                  dw = gemm(Q(dy).col, gather(Q(x).col))
+    row, cut      y = reduce_scatter(gemm(Q(x).row, w.row))
+                  dx = gemm(gather(Q(dy).row), w.col)
+                  dw = gemm(gather(Q(dy).col), Q(x).col)
+
 Columnwise gathers overlap dgrad, the scatter of dx overlaps the wgrad of the last layer that reads
 x. Scales of a whole tensor are shared over the ranks, of weights too. Layers that read one x (q, k
 and v; gate and up) share its codes, in both directions, and the scatter of their gradients.

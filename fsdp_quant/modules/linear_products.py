@@ -25,13 +25,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .exchange import Gather, SequenceCut, TensorParallel, scattered_product, shared_statistics
 from .guard import GuardedLayer
-from .operands import (
-    SlotOperands,
-    bias_gradient,
-    record_amaxes,
-    slot_key,
-    slot_storages,
-)
+from .operands import SlotOperands, bias_gradient, record_amaxes, slot_key, slot_storages
 from .plan import GemmPlan, Resolved
 from .traced_operands import GraphCall
 
@@ -122,11 +116,7 @@ class LinearCall(NamedTuple):
 
 
 def check_travels(
-    of: LinearCall | GuardedLayer,
-    hybrid: HybridQuantizer,
-    slot: str,
-    directions,
-    cut: SequenceCut,
+    of: LinearCall | GuardedLayer, hybrid: HybridQuantizer, slot: str, directions, cut: SequenceCut
 ) -> None:
     """Raise ValueError, on every rank, for a gather in high precision.
 

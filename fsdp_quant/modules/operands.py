@@ -184,12 +184,8 @@ def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> Weig
     its recipe."""
     if state is not None and state.quantizer == plan.weight:
         return state
-    return WeightState(
-        "weight" if state is None else state.name,
-        plan.weight,
-        tuple(values.shape),
-        plan.compute_dtype,
-    )
+    name = "weight" if state is None else state.name
+    return WeightState(name, plan.weight, tuple(values.shape), plan.compute_dtype)
 
 
 def _encode(

@@ -2,8 +2,7 @@
 """Packed experts of transformers and of torchtitan on `GroupedLinear`.
 
 transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn],
-              given x [tokens, hidden] and
-the experts of each token
+given x [tokens, hidden] and the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
@@ -16,7 +15,7 @@ expert:
     y      = down(act(gate) * up), of rows [E * tokens, hidden]
 
 torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given
-            rows and their numbers
+rows and their numbers
 
     y      = w2(silu(w1(rows)) * w3(rows))
 

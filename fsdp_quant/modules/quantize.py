@@ -69,11 +69,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _through_codes(
-    x: Tensor,
-    sides: OutputQuantization,
-    slot: int,
-    keyed_by: tuple[Tensor, Tensor],
-    tracing: bool,
+    x: Tensor, sides: OutputQuantization, slot: int, keyed_by: tuple[Tensor, Tensor], tracing: bool
 ) -> Tensor:
     with opaque.tracing() if tracing else contextlib.nullcontext():
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None

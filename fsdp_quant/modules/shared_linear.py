@@ -138,14 +138,8 @@ def multiply_shared(
     if torch.compiler.is_compiling():
         owner = owner if axis.gathered_slot == "input" else x
         _check(layer, owner, weight, plan, axis, grad)
-        ranks = (
-            axis.group.group_name,
-            axis.column,
-            axis.sequence_dim,
-            axis.reduces,
-            override is None,
-            dtype,
-        )
+        group, of_weight = axis.group.group_name, override is None
+        ranks = group, axis.column, axis.sequence_dim, axis.reduces, of_weight, dtype
         return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
     return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
 

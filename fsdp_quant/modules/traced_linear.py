@@ -63,12 +63,7 @@ from .exchange import Gather, Scattering, SequenceCut, TensorParallel
 from .linear_products import gradients, product
 from .operands import SLOTS, SlotOperands, buffers_of, columnwise_of_saved
 from .plan import GemmPlan, plan_of
-from .traced_operands import (
-    GraphCall,
-    shared_amaxes,
-    slot_statistics,
-    weight_operand,
-)
+from .traced_operands import GraphCall, shared_amaxes, slot_statistics, weight_operand
 
 # Values and codes #
 
@@ -157,14 +152,8 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
     owner:  that layers are given: x in its own dtype, or the DTensor over it.
     """
     version = 0 if x.is_inference() else owner._version
-    seen = (
-        version,
-        owner.grad_fn,
-        torch.is_grad_enabled(),
-        x.dtype,
-        axis.group.group_name,
-        axis.sequence_dim,
-    )
+    grad, group = torch.is_grad_enabled(), axis.group.group_name
+    seen = version, owner.grad_fn, grad, x.dtype, group, axis.sequence_dim
     before, shared = owner.__dict__.get("_fq_traced_input", (None, None))
     if before != seen:
         shared = _SharedInput(x, SequenceCut.of_local(tuple(x.shape), axis.cut_dim, axis.group))

@@ -18,8 +18,8 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
 
     Otherwise the capture gives its layers other arguments than the steps before it did, and
     compiled ones are compiled inside of it. A model that makes its positions itself packs no
-    sequences: it gets no mask for that, and keeps the kernels of attention that take none. For
-               `position_ids` and an `attention_mask` from outside, masks are always computed.
+    sequences: it gets no mask for that, and keeps the kernels of attention that accept none. For
+    `position_ids` and an `attention_mask` from outside, masks are always computed.
 
     model: may hold models of transformers, or be one; without any, nothing changes.
     """
