@@ -43,8 +43,7 @@ _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first
 
 
 def bad_splits_flag() -> Tensor:
-    """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were
-    wrong."""
+    """int64 [1] of the host that devices write: tag << 32 | rows of the last malformed call."""
     if not _WRONG:
         with torch_compat.outside_inference_mode():
             flag = torch.zeros(
@@ -55,8 +54,7 @@ def bad_splits_flag() -> Tensor:
     return _WRONG[0][0]
 
 
-# Wrong splits are reported in pinned memory: a copied flag and its event were calls in every
-# forward.
+# Pinned memory: a copied flag and its event would be calls in every forward.
 def poll_bad_splits() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
     said = _WRONG[0][1].value if _WRONG else 0

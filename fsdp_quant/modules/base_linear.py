@@ -39,8 +39,7 @@ from .training_steps import note_forward
 
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a
-    plan."""
+    """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
     return build_plan(recipe_of(key), name, arch, module_type)
 
 
@@ -107,8 +106,7 @@ class BaseLinear(HasWeight, nn.Linear):
         runtime.graphs.prepare(runtime, None if weight is None else weight.device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as nn.Module does. torch's styles register parts of weights so, and graphs need
-        the group beforehand."""
+        """torch's styles register parts of weights so, and graphs need the group beforehand."""
         super().register_parameter(name, param)
         if name == "weight" and "runtime" in self.__dict__ and isinstance(param, DTensor):
             if param.device_mesh.ndim == 1 and param.placements[0].is_shard():
@@ -194,8 +192,7 @@ class BaseLinear(HasWeight, nn.Linear):
         save: bool,
         ranks: tuple | None = None,
     ) -> Tensor:
-        """`traced_linear` with what graphs of this layer are given, which are guarded one by
-        one."""
+        """`traced_linear` with the inputs of graphs, which dynamo guards one by one."""
         given, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
@@ -233,8 +230,7 @@ class BaseLinear(HasWeight, nn.Linear):
         return plan
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
-        """Will the backward run this forward again? An evaluation says nothing about the next
-        training step."""
+        """Record whether the backward runs this forward again. An evaluation says nothing of it."""
         if self.recomputes_forward is not None:
             owner.recomputes = self.recomputes_forward
         elif grad:
@@ -245,8 +241,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def _check_domains(
         self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
     ) -> None:
-        """Activations came in another dtype than the weight's, which the plan assumed: no product
-        may get slower."""
+        """The plan assumed activations in the weight's dtype; in others no GEMM may be slower."""
         arch = arch_of(device)
         for product in PRODUCTS:
             runs, printed = (plan.domain(product, d, arch)[0] for d in (dtype, planned))

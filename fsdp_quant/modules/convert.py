@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another
-recipe later; schedules."""
+"""`convert`: nn.Linear -> fq.Linear in place; `set_recipe`: another recipe later; schedules."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def convert(
               proven exact first, and projections of one attention quantize their input once; or
               which MLPs and norms do, by `fq.MLPPattern` and `fq.NormPattern`. `fq.plan` says which
               were taken, and why others were not.
-    recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in
-                eager mode and in graphs.
+    recompute:  "gate_up": the backward of every fused MLP computes gate(x) and up(x) again.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see
     what they saw. Random bits are keyed by names without wrappers (torch.compile,
@@ -149,8 +147,7 @@ def _fused(
     targets: dict[str, nn.Module],
     recompute: str | None,
 ) -> dict[str, Pattern | InputPattern]:
-    """The pattern of each module that is fused. Of recognized ones all linear layers are
-    converted."""
+    """The pattern of each fused module. Of recognized ones all linear layers are converted."""
     check_recompute(recompute)
     if isinstance(fuse, bool):
         known = recognized(model)[0] if fuse else {}
@@ -233,8 +230,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
 def _agree(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
 ) -> None:
-    """Raise ValueError, on every rank, where ranks that share weights of the model are given other
-    recipes of any layer."""
+    """Raise ValueError, on every rank, where ranks that share weights are given other recipes."""
     facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
     for groups in axes_of(model):
         agree(facts, groups)
@@ -243,8 +239,7 @@ def _agree(
 def _check_published(
     recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]
 ) -> None:
-    """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a
-    later step."""
+    """Raise ValueError for a recipe that changes, in any step, what a weight sync publishes."""
     for phase in recipe.phases:
         for module, its in given_recipes(units, phase):
             state, wanted = module.runtime.weight_state, its.compute_dtype
@@ -262,8 +257,7 @@ def _check_published(
 def _planned(
     recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
 ) -> dict[str, Recipe]:
-    """The recipe of each layer in this step. Every phase is planned for every (module, its type,
-    device): errors are of now."""
+    """The recipe of each layer in this step. Plans every phase, so that errors are raised now."""
     names = list(units)
     for phase in recipe.phases:
         for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
@@ -276,8 +270,7 @@ def _planned(
 
 
 def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
-    """Count steps, and switch the model's recipe when the step says so, from now on; a recipe
-    without steps ends that."""
+    """Count steps, and switch recipes by the step from now on, if the recipe is a schedule."""
     SCHEDULED.pop(model, None)
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
@@ -301,8 +294,7 @@ def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
-    """What counts as one layer, by qualified name: an fq.Linear, or the experts of an
-    fq.GroupedLinear."""
+    """What counts as one layer, by qualified name: an fq.Linear, or experts of one module."""
     units, inside = {}, set()
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
@@ -371,8 +363,7 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
 
 
 def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
-    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given
-    others."""
+    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]."""
     if not isinstance(module, nn.Linear):
         return
     bias = module.bias
@@ -390,8 +381,7 @@ def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
 
 
 def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
-    """Names of layers that stay as they are. Warns of a pattern that matches none, and of what
-    "auto" leaves out."""
+    """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
     found = set()
     for pattern in patterns:
         if pattern == AUTO:
@@ -412,8 +402,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
 
 
 def _adapters(model: nn.Module) -> set[str]:
-    """Names of what stands next to a `base_layer`, as PEFT's adapters do: small factors of what
-    trains."""
+    """Names of modules next to a `base_layer`, as PEFT's adapters are: small factors."""
     wrappers = [
         (f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules
     ]
@@ -443,8 +432,7 @@ def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of
-    transformers or torchtitan."""
+    """Experts [E, N, K], with a bias [E, N] or none, alone; or those of `kind_of`."""
     own = module._parameters
     if kind_of(module):
         return True
@@ -457,8 +445,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
-# their code: data cannot prove that a forward adds nothing, as a LoRA layer does not before it is
-# trained.
+# their code: data cannot prove that a forward adds nothing, as an untrained LoRA layer does not.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
@@ -481,8 +468,7 @@ def _own_class(cls: type) -> type:
 
 
 def _converted_class(cls: type, kind: type[nn.Module]) -> type:
-    """`kind`, with what the class of a user adds to nn.Linear, or the class that `fully_shard`
-    would derive from it."""
+    """`kind` with what a user's class adds to nn.Linear, or what `fully_shard` derives from it."""
     own = _own_class(cls)
     if issubclass(kind, TransposedLinear) or (kind is Linear and own is not nn.Linear):
         kind = _with(own, kind)

@@ -74,8 +74,7 @@ class TensorParallel:
         return known(self.sequence_dim, "the dim that is cut along the sequence")
 
     def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
-        """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it
-        has all rows."""
+        """How an activation is cut along the sequence, of this rank's part x; None: it is not."""
         if slot != self.gathered_slot:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
@@ -118,8 +117,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a style lays out the plain input, and wants the output, of a layer whose weight is a
-    DTensor."""
+    """Placements of the plain input and of the output of a layer whose weight is a DTensor."""
 
     input: Layout
     output: Layout
@@ -143,8 +141,7 @@ class SequenceCut:
     def of_whole(
         cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
-        """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R
-        does not divide its dim."""
+        """The cut of a whole tensor. Raises ValueError where R does not divide its dim."""
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
@@ -197,8 +194,7 @@ class SequenceCut:
 def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
 
-    in_one_piece:  of a rank's rows, in the order of ranks: random bits are keyed by the whole's
-                   rows.
+    in_one_piece:  of a rank's rows, in the order of ranks: the whole's rows key random bits.
     """
     if not encoding.fmt.is_quantized:
         return True
@@ -268,8 +264,7 @@ def shared_statistics(
 
 
 def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is
-    reduced once."""
+    """`scaling.reduce_amaxes` in functional operators, each amax once."""
     alike = list({id(a): a for a in amaxes}.values())
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
     reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
@@ -282,12 +277,10 @@ def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor
 
 
 class Arriving:
-    """Buffers [outer * n, ..] of every rank, on their way to [outer * R * n, ..] on all, in one
-    launch.
+    """Buffers [outer * n, ..] of every rank, gathered to [outer * R * n, ..] in one launch.
 
     in_backward:  a graph sends in its backward. torch's partitioner would move a gather that
-                  depends on no gradient into the forward, keep what arrived, and gather once more
-                  in the backward, for nobody.
+                  depends on no gradient into the forward, and gather again in the backward.
     """
 
     def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut, in_backward: bool = False):
@@ -310,8 +303,7 @@ class Arriving:
             self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
 
     def wait(self) -> dict[str, Tensor]:
-        """The rows in the order of the whole tensor; without a copy where the cut dim is the
-        first."""
+        """The rows in the order of the whole tensor; a copy unless the cut dim is the first."""
         for work in self.works:
             work.wait()
         if opaque.is_tracing() and self.cut.ranks > 1:
@@ -343,12 +335,10 @@ class Gather:
     key:       int64 [5] random key of the whole tensor.
     factors:   of delayed sides; see `HybridQuantizer.storages`.
     statistics:  that ranks shared before (`shared_statistics`); None: they are shared here.
-    rank:      int64 [], this rank's place in the group; None: a number. Graphs with a tensor are
-               alike on all ranks.
+    rank:      int64 [], this rank's place in the group, so that graphs are alike; None: a number.
 
     own:       codes of this rank's rows, if they were encoded here.
-    amaxes:    of delayed sides, by direction; known once something arrived in high precision, else
-               at once.
+    amaxes:    of delayed sides; of a gather in high precision known once it was waited for.
     """
 
     def __init__(
@@ -423,8 +413,7 @@ def encoded_rows(
     statistics: dict[Direction, Statistics] | None = None,
     rank: Tensor | None = None,
 ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """(compact storages of this rank's rows, amaxes of delayed sides), with the scales that the
-    whole tensor has."""
+    """(compact storages of this rank's rows with scales of the whole, amaxes of delayed sides)."""
     encoded = gathered_directions(hybrid, frozenset(directions))
     if key is not None and cut.ranks > 1:
         key = key.clone()
@@ -435,8 +424,7 @@ def encoded_rows(
 
 
 class Scattering:
-    """Partial sums [outer * R * chunk, N] on their way to this rank's rows of the sum over
-    ranks."""
+    """Partial sums [outer * R * chunk, N], reduce-scattered to this rank's rows of the sum."""
 
     def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
         self.work, self.result, self.cut = None, y, cut
@@ -464,8 +452,7 @@ class Scattering:
 def scattered_product(
     multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
 ) -> Tensor:
-    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
-    rank.
+    """This rank's rows of the sum over ranks of multiply(codes) [outer * R * chunk, N].
 
     multiply:  of a storage; with out=, into it.
     pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product

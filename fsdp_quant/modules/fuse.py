@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact
-first.
+"""`MLPPattern`, `NormPattern`: a user's own modules on the fused kernels, proven exact first.
 
     MLPPattern    an activation and a product become one kernel
     NormPattern   a norm becomes one kernel
@@ -41,8 +40,7 @@ from .norm_op import normalize
 
 class MLPPattern(NamedTuple):
     """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None, or
-    down(act(g) * u) of the halves g, u = up(x).chunk(2, -1) where the activation is gated all the
-    same.
+    down(act(g) * u) of the halves g, u = up(x).chunk(2, -1) where the activation is gated.
 
     modules:     qualified names, last components ("mlp") or a glob ("layers.*.mlp").
     activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate
@@ -96,8 +94,7 @@ class MLPPattern(NamedTuple):
         return down(h, **handed_to(down, handed))
 
     def is_supported(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own: a hook of an activation module wants to be
-        called."""
+        """The fused forward runs, unless a module has hooks, which it would not call."""
         return not any(
             torch_compat.has_hooks(m)
             for name, m in module.named_children()
@@ -136,8 +133,7 @@ class NormPattern(NamedTuple):
     normalization:        "RMSNorm" or "LayerNorm".
     zero_centered_gamma:  gamma is 1 + weight.
     rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it:
-                          transformers' Llama, Qwen, Mistral and Phi 3. Of RMSNorm without
-                          zero_centered_gamma.
+                          Llama, Qwen, Mistral, Phi 3. Of RMSNorm without zero_centered_gamma.
     weight, bias, eps:    attributes that hold them; bias of LayerNorm only. eps may be a number.
 
     >>> model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
@@ -209,8 +205,7 @@ class NormPattern(NamedTuple):
 
 
 class InputPattern(NamedTuple):
-    """Modules whose layers `parts` read one tensor, which is quantized once, in the forward of the
-    module.
+    """Modules whose layers `parts` read one tensor, which is quantized once per forward.
 
     modules:  as of `MLPPattern`.
     """
@@ -240,8 +235,7 @@ Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
-    """The modules that the patterns name, each proven to compute what its pattern says; nothing is
-    changed.
+    """The modules that the patterns name, each proven to compute what its pattern says.
 
     Raises ValueError for a pattern that names no module or an unknown activation, and for a module,
     by name, that two patterns name, that lacks a part, or that computes something else.
@@ -364,8 +358,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _signature(module: nn.Module) -> tuple:
-    """Modules of one class that have it compute alike: their settings, parameters' shapes and
-    parts."""
+    """What modules of one class that compute alike have in common: settings, shapes and parts."""
     settings = [
         (k, v if isinstance(v, (int, float, str, bool)) else id(v))
         for k, v in module.__dict__.items()

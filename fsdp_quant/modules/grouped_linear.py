@@ -40,8 +40,7 @@ EXPERT = "grouped_linear"  # `Role.module_type`
 class Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
-    Its weight, bias and mode are those of the module that it is part of, if it is of one; else
-    those that it is given.
+    Its weight, bias and mode are those of the module that it is part of, or given ones.
     """
 
     _given: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -109,8 +108,7 @@ class ListedExpert(Linear):
 
 
 class GroupedLinear(HasWeight):
-    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a
-    recipe gives.
+    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, in the formats of a recipe.
 
     packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias`
              [E, N]; FSDP2 cuts it between experts, and gathers each expert's codes whole.
@@ -122,8 +120,7 @@ class GroupedLinear(HasWeight):
     (`grouped_op.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
     values, which `require_native` refuses.
 
-    first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts
-                   each.
+    first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
 
     >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
     >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
@@ -179,8 +176,7 @@ class GroupedLinear(HasWeight):
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.
 
-        The optimizer holds one parameter, so the states of all experts share the histories that its
-        steps roll.
+        The optimizer holds one parameter, so the states of all experts share its histories.
         """
         if "bias" not in self._parameters:
             self.register_parameter("bias", None)
@@ -190,8 +186,7 @@ class GroupedLinear(HasWeight):
         self.register_state_dict_post_hook(plain_in_state_dict)
 
     def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
-        """Give the packed weight its states and wrapper, and each expert that this rank holds its
-        layer.
+        """Give the packed weight its states and wrapper, and each of this rank's experts its layer.
 
         recipes:  of all experts.
         """
@@ -242,8 +237,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def held(self) -> tuple[Tensor, Tensor | None]:
-        """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in
-        shards."""
+        """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
         weight, bias = self.matrices, self.bias
         if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
             return weight, bias
@@ -253,14 +247,12 @@ class GroupedLinear(HasWeight):
 
     @property
     def first(self) -> Linear:
-        """The layer of this rank's first expert, over whatever it last multiplied: for what all
-        experts have alike."""
+        """The layer of this rank's first expert, for what all experts have alike."""
         return self._linears[0]
 
     @property
     def layers(self) -> Sequence[Linear]:
-        """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over
-        none of its own."""
+        """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
@@ -273,8 +265,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def owners(self) -> Sequence[HasWeight]:
-        """Modules whose weights one product for all experts reads: this one, packed, or each
-        expert."""
+        """Modules whose weights one product for all reads: this one, packed, or each expert."""
         return [self] if self.packed else self._linears
 
     def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
@@ -292,8 +283,7 @@ class GroupedLinear(HasWeight):
                  between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
-        where they are on the host, else before an optimizer step or in a call that follows, when
-        the device has said so.
+        where they are on the host, else before an optimizer step or in a later call.
         """
         compiling, plan = torch.compiler.is_compiling(), None
         if compiling and isinstance(splits, Tensor):
@@ -353,8 +343,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def common_plan(self) -> GemmPlan | None:
-        """The plan of one product for all, or None. What the guard moves for one, which may count
-        for all, is moved for all."""
+        """The plan of one product for all, or None. What the guard moves for one moves for all."""
         planned = [layer.runtime.plan for layer in self._linears]
         if planned == self._planned[0]:
             return self._planned[1]
@@ -371,8 +360,7 @@ class GroupedLinear(HasWeight):
         return self._planned[1]
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why experts are multiplied one after the other, in one clause; None where one product
-        serves all."""
+        """Why no one product serves all experts, in one clause; None: it does."""
         return self._unsupported_reason(self.common_plan, dtype, device)
 
     @property

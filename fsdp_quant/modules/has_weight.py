@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with a weight that `fully_shard` gathers as codes, and how the weight finds its
-`WeightState`.
+"""Modules whose weight `fully_shard` gathers as codes, and the `WeightState` of a weight.
 
 FSDP2 registers a parameter by `setattr`: when it shards it, and at each gather and reshard.
 """
@@ -24,8 +23,7 @@ from .operands import weight_state
 
 
 class HasWeight(nn.Module):
-    """A module whose `weight` FSDP2 gathers as codes: its shard gets the hooks when FSDP2 registers
-    it.
+    """A module whose `weight` FSDP2 gathers as codes: its shard has the hooks once registered.
 
     transposed:  the weight is [.., K, N], of which FSDP2 gathers the values.
     _weight_state:  set when the module is quantized.
@@ -82,8 +80,7 @@ def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
 
 
 def register_weight(module: HasWeight) -> None:
-    """Let the module's weight be known by its state: a parameter of codes, or a shard, has it; a
-    plain one stays as it is."""
+    """Attach the state to the module's weight, in codes or in a shard; a plain one is listed."""
     weight, state = module.weight, module._weight_state
     if isinstance(state, QuantizedWeightState):
         _wrap_codes(weight, state)
@@ -167,8 +164,7 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:
-    """A load wrote the values of quantized parameters on every rank; with assign=True it also
-    replaced the parameter."""
+    """Encode the values of quantized parameters that a load wrote (assign=True: replaced)."""
     state = module._weight_state
     if isinstance(state, QuantizedWeightState):
         if not isinstance(local_of(module.weight), FSDPHooks):

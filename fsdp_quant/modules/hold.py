@@ -66,11 +66,9 @@ def _states_of(model: nn.Module) -> list[WeightState]:
 
 @torch.no_grad()
 def freeze(module: nn.Module, backward: bool = True) -> int:
-    """Replace the weights of `module` that do not train by their codes, permanently. Returns the
-    number of layers.
+    """Replace the weights of `module` that do not train by their codes; return their number.
 
-    backward:  False: keep only the codes of the forward, for inference; a backward through them
-               raises.
+    backward:  False: keep only the codes of the forward; a backward through them raises.
 
     Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`, with
     the codes that its GEMMs read, in the layout in which they read them. It replaces the

@@ -93,8 +93,7 @@ class LayerRuntime(Runtime):
         self.plan, self.weight_state.plan = plan, of_weight or plan
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
-        """Product name -> rung of `plan`; others return to their first. Gathers keep their
-        layouts."""
+        """Product name -> rung of `plan`; others: the first. Gathers keep their layouts."""
         self.plan = self.plan.moved_to(rungs)
 
     @property
@@ -111,8 +110,7 @@ class LayerRuntime(Runtime):
     def histories(
         self, plan: GemmPlan, slot: str, device: torch.device | None
     ) -> list[AmaxHistory]:
-        """Amax histories of a slot's delayed sides, on `device` if one is given. Layers that share
-        an input share those of it."""
+        """Amax histories of a slot's delayed sides, on `device` (None: where they are)."""
         hybrid, layer = plan.hybrid(slot), self
         if slot == "input" and self.input_owner is not None:
             layer = self.input_owner() or self
@@ -141,20 +139,16 @@ class LayerRuntime(Runtime):
 # input of a graph costs the host (dynamo guards it, AOTAutograd unwraps it): what no byte depends
 # on (`GemmPlan.needs_steps`) is not given. An input may be written in the forward and in the
 # backward only where no argument is a tensor subclass: so the guard has two tensors. Tracing
-# registers nothing: an object that a traced function puts into a dict of the process is there only
-# when the graph is done.
+# registers nothing: what a traced function puts into a dict is there only when the graph is done.
 class GraphTensors:
     """Tensors that compiled graphs of a layer read besides its operands, the same in every step.
 
-    Tracing allocates none: `prepare` does, when the plan or the device changes. The step's tensor
-    is `STEP.in_graph`.
+    `prepare` allocates them, when the plan or the device changes; tracing does not.
 
     ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
-    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in
-              the group; else None.
+    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, its rank in the group.
     guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
-    delayed:  `histories_key` of a plan -> encode scales and amax histories of its delayed sides, of
-              all slots.
+    delayed:  `histories_key` of a plan -> encode scales and amax histories, of all slots.
     """
 
     ids: Tensor

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.LayerNormMLP`: norm, gate and up, activation, down; each tensor between them is read as often
-as it must be."""
+"""`fq.LayerNormMLP`: norm, gate and up, activation, down, with few reads of the tensors between."""
 
 from __future__ import annotations
 

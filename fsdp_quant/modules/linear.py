@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Linear`: nn.Linear with quantized products; parameters and state_dict keys are those of
-nn.Linear."""
+"""`fq.Linear`: nn.Linear with quantized products; parameters and keys are those of nn.Linear."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class Linear(BaseLinear):
         residual: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias: the
-        module's, or given ones."""
+        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias."""
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
             plan = self._overriding_plan(override, weight)
@@ -110,8 +108,7 @@ class Linear(BaseLinear):
         return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
 
     def can_fuse_activation(self, x: Tensor) -> bool:
-        """The kernel that quantizes an input like x may compute it: nothing else would see its
-        values."""
+        """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
         if current_autocast() is not None or torch.is_autocast_enabled(x.device.type):
@@ -135,8 +132,7 @@ def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
 
 
 def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
-    """residual + scale * y. Raises ValueError for a residual of another shape, which a sum would
-    broadcast."""
+    """residual + scale * y. Raises ValueError for a residual that a sum would broadcast."""
     if residual is None:
         return y if scale == 1.0 else y * scale
     if residual.shape != y.shape:

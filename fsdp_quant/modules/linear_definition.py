@@ -56,8 +56,7 @@ from .operands import buffers_of, columnwise_of_saved, refuse_codes, slot_key, w
 class LaidOut:
     """A whole compact storage, in the layouts in which products have read it.
 
-    The guard may have moved a product of one layer, on one rank: what it reads is laid out for it,
-    never gathered again.
+    The guard may have moved a product of one layer, on one rank: it reads another layout.
     """
 
     def __init__(self, compact: Storage):
@@ -140,8 +139,7 @@ class SharedInput:
         return codes.to_layout(layout)
 
     def add(self, multiply: Callable[..., Tensor]) -> None:
-        """Add a layer's dx, which `multiply(out=, accumulate=)` makes; the last one starts the
-        scatter."""
+        """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
         self._enter()
         self._dx = multiply(out=self._dx, accumulate=self._dx is not None)
         self._summed += 1
@@ -168,8 +166,7 @@ class SharedInput:
 
 
 class _GatherInput(torch.autograd.Function):
-    """x of this rank as the layers read it; its gradient is what they leave with the
-    `SharedInput`."""
+    """x of this rank, whose gradient is what the layers leave with the `SharedInput`."""
 
     @staticmethod
     def forward(ctx, x, shared):
@@ -336,8 +333,7 @@ class _Definition(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """dx, dw and db of the definition; an operator of its own under create_graph and torch.func,
-    without a derivative."""
+    """dx, dw and db; under create_graph and torch.func an operator without a derivative."""
 
     @staticmethod
     def forward(dy, weight, call, shared, layout, count, bias_dtype, needs, *tensors):

@@ -48,8 +48,7 @@ class GatedInput(NamedTuple):
 
 @dataclass(eq=False)
 class Handed:
-    """What the module that computed an input hands over with it; it lives as long as that module's
-    forward.
+    """What the module that computed an input hands over with it, until its forward ends.
 
     amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
     grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that
@@ -65,8 +64,7 @@ class Handed:
 
 
 class HandedByInput:
-    """`Handed` of a tensor that several layers of one module read, for the time of that module's
-    forward."""
+    """`Handed` of a tensor that several layers of one module read, during its forward."""
 
     def __init__(self):
         self._x: Tensor | None = None
@@ -85,8 +83,7 @@ class HandedByInput:
 class _Operands(NamedTuple):
     """A weight as the compiled call accepts it.
 
-    values:      to be quantized inside; else `rowwise` and `columnwise` are the buffers of its
-                 codes.
+    values:      to be quantized inside; else `rowwise` and `columnwise` are buffers of codes.
     factors, histories: of the delayed sides of `values`.
     """
 
@@ -150,8 +147,7 @@ def _operands(
 def _columnwise_buffers(
     weight: QuantizedTensor, plan: GemmPlan, layout: str
 ) -> list[Tensor] | None:
-    """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed
-    it until then."""
+    """The buffers from which dgrad reads codes; FSDP2 may free and fill them until then."""
     slots = weight._pair
     kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
@@ -172,8 +168,7 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
 
 
 def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
-    """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor
-    keeps x itself."""
+    """`linear` accepts a source instead of x: one call, which neither multiplies nor keeps x."""
     return (
         not torch_compat.dispatch_is_watched()
         and plan.saves != "input"
@@ -263,8 +258,7 @@ def linear(
 
 
 def _refuse_written(weight: QuantizedWeight, version: object, grads: object) -> None:
-    """Run before the node that will read the codes of a quantized parameter: they must be those of
-    the forward."""
+    """Refuse a backward that would read other codes than those of the forward."""
     if weight.version != version:
         raise StaleWeightError(
             f"{weight.state.name}, a quantized parameter, was written between the forward and the "

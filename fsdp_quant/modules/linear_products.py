@@ -31,18 +31,15 @@ from .traced_operands import GraphCall
 
 
 class LinearCall(NamedTuple):
-    """What a call of a layer has besides its tensors: values, and memory in which amaxes are
-    recorded.
+    """What a call of a layer has besides its tensors: values, and where amaxes are recorded.
 
-    state:            the weight's: its name, tensor-parallel group, histories; None: of a plain
-                      tensor.
+    state:            the weight's; None: of a plain tensor.
     save:             the backward needs x.
     records:          amaxes are recorded: in training, and not in a recomputation.
     step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
     guard:            fp32 [3, 2], to which products add what they lost to anchors
                       (`modules.guard`); None: nobody asks.
-    factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of
-                                the gradient.
+    factors, grad_factors:      encode scales fp32 [1] of the delayed sides of each.
     histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
     axis:             how ranks share the layer; None: they do not.
     name, grad, require_native:  of a layer that ranks share: its name, a backward may follow, and

@@ -61,8 +61,7 @@ class MultiheadAttention(TransposedLinear):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by
-        torch."""
+        """As of nn.MultiheadAttention; torch refuses nested tensors, which its inference has."""
         is_batched = query.dim() == 3
 
         def sequence_first(x: Tensor) -> Tensor:

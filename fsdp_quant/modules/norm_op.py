@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and activations with their autograd: what stands between the linear operators of a fused
-module.
+"""Norms and activations with their autograd, between the linear operators of a module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
     activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are;
@@ -29,8 +28,7 @@ from ..tensor import torch_compat
 
 
 class _Normalize(torch.autograd.Function):
-    """(y, x, amax of y or None): the second output is x itself, whose gradient is added to that of
-    y's in one pass."""
+    """(y, x, amax of y or None): the second is x, whose gradient is added in the same pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, spec):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a linear layer's GEMMs: codes of activations and gradients (slots), and of
-weights."""
+"""Operands of a linear layer's GEMMs: codes of activations, gradients and weights."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class SlotOperands(NamedTuple):
 def record_amaxes(
     histories: Sequence[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
 ) -> None:
-    """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`; empty: nothing is
-    recorded."""
+    """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`, or empty."""
     for direction, history in zip(hybrid.delayed_directions, histories):
         if direction in amaxes:
             AmaxHistory.record_in(history, amaxes[direction])
@@ -69,8 +67,7 @@ def slot_ids(name: str) -> Tensor:
 def slot_key(
     plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
 ) -> Tensor | None:
-    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded
-    stochastically.
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`); None: no stochastic rounding.
 
     after:  as in `dispatch.random_key`.
     """
@@ -108,8 +105,7 @@ def slot_storages(
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
-    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would
-    have encoded."""
+    """The given storage of a direction. Raises ValueError if the plan would encode another."""
     hybrid = plan.hybrid(slot)
     is_encoded = direction in hybrid.encodings
     storage = x.storage_for(direction if is_encoded else ROWWISE)
@@ -125,8 +121,7 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
-    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads
-    them."""
+    """The codes of a gathered or frozen weight, or of a quantized parameter, for a GEMM."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
         rowwise = weight.matrix_for(ROWWISE)
@@ -180,8 +175,7 @@ def weight_storages(
 
 
 def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
-    """The weight's state, or one of these formats, where the weight has none or a context overrides
-    its recipe."""
+    """The weight's state, or one of these formats (no state, or a context's recipe)."""
     if state is not None and state.quantizer == plan.weight:
         return state
     name = "weight" if state is None else state.name
@@ -238,8 +232,7 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
 def columnwise_of_saved(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
 ) -> EncodedMatrix:
-    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the
-    input's rows."""
+    """The columnwise storage of the input [M, K], from saved codes. key: of the input's rows."""
     hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]

@@ -40,8 +40,7 @@ from .has_weight import saved_plain
 
 
 class ExpertProduct(GroupedLinear):
-    """The product of one packed weight, which the module around it has under its own name, in state
-    dicts too."""
+    """The product of one packed weight, which the module around it has in its state dict."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool):
         nn.Module.__init__(self)
@@ -91,8 +90,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Of a class under its `use_experts_implementation`: any implementation that its flags describe
-    may multiply it."""
+    """Of a class under `use_experts_implementation`, whose flags say what it computes."""
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return False
     others = "has_post_expert_norm", "_is_expert_parallel"
@@ -134,8 +132,7 @@ def are_sharded(module: nn.Module) -> bool:
 def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
     """Products of the weights of packed experts, which are no part of the module yet, by name.
 
-    Raises ValueError for weights that are sharded already: nobody would tell the products when they
-    are gathered.
+    Raises ValueError for weights that are sharded already: the products would not see gathers.
     """
     if are_sharded(module):
         raise ValueError(
@@ -253,8 +250,7 @@ class _Routed(torch.autograd.Function):
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Of the weight that the module has now: parametrized, as LoRA on experts does, it is another
-    than the product's."""
+    """Of the module's weight, which is not the product's if it is parametrized (LoRA)."""
     product = getattr(module, f"{part}_product")
     if module._parameters.get(part) is product._parameters["weight"]:
         return product(rows, ends)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Quantize`: round a tensor at a boundary to the values of a format, forward, backward or
-both."""
+"""`fq.Quantize`: round a tensor to the values of a format, forward, backward or both."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class OutputQuantization:
 
 
 class _Boundary(torch.autograd.Function):
-    """x decoded from the codes of one side; its gradient likewise. tracing: these calls are
-    recorded in a graph."""
+    """x decoded from the codes of one side; its gradient likewise. tracing: for a graph."""
 
     @staticmethod
     def forward(ctx, x, sides, output, grad_input, keyed_by, tracing):
@@ -123,8 +121,7 @@ def boundary(
 
 
 class BoundaryIds:
-    """What keys the random bits of a module's boundary slots: ids, int64 [2], on the device that
-    asked last, and the step."""
+    """int64 [2] that keys, with the step, random bits of boundary slots; on the last device."""
 
     def __init__(self, name: str):
         self.name = name

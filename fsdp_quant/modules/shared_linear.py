@@ -34,8 +34,7 @@ def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
 
 
 def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
-    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for
-    local outputs."""
+    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it."""
     if not x.dtype.is_floating_point:
         raise ValueError(
             f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
@@ -80,8 +79,7 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
 def _local_input(
     x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
 ) -> tuple[Tensor, int | None, bool]:
-    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is
-    to be summed here)."""
+    """(this rank's part of x, the dim that it is cut along, whether to sum its gradient here)."""
     if isinstance(x, DTensor):
         layout = x.placements[0]
     dims = x.dim()
@@ -174,8 +172,7 @@ def _check(
     axis: TensorParallel,
     grad: bool,
 ) -> None:
-    """Raise what the eager layer raises of a cut before its first collective, while a graph is
-    traced.
+    """In a trace, raise what the eager layer raises of a cut before its first collective.
 
     owner:  x, or the DTensor over it.
     """

@@ -80,8 +80,7 @@ def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> D
 
 
 def _start_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
-    """Start the gather of a cut input, and return the function that returns the columnwise operand
-    [M, K]."""
+    """Start the gather of a cut input; return what returns the columnwise operand [M, K]."""
     call, shape, cut, saved = ctx.call, ctx.rows, ctx.cut, list(ctx.saved_tensors)
     plan, key = call.plan, saved.pop() if ctx.keeps_key else None
     if ctx.saved_codes is not None and cut is None:
@@ -104,15 +103,13 @@ def _start_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
 
 
 def _shares_codes(plan: GemmPlan) -> bool:
-    """Layers that are given one input have the same codes of it: no history and no random key is a
-    layer's own."""
+    """Layers of one input have the same codes of it: no histories and random keys of their own."""
     return not (plan.input.is_stochastic or plan.input.delayed_directions)
 
 
 class _SharedGradient(torch.autograd.Function):
-    """A tensor of the shape of all ranks' rows of x, without values. Layers that read x leave their
-    dx as its gradient, which autograd adds up and this scatters: one reduce-scatter for all of
-    them."""
+    """A tensor of the shape of all ranks' rows of x, without values. Layers leave their dx as its
+    gradient, which autograd adds up and this scatters: one reduce-scatter for all."""
 
     @staticmethod
     def forward(ctx, x, cut):
@@ -130,8 +127,7 @@ class _SharedGradient(torch.autograd.Function):
 # what the first of them left with it. dynamo's variables would do too, but attributes set on an
 # input of a graph stay with the user's tensor.
 class _SharedInput:
-    """What layers that are given one cut x share while they are traced: each of it is in the graph
-    once.
+    """What layers of one cut x share in a trace: each of it is in the graph once.
 
     gradient:  `_SharedGradient` of x; None: x needs no gradient.
     forward:   by what decides codes, statistics of x and its rowwise operands.
@@ -146,8 +142,7 @@ class _SharedInput:
 
 
 def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInput:
-    """The `_SharedInput` of x, left with the tensor that is traced for the other layers that are
-    given it.
+    """The `_SharedInput` of x, which the first layer leaves with the traced tensor.
 
     owner:  that layers are given: x in its own dtype, or the DTensor over it.
     """

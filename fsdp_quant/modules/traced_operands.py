@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of GEMMs in a graph that is being traced: statistics, codes and gathers as functional
-operators.
-"""
+"""Operands of GEMMs in traces: statistics, codes and gathers as functional operators."""
 
 from __future__ import annotations
 
@@ -29,17 +27,13 @@ from .plan import GemmPlan, Resolved
 
 
 class GraphCall(NamedTuple):
-    """What a layer's products read and write besides operands, on their device. The same tensors in
-    every step.
+    """What a layer's products read and write besides operands: the same tensors in every step.
 
     axis:       how ranks share the layer; None: they do not.
-    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte
-                depends on them.
+    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: not read.
     rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
-    guard, backward_guard:  fp32 [3, 2], what products of the forward and of the backward lost;
-                            None: nothing is watched.
-    factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; []
-                without delayed scaling.
+    guard, backward_guard:  fp32 [3, 2], what products lost, of each pass; None: not watched.
+    factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side.
     histories:  likewise, where their amaxes are recorded; [] where they are not.
     """
 
@@ -118,8 +112,7 @@ class GraphCall(NamedTuple):
 
 
 def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
-    """Encoded directions that are scaled by the amax of all values. delayed: also those that
-    histories scale."""
+    """Encoded directions scaled by the amax of all values. delayed: or by histories."""
     spans = {
         d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated
     }
@@ -146,8 +139,7 @@ def shared_amaxes(
 
     They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
     splits a reduction of all values where it likes, and fuses it with no loop over rows and
-    columns. `quantize` computes the largest: a launch from C++, where a kernel of inductor's is one
-    from Python.
+    columns. `quantize` computes the largest: its launch from C++ is cheaper than inductor's.
 
     dtype:   that encoders see; None: x's.
     """
@@ -178,8 +170,7 @@ def slot_statistics(
     passes: Sequence[Sequence[Direction]],
     cut: SequenceCut | None,
 ) -> dict[Direction, Statistics]:
-    """Compute statistics of an activation or gradient [rows, cols], over the ranks that have other
-    rows or columns of it.
+    """Compute statistics of an activation or gradient [rows, cols], over the ranks that share it.
 
     passes:  directions that are gathered together, where x is cut along the sequence.
     """
@@ -199,8 +190,7 @@ def weight_operand(
     statistics: dict[Direction, Statistics],
     factors: list[Tensor],
 ) -> tuple[EncodedMatrix, dict[Direction, Tensor]]:
-    """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight
-    its codes.
+    """The weight as a product reads it, and the amaxes of its delayed side.
 
     statistics:  known ones; those of the whole weight are added, for its other direction.
     """

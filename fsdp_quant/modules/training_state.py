@@ -35,8 +35,7 @@ _SIDES = [
 
 
 def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Delayed scaling of `model` from amaxes of all ranks: activations and gradients are scaled
-    alike on every rank.
+    """Scale activations and gradients of `model` alike on every rank, from amaxes of all.
 
     group:  of ranks that step the same optimizers (default: all).
 
@@ -61,8 +60,7 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
-    """The layers by their name in the model, and by their own, which tells experts of ranks that
-    count them from 0 apart."""
+    """The layers by (name in the model, own name): ranks may count their experts from 0."""
     return {
         (name, module.runtime.name): module for name, module in converted_modules(model).items()
     }
@@ -89,8 +87,7 @@ class _Sharing:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
-        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its
-        histories is about to roll."""
+        """Replace the current amaxes by the maximum over ranks, if one of the model is to roll."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         rolled = set(map(id, histories))
@@ -194,8 +191,7 @@ def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to go on besides parameters and optimizer. Every rank must call it, and save
-    under a key of its own.
+    """What a run needs to resume, but parameters and optimizer. Each rank saves its own.
 
     old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of
                   earlier versions: what `dcp.load` of such a file of a wrapped model is given.
@@ -294,8 +290,7 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
-    """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take,
-    but for other codes."""
+    """Read a state. Raises ValueError as `load_state_dict`, but for other codes."""
     if not isinstance(state, dict):
         raise ValueError(
             f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
@@ -416,8 +411,7 @@ def _read_moved(
 def _sides_at(
     model: nn.Module, modules: Mapping[str, Linear], step: int
 ) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", a history of its length) of each delayed side, as of that
-    step of schedules."""
+    """(module name, "slot.direction", a history of its length) per delayed side in a step."""
     plans = {id(m): m.plan for m in modules.values()}
     for m, recipe in _scheduled(model, step):
         plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
@@ -435,8 +429,7 @@ def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """As both kinds of parameters go on from: codes are encoded, and their amaxes recorded, again
-    behind a load."""
+    """For both kinds of parameters: a load encodes codes, and records their amaxes, again."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
         saved["amaxes"][0] = 0
@@ -493,8 +486,7 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
 
 
 def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
-    """Weights whose codes have another fingerprint than the saved one: the same list on every
-    rank."""
+    """Weights whose codes have another fingerprint than saved: the same on every rank."""
     if saved.codes is None:
         return []
     found = _codes(model, saved.names)

@@ -41,8 +41,7 @@ class Runtime:
     """The part of `modules.layer_runtime.LayerRuntime` that steps read.
 
     steps:        counts the steps of the layer's model; None: not counted yet.
-    input_owner:  returns the layer that stores the amax histories of the input, if several layers
-                  read one input.
+    input_owner:  returns the layer that stores the amax histories of a shared input.
     """
 
     name: str
@@ -61,8 +60,7 @@ class Layer(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """A schedule that a model follows, and the function that switches the model to its recipe at a
-    step."""
+    """A schedule, and the function that switches a model to its recipe at a step."""
 
     schedule: Schedule
     switch: Callable[[nn.Module, Schedule, int], None]
@@ -83,8 +81,7 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 def _after_step_begins(model: nn.Module | None, step: int) -> None:
     """Run what follows the beginning of a step.
 
-    model:  the model whose step begins. None: all models (`begin_step`), or layers that run without
-            a model.
+    model:  the model whose step begins. None: all models (`begin_step`), or loose layers.
     """
     guard.apply_underflow_policy()
     for other, (schedule, switch) in list(SCHEDULED.items()):
@@ -216,8 +213,7 @@ class TrainingSteps:
         _after_step_begins(model, step)
 
     def begin_in_graph(self, device: torch.device) -> None:
-        """Begin a step of a model that is being traced, reading and writing only the count on
-        `device`."""
+        """Begin a step of a model that is being traced, with the count on `device` alone."""
         self.has_run = self.traced = True
         if STEP.counted_by_hand:  # `begin_step` rolls
             self.open = True
@@ -252,8 +248,7 @@ class TrainingSteps:
         self.at = STEP.step
 
     def skip(self) -> None:
-        """Let the next training forward begin the running step again, because the optimizer did not
-        apply it."""
+        """Let the next training forward begin the running step again: it was not applied."""
         for counts in self._counts.values():
             if not STEP.counted_by_hand:
                 counts[0].sub_(counts[1])
@@ -342,8 +337,7 @@ def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
 
 
 def note_forward(layer: Layer, grad: bool) -> None:
-    """Count the forward of a layer that needs steps. Do not call it for recomputed or traced
-    forwards.
+    """Count the forward of a layer that needs steps, neither recomputed nor traced.
 
     grad:  a backward may follow.
 
@@ -375,8 +369,7 @@ def steps_of(model: nn.Module) -> TrainingSteps:
 
 
 def continued(model: nn.Module) -> TrainingSteps:
-    """Return new steps for a model. They continue the steps of its layers, if these ran without a
-    model."""
+    """Return new steps for a model, which continue those of its layers that ran alone."""
     steps, before = TrainingSteps(), steps_of(model)
     if before is _LOOSE.steps and before.has_run:
         steps.restart(before.number)
@@ -508,8 +501,7 @@ def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and all optimizers in its attributes, or in lists, tuples and dicts
-    there."""
+    """Return the optimizer and all optimizers in its attributes, also in containers there."""
     found = [optimizer]
     for one in found:  # the loop appends to `found`
         for name, value in vars(one).items():
@@ -523,8 +515,7 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _check_masters(optimizer: Optimizer) -> None:
-    """Raise ValueError for quantized parameters whose masters neither the optimizer nor one inside
-    it holds."""
+    """Raise ValueError for quantized parameters whose masters no (inner) optimizer holds."""
     holders = None
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -13,8 +13,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def masks_of_captures(model: nn.Module) -> Iterator[None]:
-    """transformers decides about masks as it must in a capture, where no tensor can be read, during
-    the steps before it too.
+    """Let transformers decide about masks as in a capture, where no tensor can be read.
 
     Otherwise the capture gives its layers other arguments than the steps before it did, and
     compiled ones are compiled inside of it. A model that makes its positions itself packs no
