@@ -61,8 +61,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def make_quantized(
         self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
     ) -> None:
-        """Give the layer its runtime, and its weight a state (`new_weight_state`; of `kind`) unless
-        it is tied to one that has it."""
+        """Give the layer its runtime, and its weight a state of `kind` unless it has one."""
         weight = self.weight
         self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
         self.attach_state(kind)

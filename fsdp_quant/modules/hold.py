@@ -144,8 +144,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
 
 
 def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
-    """Return the codes of a weight that GEMMs read. Codes of the backward that are derived from
-    those of the forward are omitted."""
+    """Return the codes of a weight that GEMMs read and do not derive from others."""
     plan = layer.plan.on(weight.dtype, weight.device)
     wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
     codes = weight_storages(weight, wanted, plan, layer.runtime.weight_state, weight.dtype)

@@ -120,8 +120,7 @@ class LayerRuntime(Runtime):
         return found if device is None else [history.to(device) for history in found]
 
     def share_input_of(self, first: LayerRuntime) -> None:
-        """Record amaxes of the input in the histories of `first`, which always multiplies the same
-        tensor, so that their codes are one."""
+        """Record amaxes of the input in the histories of `first`, which has the same input."""
         self.input_owner = weakref.ref(first)
         self.graphs.prepare(self)
 

@@ -37,8 +37,7 @@ class LinearCall(NamedTuple):
     save:             the backward needs x.
     records:          amaxes are recorded: in training, and not in a recomputation.
     step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
-    guard:            fp32 [3, 2], to which products add what they lost to anchors
-                      (`modules.guard`); None: nobody asks.
+    guard:            fp32 [3, 2], to which products add what they lost (`modules.guard`).
     factors, grad_factors:      encode scales fp32 [1] of the delayed sides of each.
     histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
     axis:             how ranks share the layer; None: they do not.

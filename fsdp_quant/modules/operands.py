@@ -146,8 +146,7 @@ def weight_storages(
     dtype: torch.dtype,
     records: bool = True,
 ) -> dict[Direction, EncodedMatrix]:
-    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
-    encoded here from its values."""
+    """The codes of a weight [N, K] for GEMMs of `dtype` activations: gathered or encoded here."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}

@@ -234,8 +234,7 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
 
 
 class _Routed(torch.autograd.Function):
-    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes: the gradient is
-    gathered too, not scattered."""
+    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes by a gather."""
 
     @staticmethod
     def forward(ctx, x, order, back, copies):

@@ -137,8 +137,7 @@ def _remove_hook(model: nn.Module) -> None:
 
 
 def begins_first(model: nn.Module) -> None:
-    """Move the hook that begins steps before all other hooks of the model: that of `fully_shard`
-    quantizes the root's all-gather inputs."""
+    """Move the hook that begins steps before that of `fully_shard`, which quantizes shards."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
             model._forward_pre_hooks.move_to_end(key, last=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -85,8 +85,7 @@ class GraphCall(NamedTuple):
         cut: SequenceCut | None,
         phase: str,
     ) -> SlotOperands | Gather:
-        """Operands of an activation or gradient [rows, cols]: quantized here, or of every rank's
-        rows, whose gathers start now."""
+        """Operands of x [rows, cols]: quantized here, or of every rank's rows, gathered from now."""
         factors, hybrid = self.factors[SLOTS.index(slot)], self.plan.hybrid(slot)
         if not isinstance(x, Storage) and cut is None:
             return slot_storages(self.plan, slot, x, directions, key, factors, statistics)

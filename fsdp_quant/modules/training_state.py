@@ -202,8 +202,7 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     codes:        weight name -> hash of its codes, the same for every world size
                   (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
-    moved:        products that the anchoring guard moved, the rank, and whether the step was
-                  skipped (`fq.skip_step`); each rank's own.
+    moved:        products that the guard moved, the rank, if the step was skipped; each rank's own.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> sorted(fq.state_dict(model))

@@ -238,8 +238,7 @@ class TrainingSteps:
         return self._counts[device]
 
     def begin_by_hand(self) -> None:
-        """Begin another step of a model whose forwards the host does not see, because a graph runs
-        it or its parts are called one by one."""
+        """Begin another step of a model whose forwards the host does not see (graphs, parts)."""
         forwards_are_seen = self.has_run and not self.traced
         if forwards_are_seen or self.at == STEP.step:
             return
