@@ -85,7 +85,7 @@ class GraphCall(NamedTuple):
         cut: SequenceCut | None,
         phase: str,
     ) -> SlotOperands | Gather:
-        """Operands of x [rows, cols]: quantized here, or of every rank's rows, gathered from now."""
+        """Operands of x [rows, cols]: quantized here, or gathered from every rank, from now on."""
         factors, hybrid = self.factors[SLOTS.index(slot)], self.plan.hybrid(slot)
         if not isinstance(x, Storage) and cut is None:
             return slot_storages(self.plan, slot, x, directions, key, factors, statistics)
