@@ -302,6 +302,10 @@ class Arriving:
             as_bytes = [(_bytes(received), _bytes(b)) for received, b in moving]
             self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.received.values())
+
     def wait(self) -> dict[str, Tensor]:
         """The rows in the order of the whole tensor; a copy unless the cut dim is the first."""
         for work in self.works:
@@ -382,8 +386,7 @@ class Gather:
 
     def _count(self, direction: str, fmt: str, one: Arriving) -> None:
         if self.cut.ranks > 1 and not opaque.is_tracing():
-            nbytes = sum(b.nbytes for b in one.received.values())
-            counters.add("sequence gather", (self.phase, direction, fmt), nbytes)
+            counters.add("sequence gather", (self.phase, direction, fmt), one.nbytes)
 
     def take(self, direction: Direction) -> Storage:
         """The whole storage of a direction, compact or as `quantize` makes it."""

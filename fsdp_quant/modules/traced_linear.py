@@ -59,11 +59,19 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
-from .exchange import Gather, Scattering, SequenceCut, TensorParallel
+from .exchange import Scattering, SequenceCut, TensorParallel
 from .linear_products import gradients, product
 from .operands import SLOTS, SlotOperands, buffers_of, columnwise_of_saved
 from .plan import GemmPlan, plan_of
-from .traced_operands import GraphCall, shared_amaxes, slot_statistics, weight_operand
+from .traced_operands import (
+    GatheredOperands,
+    GraphCall,
+    shared_amaxes,
+    slot_statistics,
+    weight_operand,
+)
+
+Operands = SlotOperands | GatheredOperands
 
 # Values and codes #
 
@@ -137,8 +145,8 @@ class _SharedInput:
     def __init__(self, x: Tensor, cut: SequenceCut):
         trains = torch.is_grad_enabled() and x.requires_grad
         self.gradient = _SharedGradient.apply(x, cut) if trains else None
-        self.forward: dict[tuple, tuple[dict[Direction, Statistics], SlotOperands | Gather]] = {}
-        self.backward: dict[tuple, SlotOperands | Gather] = {}
+        self.forward: dict[tuple, tuple[dict[Direction, Statistics], Operands]] = {}
+        self.backward: dict[tuple, Operands] = {}
 
 
 def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInput:

@@ -84,12 +84,12 @@ class GraphCall(NamedTuple):
         statistics: dict[Direction, Statistics],
         cut: SequenceCut | None,
         phase: str,
-    ) -> SlotOperands | Gather:
+    ) -> SlotOperands | GatheredOperands:
         """Operands of x [rows, cols]: quantized here, or gathered from every rank, from now on."""
         factors, hybrid = self.factors[SLOTS.index(slot)], self.plan.hybrid(slot)
         if not isinstance(x, Storage) and cut is None:
             return slot_storages(self.plan, slot, x, directions, key, factors, statistics)
-        return Gather(
+        gather = Gather(
             x,
             hybrid,
             directions,
@@ -100,14 +100,35 @@ class GraphCall(NamedTuple):
             statistics=statistics,
             rank=None if self.rank is None else self.rank[1],
         )
+        device = (x.data if isinstance(x, Storage) else x).device
+        return GatheredOperands(gather, self.plan.resolved(x.dtype, device).layouts[slot])
 
     def quantize(
         self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None
-    ) -> SlotOperands | Gather:
+    ) -> SlotOperands | GatheredOperands:
         """`operands` of a gradient."""
         statistics = slot_statistics(self, slot, x, [directions], cut)
         key = self.key(slot, x, cut, after=x)
         return self.operands(slot, x, directions, key, statistics, cut, "backward")
+
+
+class GatheredOperands:
+    """Operands of a `Gather`, in the layouts that products read. own, amaxes: the gather's."""
+
+    def __init__(self, gather: Gather, layouts: dict[Direction, str]):
+        self._gather, self._layouts = gather, layouts
+
+    @property
+    def own(self) -> dict[Direction, Storage]:
+        return self._gather.own
+
+    @property
+    def amaxes(self) -> dict[Direction, Tensor]:
+        return self._gather.amaxes
+
+    def take(self, direction: Direction) -> EncodedMatrix:
+        storage = self._gather.take(direction)
+        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
 
 
 def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
