@@ -158,8 +158,7 @@ class GraphTensors:
         self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def prepare(self, layer: LayerRuntime, device: torch.device | None = None) -> None:
-        """Allocate what graphs receive, for the plan, the weight's state and the device as they are
-        now. device: of the weight; None: not known, as it was."""
+        """Allocate the tensors for the plan and the weight's state. device: None: as before."""
         if device is None or device.type == "meta":
             device = layer.ids.device
         plan, state = layer.plan, layer.weight_state

@@ -90,8 +90,7 @@ class SharedInput:
         self._scattering: Scattering | None = None
 
     def encode(self, call: LinearCall, x: Tensor) -> tuple[LaidOut, list[Tensor]]:
-        """(rowwise codes of the whole x, what the backward keeps); x: this rank's rows. Records
-        amaxes of delayed sides."""
+        """(rowwise codes of the whole x, what the backward keeps), and record amaxes."""
         hybrid, cut, local, amaxes = call.plan.input, self.cut, {}, {}
         keeps_columnwise = call.save and self.saves == "columnwise"
         row_travels = cut.all_travel(hybrid, [ROWWISE])

@@ -82,8 +82,7 @@ class _Activate(torch.autograd.Function):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, x, amax of y or None): use the second in the place of x where both are used, as in x +
-    f(y)."""
+    """(y, x, amax of y or None): use the second for x where both are used, as in x + f(y)."""
     if torch.compiler.is_compiling():
         return _traced_norm(x, weight, bias, *spec), x, None
     return _Normalize.apply(x, weight, bias, spec)

@@ -242,8 +242,7 @@ def columnwise_of_saved(
 
 
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
-    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
-    do both in one read."""
+    """Sum over the tokens of dy [M, N], in the order of the kernels that quantize dy too."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
     if quantized and not isinstance(dy, QuantizedTensor):
         return dispatch.column_sums(dy)

@@ -148,8 +148,7 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """The step that a checkpoint stores: the next one; if counted by hand, the running one.
-        Waits for the device if graphs count there."""
+        """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
         if STEP.counted_by_hand:
             return STEP.step
         self._catch_up()
@@ -376,8 +375,7 @@ def continued(model: nn.Module) -> TrainingSteps:
 
 
 def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
-    """Let the next training forward of a model, or of layers without a model, begin `step` (see
-    `TrainingSteps.restart`)."""
+    """`TrainingSteps.restart` of a model, or of layers without a model."""
     for module in model.modules():
         if (steps := own_steps(module)) is not None:
             steps.restart(step, skipped)
