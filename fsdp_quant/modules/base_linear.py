@@ -47,10 +47,8 @@ class BaseLinear(HasWeight, nn.Linear):
     """A linear layer with a `LayerRuntime`.
 
     recomputes_forward:  True: the backward recomputes the forward unseen (torch.utils.checkpoint
-                         inside a compiled block), so that FSDP2 gathers both directions in it.
-                         None: detected in each forward.
-    parallel:            how ranks share the layer (`TensorParallel`), or what a style says of one
-                         whose weight is a DTensor (`Layouts`).
+                         in a compiled block), so FSDP2 gathers both directions; None: detected.
+    parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
     """
 
     runtime: LayerRuntime

@@ -331,8 +331,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class Gather:
-    """The storages of Q(all_gather(x)) for some directions: the constructor starts them,
-    `take` waits for one direction.
+    """The storages of Q(all_gather(x)); the constructor starts, `take` waits for a direction.
 
     x:         this rank's rows [outer * chunk, K]; or a `Storage` of them that travels.
     phase:     "forward" or "backward", for the counts, and for what a graph sends in its backward.

@@ -104,8 +104,7 @@ class MLPPattern(NamedTuple):
     def probe(
         self, name: str, module: nn.Module, dtype: torch.dtype
     ) -> tuple[nn.Module, int, list[Tensor]]:
-        """(the module with other parameters, width of its input, those parameters). Raises
-        ValueError for another structure."""
+        """(small module, its width, its parameters). Raises ValueError for another structure."""
         layers: list[nn.Linear] = []
         for part in self.parts:
             layer = getattr(module, part, None)

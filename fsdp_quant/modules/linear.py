@@ -22,9 +22,8 @@ from .shared_linear import forward_among_ranks
 class Linear(BaseLinear):
     """y = x W^T + b, each of its three products in the formats that a recipe gives.
 
-    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear; under
-             `fq.quantized_model_init` a `QuantizedTensor`. `fully_shard` makes of it what it makes
-             of any parameter, and gathers it as codes.
+    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear, which `fully_shard`
+             gathers as codes; under `fq.quantized_model_init` a `QuantizedTensor`.
     recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
     recomputes_forward:  as in `BaseLinear`.
 

@@ -228,8 +228,7 @@ def multiply(
     """(y, what the backward keeps of x, the codes of w that it reads) without autograd.
 
     backward:         dgrad follows. A gathered weight's codes are not kept: they are filled again.
-    shared, rowwise:  of an x that is cut along the sequence, with the codes of all its rows; what
-                      the backward keeps of x was computed with them.
+    shared, rowwise:  of an x that is cut along the sequence, with the codes of all its rows.
     """
     plan, axis, resolved = call.plan, call.axis, call.plan.resolved(x.dtype, x.device)
     shape = (*(x.shape if shared is None else shared.cut.whole_shape)[:-1], weight.shape[0])

@@ -67,8 +67,7 @@ class LinearCall(NamedTuple):
     def quantize(
         self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None = None
     ) -> SlotOperands | Gather:
-        """Operands of x [rows, cols], of which other ranks may have other columns; or other rows
-        (`cut`), whose gathers of the backward start now."""
+        """Operands of x [rows, cols], of which ranks may have other columns, or rows (`cut`)."""
         if cut is not None:
             return self.gather(slot, x, directions, cut, "backward")
         plan, statistics, axis = self.plan, None, self.axis
@@ -158,8 +157,7 @@ def product(
     shape: tuple[int, ...],
     cut: SequenceCut | None,
 ) -> Tensor:
-    """y of `shape` from the rowwise operands of x and of the weight; of ranks that hold other
-    columns of x the sum. cut: of y (`TensorParallel.output_cut`)."""
+    """y of `shape`, summed over ranks that hold other columns of x. cut: of y."""
     axis, resolved = call.axis, call.plan.resolved(dtype, codes.data.device)
     sums = axis is not None and not axis.column
     multiply = functools.partial(

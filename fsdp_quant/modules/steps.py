@@ -92,8 +92,7 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
-    """Count the training forwards of `model` as its steps, if its recipe needs steps. Replaces the
-    hooks of models inside it that count.
+    """Count training forwards of `model`, if its recipe needs steps; models inside do not.
 
     Part of a model that counts shares the steps of that model.
     """
@@ -163,8 +162,7 @@ def _begin(model: nn.Module, args: tuple) -> None:
 
 
 def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
-    """Return the layers of a model. Layers that were built by hand and inserted use its steps too,
-    unless their own steps have run."""
+    """Return the layers of a model. Inserted ones use its steps too, unless their own ran."""
     layers = list(converted_modules(model).values())
     for layer in layers:
         if layer.runtime.steps is None or not layer.runtime.steps.has_run:

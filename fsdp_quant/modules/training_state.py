@@ -165,8 +165,7 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
-    """JSON of module name -> product -> rung, of products that the guard moved; which rank of how
-    many saved it; and whether its step was skipped."""
+    """JSON of module name -> product -> rung; with the rank, and whether a step was skipped."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
     return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
 

@@ -68,8 +68,7 @@ class Scheduled(NamedTuple):
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
 SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that shares the amaxes of
-# histories that are about to roll.
+# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that does before a roll.
 SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -228,8 +227,7 @@ class TrainingSteps:
 
     # All models of the process share the step's tensor, so graphs cannot count in it.
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return int64 [2], `next` and `open`, which graphs read and write. Call it before a trace,
-        which would otherwise record the values as constants."""
+        """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
             with torch.inference_mode(False):
                 self._counts[device] = torch.tensor([self.next, self.open], device=device)
