@@ -30,9 +30,8 @@ def raise_bad_splits() -> None:
     if bad is None:
         return
     tag, rows = bad
-    name = "experts of a compiled graph, or of a module that is gone"
-    if (module := _TAGGED.get(tag)) is not None:
-        name = module._name
+    unknown = "experts of a compiled graph, or of a module that is gone"
+    name = getattr(_TAGGED.get(tag), "_name", unknown)
     raise ValueError(
         f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
         "its result is wrong, and the optimizer has not stepped since the device said so"

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,13 +62,7 @@ from .exchange import Scattering, SequenceCut, TensorParallel
 from .linear_products import gradients, product
 from .operands import SLOTS, SlotOperands, buffers_of, columnwise_of_saved
 from .plan import GemmPlan, plan_of
-from .traced_operands import (
-    GatheredOperands,
-    GraphCall,
-    shared_amaxes,
-    slot_statistics,
-    weight_operand,
-)
+from .traced_operands import GatheredOperands, GraphCall, shared_amaxes, weight_operand
 
 Operands = SlotOperands | GatheredOperands
 
@@ -199,7 +192,7 @@ class _TracedLinear(torch.autograd.Function):
             read = shared.forward if shared is not None and _shares_codes(plan) else {}
             if (plan.input, save) not in read:
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
-                found = slot_statistics(call, "input", rows, passes, cut)
+                found = call.statistics("input", rows, passes, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
                 operands = call.operands("input", rows, directions, key, found, cut, "forward")
                 read[plan.input, save] = found, operands
@@ -255,22 +248,6 @@ class _TracedLinear(torch.autograd.Function):
             return *((None, dx) if to_shared else (dx, None)), dw, db, *[None] * 4
 
 
-class Ranks(NamedTuple):
-    """How ranks share a layer, in constants that dynamo records: fields of
-    `exchange.TensorParallel`.
-
-    spans_weight:  scales of a whole weight are those of all ranks' parts of it.
-    dtype:         in which x is multiplied.
-    """
-
-    group_name: str
-    column: bool
-    sequence_dim: int | None
-    reduces: bool
-    spans_weight: bool
-    dtype: torch.dtype
-
-
 @torch.compiler.allow_in_graph
 def traced_linear(
     x: Tensor,
@@ -293,8 +270,10 @@ def traced_linear(
     guards:     those of `GraphCall`, or [].
     factors, histories:  of the delayed sides of input, weight and grad_output, one after the other.
     rank:       of `GraphCall`.
-    ranks:      `Ranks`, where ranks share the layer; x may then be a DTensor that is cut along the
-                sequence.
+    ranks:      where ranks share the layer, in constants that dynamo records: group name, column,
+                sequence_dim and reduces of `TensorParallel`; whether scales of the whole weight are
+                those of all ranks' parts; dtype in which x is multiplied. x may then be a DTensor
+                that is cut along the sequence.
     """
     its = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
     counts = [len(its.hybrid(slot).delayed_directions) for slot in SLOTS]
@@ -310,10 +289,10 @@ def traced_linear(
 
     axis = shared = group_of_weight = None
     if ranks is not None:
-        of_layer, owner = Ranks(*ranks), x
-        axis = TensorParallel(torch_compat.group_of_name(of_layer.group_name), *of_layer[1:4])
-        group_of_weight = axis.group if of_layer.spans_weight else None
-        x = (x.to_local() if isinstance(x, DTensor) else x).to(of_layer.dtype)
+        group, *shared_as, spans_weight, dtype = ranks
+        axis, owner = TensorParallel(torch_compat.group_of_name(group), *shared_as), x
+        group_of_weight = axis.group if spans_weight else None
+        x = (x.to_local() if isinstance(x, DTensor) else x).to(dtype)
         if axis.gathered_slot == "input":
             shared = _shared_input(owner, x, axis)
     step, ids = (None if t is None else t.to(x.device) for t in (step, ids))

@@ -75,6 +75,20 @@ class GraphCall(NamedTuple):
     def record(self, slot: str, amaxes: dict[Direction, Tensor]) -> None:
         record_amaxes(self.histories[SLOTS.index(slot)], self.plan.hybrid(slot), amaxes)
 
+    def statistics(
+        self, slot: str, x: Tensor, passes: Sequence[Sequence[Direction]], cut: SequenceCut | None
+    ) -> dict[Direction, Statistics]:
+        """Compute statistics of x [rows, cols], over the ranks that have other rows or columns.
+
+        passes:  directions that are gathered together, where x is cut along the sequence.
+        """
+        hybrid, axis, group = self.plan.hybrid(slot), self.axis, None
+        if cut is not None:
+            passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
+        elif axis is not None and slot == axis.cut_slot:
+            group = axis.group
+        return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
+
     def operands(
         self,
         slot: str,
@@ -107,7 +121,7 @@ class GraphCall(NamedTuple):
         self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None
     ) -> SlotOperands | GatheredOperands:
         """`operands` of a gradient."""
-        statistics = slot_statistics(self, slot, x, [directions], cut)
+        statistics = self.statistics(slot, x, [directions], cut)
         key = self.key(slot, x, cut, after=x)
         return self.operands(slot, x, directions, key, statistics, cut, "backward")
 
@@ -181,25 +195,6 @@ def shared_amaxes(
     return own | shared_statistics(
         x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own
     )
-
-
-def slot_statistics(
-    call: GraphCall,
-    slot: str,
-    x: Tensor,
-    passes: Sequence[Sequence[Direction]],
-    cut: SequenceCut | None,
-) -> dict[Direction, Statistics]:
-    """Compute statistics of an activation or gradient [rows, cols], over the ranks that share it.
-
-    passes:  directions that are gathered together, where x is cut along the sequence.
-    """
-    hybrid, axis, group = call.plan.hybrid(slot), call.axis, None
-    if cut is not None:
-        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
-    elif axis is not None and slot == axis.cut_slot:
-        group = axis.group
-    return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
 
 
 def weight_operand(
