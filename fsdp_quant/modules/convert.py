@@ -172,15 +172,13 @@ def _fused(
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
-    """Change the recipe of every converted module of `model`, at a step boundary. Every rank must
-    call it.
+    """Change the recipe of every converted module, between steps. Every rank must call it.
 
     A schedule that the model followed ends.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
     not the one that other ranks of a `fully_shard` are given (on all of them), a model without
-    converted modules, a weight that is gathered now, or one of other formats that a weight sync
-    publishes.
+    converted modules, a gathered weight, or a published one of other formats.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> fq.set_recipe(model, fq.recipes.identity())

@@ -100,8 +100,7 @@ class TensorParallel:
         return y, dist.all_reduce(y, group=self.group, async_op=True)
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`operands.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
-        those of the ranks before.
+        """`operands.slot_ids` of a layer whose `cut_slot` has columns of this rank alone.
 
         shape:  [N, K] of this rank's part of the weight.
         """
@@ -126,8 +125,7 @@ class Layouts:
 
 @dataclass(frozen=True, eq=False)
 class SequenceCut:
-    """A tensor whose ranks hold equal pieces of one dim: rows [outer, R, chunk, cols], of which a
-    rank has [outer, chunk, cols].
+    """Equal pieces of one dim: rows [outer, R, chunk, cols], per rank [outer, chunk, cols].
 
     shape:  this rank's, [.., S / R, .., cols].
     dim:    that is cut; not the last.

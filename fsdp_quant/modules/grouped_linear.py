@@ -129,13 +129,9 @@ class GroupedLinear(HasWeight):
 
     first_expert = 0
     packed = False
-    _name: str
     _linears: list[Linear]
     _packed_state: WeightState
-    _reasons: dict[tuple, str | None]
     _planned: tuple[list[GemmPlan], GemmPlan | None]
-    _goes_into_graphs: bool
-    _tag: int
 
     def __init__(
         self,

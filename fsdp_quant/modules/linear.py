@@ -27,8 +27,7 @@ class Linear(BaseLinear):
     recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
     recomputes_forward:  as in `BaseLinear`.
 
-    Input [.., in_features] and output [.., out_features] are in the input's dtype, or
-    torch.autocast's.
+    Input [.., in_features] and output [.., out_features] have one dtype (or autocast's).
 
     >>> layer = fq.Linear(64, 32, recipe=fq.recipes.hybrid("mxfp8", "nvfp4"))
     >>> layer(torch.ones(2, 64)).shape
@@ -64,8 +63,7 @@ class Linear(BaseLinear):
         residual: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """residual + scale * (x W^T + b), the product rounded to its dtype first, the rest in one
-        pass.
+        """residual + scale * (x W^T + b), the product rounded to its dtype first.
 
         handed:  what the module that computed x hands over with it.
         """

@@ -183,9 +183,8 @@ def _shared_input(
 ) -> tuple[SharedInput, Tensor, LaidOut, list[Tensor]]:
     """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
 
-    The first of several layers that are given one tensor leaves it with the tensor, for the others.
-    What decides whether it is computed again is the same on every rank, so not which products the
-    guard has moved.
+    The first of several layers that are given one tensor leaves it with the tensor, for the others,
+    if what all ranks know is the same: not which products the guard moved.
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """

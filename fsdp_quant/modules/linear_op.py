@@ -51,8 +51,7 @@ class Handed:
     """What the module that computed an input hands over with it, until its forward ends.
 
     amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
-    grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that
-                  gradient writes them.
+    grad_amaxes:  where the node of the gradient of y writes its amaxes.
     source:  where x has a shape and an autograd node, but no values; see `can_fuse_activation`.
     codes:   key -> codes of x, which the first layer that multiplies it leaves for the others.
     """
@@ -236,8 +235,7 @@ def linear(
 ) -> Tensor:
     """y = x w^T + b, in one compiled call where it accepts the operands.
 
-    The backward of a quantized parameter raises StaleWeightError where it was written since: its
-    codes are written in place.
+    The backward raises StaleWeightError if a quantized parameter was written since.
     """
     handed, backward = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     resolved, operands = call.plan.resolved(x.dtype, x.device), None

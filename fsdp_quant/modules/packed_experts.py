@@ -20,8 +20,7 @@ rows and their numbers
     y      = w2(silu(w1(rows)) * w3(rows))
 
 The module keeps its parameters and their names. Each is also the weight of a `GroupedLinear` of its
-own, which quantizes, plans, counts and gathers it: the tie is of one Parameter, which `fully_shard`
-puts into both modules.
+own, which quantizes, plans, counts and gathers it: `fully_shard` puts it into both.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class ExpertProduct(GroupedLinear):
 class Kind(NamedTuple):
     """What packed experts are.
 
-    parts:       their weights, in the order of their products. forward: of a module whose products
-                 they are.
+    parts:       their weights, in the order of their products. forward: of the module.
     transposed:  the weights are stored [E, K, N].
     """
 

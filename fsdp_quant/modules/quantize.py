@@ -143,8 +143,7 @@ class BoundaryIds:
 
 
 class Quantize(nn.Module):
-    """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of
-    "grad_input".
+    """y = decode(encode(x)) in the "output" format; dx = decode(encode(dy)) in "grad_input"'s.
 
     recipe:  asked for Role("quantize", "output" and "grad_input", name). A slot for which it
              returns None leaves its tensor as it is; gradients pass codes straight through.

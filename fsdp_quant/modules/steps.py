@@ -21,15 +21,14 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .training_steps import TrainingSteps, continued, histories_of, own_steps, set_steps
+from .training_steps import continued, histories_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
 def converted_modules(
     model: nn.Module, names: Mapping[str, str] | None = None
 ) -> dict[str, Linear]:
-    """Return the fq.Linear modules of a model by qualified name, including those of packed experts
-    and of transposed weights.
+    """Return the fq.Linear modules of a model by qualified name, also experts and transposed.
 
     names:  qualified name of a module -> name to return (`layer_names`).
     """
@@ -69,9 +68,8 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
     map names new states, the others read older states.
 
     New states use the names with which layers were converted or built, if each is the end of the
-    layer's qualified name without known wrappers. Such names exclude all wrappers that were added
-    later around the model or its parts. Otherwise new states use qualified names without known
-    wrappers.
+    layer's qualified name without known wrappers. Such names exclude all wrappers that were
+    added later. Otherwise new states use qualified names without known wrappers.
     """
     owners = _owners(model)
     own = {n: name_of(m) for n, m in owners.items()}
@@ -110,8 +108,9 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     else:
         begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
         steps = own or next(iter(begun), None) or continued(model)
-        for m in inside:
-            _remove_hook(m)
+        for hooks in [m._forward_pre_hooks for m in inside]:
+            for key in [key for key, hook in hooks.items() if hook is _begin]:
+                del hooks[key]
         steps.is_scheduled = is_scheduled
         steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
         if steps.is_counting:
@@ -128,11 +127,6 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
-
-
-def _remove_hook(model: nn.Module) -> None:
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _begin]:
-        del model._forward_pre_hooks[key]
 
 
 def begins_first(model: nn.Module) -> None:
@@ -156,15 +150,10 @@ def _begin(model: nn.Module, args: tuple) -> None:
     if torch_compat.backward_is_running() or torch_compat.is_fake():
         return
     if steps.layers is None:
-        steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
+        layers = list(converted_modules(model).values())
+        for layer in layers:  # inserted ones too, unless their own steps have run
+            if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+                layer.runtime.steps = steps
+        steps.layers = [weakref.ref(layer) for layer in layers]
     refs = steps.layers
     steps.begin(lambda: histories_of(layer for ref in refs if (layer := ref()) is not None), model)
-
-
-def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
-    """Return the layers of a model. Inserted ones use its steps too, unless their own ran."""
-    layers = list(converted_modules(model).values())
-    for layer in layers:
-        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
-            layer.runtime.steps = steps
-    return layers

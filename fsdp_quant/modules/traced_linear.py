@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`traced_linear`: the executor of linear layers in compiled graphs.
 
-dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd traces it: it
-runs this Python with fake tensors and records the functional operators that `quantize` and `gemm`
-call:
+dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd runs
+this Python with fake tensors, and records the functional operators of `quantize` and `gemm`:
 
     forward    amax(x), quantize(x, both), quantize(w, rowwise), gemm
     backward   amax(dy), quantize(dy, both), quantize(w, columnwise, amax), gemm, gemm
@@ -12,8 +11,7 @@ Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`
 and counts of the guard are written by functionalized in-place operators.
 
 [Note: layers that ranks share]
-Functional collectives stand around the same operators (`exchange`; `linear_definition` has the
-equations):
+Functional collectives stand around the same operators (`linear_definition` has the equations):
 
     column, cut   forward    all_reduce(amax(x)), quantize(x, rowwise), all_gather(codes, scales),
                              gemm

@@ -42,11 +42,9 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     From now on each step that begins computes the maximum over the ranks, in one collective for all
     layers of `model`: every rank must run the same training forwards, outside of whole-model graphs
     of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call
-    it; amaxes of weights are shared by `fully_shard` without it. A copy of the model shares
-    nothing.
+    it; `fully_shard` shares those of weights. A copy of the model shares nothing.
 
-    Raises ValueError for a model without converted modules; at a step, for layers that were
-    converted since.
+    Raises ValueError for a model without converted modules; later for new layers.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> if torch.distributed.is_initialized():
@@ -252,8 +250,7 @@ class _Saved(NamedTuple):
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    A model that follows a schedule has the recipe of the restored step. Wrappers around the model
-    or its parts may be others.
+    A model that follows a schedule has the recipe of that step. Wrappers may be others.
 
     Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what
     no `state_dict` returned; for a state of another recipe, schedule or other modules, unless

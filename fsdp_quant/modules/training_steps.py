@@ -171,8 +171,7 @@ class TrainingSteps:
         return not self.open and (self.has_run or self.next > 0)
 
     def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next training forward begin `step`. If steps are counted by hand, `step` is the
-        one that ran, even the first.
+        """Let the next training forward begin `step`; by hand, `step` is the one that ran.
 
         skipped:  the histories collect the amaxes of `step` itself.
         """
@@ -301,8 +300,7 @@ class _LooseLayers(threading.local):
 
     def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
         """Return the histories of these layers that have not rolled in this step. `begin_step` may
-        have rolled some before `fully_shard` gathered their weights. Experts of one weight share
-        histories."""
+        have rolled some before `fully_shard` gathered weights."""
         counts = {
             id(steps): steps for layer in layers if (steps := layer.runtime.steps) is not None
         }
@@ -470,8 +468,7 @@ def skip_step() -> None:
 
 
 def sync(model: nn.Module) -> None:
-    """Quantize quantized parameters again after code other than an optimizer changed their masters.
-    Every rank must call it.
+    """Quantize quantized parameters again, whose masters others wrote. Every rank calls it.
 
     >>> with fq.quantized_model_init("mxfp8"):
     ...     model = nn.Sequential(fq.Linear(64, 32))
