@@ -171,12 +171,8 @@ class NormPattern(NamedTuple):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        spec = NormSpec(
-            float(eps),
-            self.normalization == "LayerNorm",
-            self.zero_centered_gamma,
-            self.rounds_first,
-        )
+        layer_norm = self.normalization == "LayerNorm"
+        spec = NormSpec(float(eps), layer_norm, self.zero_centered_gamma, self.rounds_first)
         weight, bias = self.parameters(module)
         return normalize(x, weight, bias, spec)[0]
 

@@ -189,15 +189,8 @@ def _shared_input(
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
     plan, values = call.plan, torch_compat.local_of(owner)
-    seen = (
-        0 if values.is_inference() else values._version,
-        x.dtype,
-        plan.input,
-        plan.saves,
-        axis.sequence_dim,
-        call.save,
-        call.grad,
-    )
+    version = 0 if values.is_inference() else values._version
+    seen = version, x.dtype, plan.input, plan.saves, axis.sequence_dim, call.save, call.grad
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
     before, shared_with = owner.__dict__.get("_fq_shared_input", (None, None))
     if alone or before != seen:

@@ -148,6 +148,14 @@ def _pieces(cut: SequenceCut, weight: tuple[int, int]) -> int:
     return PIECES if worth and cut.ranks > 1 and cut.outer == 1 and cut.chunk % PIECES == 0 else 1
 
 
+def _gemm(
+    call: LinearCall | GraphCall, resolved: Resolved, product: int, dtype: torch.dtype
+) -> Callable[..., Tensor]:
+    """`gemm` as the plan runs one of its products."""
+    domain, watch = resolved.domains[product], call.watch(resolved, product)
+    return functools.partial(gemm, out_dtype=dtype, domain=domain, watch=watch)
+
+
 def product(
     call: LinearCall | GraphCall,
     codes: EncodedMatrix,
@@ -160,14 +168,7 @@ def product(
     """y of `shape`, summed over ranks that hold other columns of x. cut: of y."""
     axis, resolved = call.axis, call.plan.resolved(dtype, codes.data.device)
     sums = axis is not None and not axis.column
-    multiply = functools.partial(
-        gemm,
-        b=w,
-        out_dtype=dtype,
-        bias=None if sums else bias,
-        domain=resolved.domains[0],
-        watch=call.watch(resolved, 0),
-    )
+    multiply = functools.partial(_gemm(call, resolved, 0, dtype), b=w, bias=None if sums else bias)
     if cut is None:
         y = torch_compat.reshaped(multiply(codes), shape)
     else:
@@ -213,14 +214,7 @@ def gradients(
         a = operands.take(ROWWISE)
         # in graphs FSDP2 fills a gathered weight's codes then
         with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
-            multiply = functools.partial(
-                gemm,
-                a,
-                read_weight(),
-                out_dtype=dy.dtype,
-                domain=resolved.domains[1],
-                watch=call.watch(resolved, 1),
-            )
+            multiply = functools.partial(_gemm(call, resolved, 1, dy.dtype), a, read_weight())
             if add is not None:
                 add(multiply)
             else:
@@ -228,13 +222,8 @@ def gradients(
                 if axis is not None and axis.column and axis.reduces and axis.sequence_dim is None:
                     dx = axis.sum(dx)
     if read_input is not None:
-        dw = gemm(
-            operands.take(COLUMNWISE),
-            read_input(),
-            out_dtype=dy.dtype,
-            domain=resolved.domains[2],
-            watch=call.watch(resolved, 2),
-        )
+        multiply = _gemm(call, resolved, 2, dy.dtype)
+        dw = multiply(operands.take(COLUMNWISE), read_input())
     call.record("grad_output", operands.amaxes)
     if bias_sum is not None:
         bias_sum.wait()

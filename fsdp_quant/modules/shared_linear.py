@@ -132,14 +132,14 @@ def multiply_shared(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
             "fq.Quantize between modules"
         )
-    grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         owner = owner if axis.gathered_slot == "input" else x
-        _check(layer, owner, weight, plan, axis, grad)
+        _check(layer, owner, weight, plan, axis)
         group, of_weight = axis.group.group_name, override is None
         ranks = group, axis.column, axis.sequence_dim, axis.reduces, of_weight, dtype
-        return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
-    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
+        save = weight.requires_grad and torch.is_grad_enabled()
+        return layer.traced(owner, weight, bias, plan, save, ranks)
+    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis)
 
 
 @torch_compat.never_compiled  # runs where a graph broke; a graph holds `traced_linear`
@@ -151,10 +151,9 @@ def _multiply(
     bias: Tensor | None,
     plan: GemmPlan,
     axis: TensorParallel,
-    grad: bool,
 ) -> Tensor:
-    runtime, save = layer.runtime, weight.requires_grad and grad
-    call = layer.call(x, weight, plan, save, grad)._replace(
+    runtime, grad = layer.runtime, torch.is_grad_enabled()
+    call = layer.call(x, weight, plan, weight.requires_grad and grad, grad)._replace(
         axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
     )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
@@ -165,12 +164,7 @@ def _multiply(
 
 
 def _check(
-    layer: BaseLinear,
-    owner: Tensor,
-    weight: Tensor,
-    plan: GemmPlan,
-    axis: TensorParallel,
-    grad: bool,
+    layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
 ) -> None:
     """In a trace, raise what the eager layer raises of a cut before its first collective.
 
@@ -185,7 +179,7 @@ def _check(
     name = functools.partial(_described, layer, "input" if column else "output")
     cut = make(shape, axis.cut_dim, axis.group, name)
     if layer.recipe.require_native:
-        both = (weight.requires_grad and grad) if column else grad
+        both = torch.is_grad_enabled() and (weight.requires_grad or not column)
         read = tuple(Direction) if both else (ROWWISE,) if column else ()
         check_travels(layer.runtime, plan.hybrid(slot), slot, read, cut)
 
