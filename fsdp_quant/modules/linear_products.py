@@ -4,6 +4,7 @@ that are being traced (`GraphCall`). `linear_definition` has the equations."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
@@ -202,7 +203,8 @@ def gradients(
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     cut = None if axis is None else axis.cut_of("grad_output", dy)
     x_shape = (*(dy.shape if cut is None else cut.whole_shape)[:-1], weight.shape[1])
-    operands, dx, dw, db, bias_sum = SlotOperands({}, {}), None, None, None, None
+    dx = dw = db = bias_sum = None
+    operands = SlotOperands({}, {})
     if directions:
         operands = call.quantize("grad_output", rows, directions, cut)
     read_input = start_input(prod(x_shape[:-1])) if need_w else None
@@ -212,8 +214,9 @@ def gradients(
             db, bias_sum = axis.start_sum(db)
     if need_x:
         a = operands.take(ROWWISE)
-        # in graphs FSDP2 fills a gathered weight's codes then
-        with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
+        # FSDP2 fills a gathered weight's codes in the backward of a graph
+        is_filled = isinstance(call, GraphCall) and isinstance(weight, QuantizedTensor)
+        with torch_compat.keep_in_backward() if is_filled else contextlib.nullcontext():
             multiply = functools.partial(_gemm(call, resolved, 1, dy.dtype), a, read_weight())
             if add is not None:
                 add(multiply)
