@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BaseLinear`: the part of `fq.Linear` that does not depend on who holds the weight: its runtime,
-checks of an input, what a call passes to the operators."""
+"""`BaseLinear`: `fq.Linear` without its forward: runtime, checks, what a call passes on."""
 
 from __future__ import annotations
 

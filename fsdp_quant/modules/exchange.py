@@ -104,9 +104,8 @@ class TensorParallel:
 
         shape:  [N, K] of this rank's part of the weight.
         """
-        return _ids_of_part(
-            name, self.cut_slot, self.group.rank(), shape[0 if self.column else 1], device
-        )
+        cols = shape[0 if self.column else 1]
+        return _ids_of_part(name, self.cut_slot, self.group.rank(), cols, device)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -196,9 +195,8 @@ def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     """
     if not encoding.fmt.is_quantized:
         return True
-    return (in_one_piece or not encoding.stochastic) and multiple % encoding.fmt.row_alignment(
-        encoding.direction
-    ) == 0
+    rows = encoding.fmt.row_alignment(encoding.direction)
+    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
 
 
 def _said(name: Name) -> str:

@@ -144,8 +144,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
 
 @torch.no_grad()
 def unfreeze(module: nn.Module) -> int:
-    """Replace the codes from `freeze` by a high-precision weight of their rowwise values, which
-    does not train. Returns the number of weights.
+    """Replace the codes from `freeze` by their rowwise values, which do not train; return how many.
 
     Use it before code that writes or reads values: merging LoRA, or `save_pretrained`.
 

@@ -207,8 +207,7 @@ def lies_transposed(weight: Tensor) -> bool:
 def codes_of_transposed(
     weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
 ) -> dict[Direction, list[Tensor]]:
-    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight`
-    returns them.
+    """(data, scale) per direction of a weight that `lies_transposed`.
 
     call:  `GemmPlan.turned`.
     """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of a linear layer that ranks share: its input and output among the ranks, and the
-executor (`linear_definition` in eager mode, `traced_linear` in graphs)."""
+"""The forward of a linear layer that ranks share: its input and output, and the executor."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def name_of(module: nn.Module) -> str:
 
 
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
-    """Return maps of qualified name -> name in a state, for each module that owns layers. The first
-    map names new states, the others read older states.
+    """Return maps of qualified name -> name in a state: the first for new states, others for old.
 
     New states use the names with which layers were converted or built, if each is the end of the
     layer's qualified name without known wrappers. Such names exclude all wrappers that were

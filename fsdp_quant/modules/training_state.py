@@ -374,8 +374,7 @@ def _difference(state: dict, model: nn.Module) -> str:
 def _read_moved(
     text: object, modules: Mapping[str, Linear]
 ) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
-    """(module name -> product -> rung, [rank, world size] that saved it or None, whether its step
-    was skipped) of `state["moved"]`. Raises ValueError."""
+    """(moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises ValueError."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
