@@ -171,12 +171,12 @@ class HybridQuantizer:
             raise ValueError(f"{self} has no {direction.value} quantizer")
         return self.sides[direction]
 
-    @property
+    @cached_property
     def is_stochastic(self) -> bool:
         """Some side needs a random key."""
         return any(q.is_stochastic for q in self.sides.values())
 
-    @property
+    @cached_property
     def shares_storage(self) -> bool:
         """The rowwise storage serves both directions."""
         return self.rowwise == self.columnwise and self.side(ROWWISE).fmt.shares_storage

@@ -32,7 +32,7 @@ from fsdp_quant.formats import (
 )
 from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules import traced_experts
-from fsdp_quant.modules.operands import quantize_slot
+from fsdp_quant.modules.operands import slot_storages
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
 from fsdp_quant.ops.layout import ANCHORED_TILE, repack
@@ -244,9 +244,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, [])[0][
-                            ROWWISE
-                        ]
+                        want = slot_storages(plan, slot, part, [ROWWISE], None, [])[0][ROWWISE]
                         got = (
                             scale[e]
                             if scale.numel() == len(sizes)
@@ -271,7 +269,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, [])[0][
+                        want = slot_storages(plan, slot, part, [COLUMNWISE], None, [])[0][
                             COLUMNWISE
                         ]
                         filled = F.pad(want.data, (0, at.stop - at.start - len(part)))

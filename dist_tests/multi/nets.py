@@ -15,7 +15,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import linear_definition, linear_op, operands
+from fsdp_quant.modules import linear_definition, linear_op, linear_products, operands
 from fsdp_quant.modules.plan import build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.recipe import Role
@@ -80,7 +80,7 @@ class WholeWeightLinear(nn.Linear):
 
     def forward(self, x):
         save = self.weight.requires_grad and torch.is_grad_enabled()
-        call = linear_definition.LinearCall(
+        call = linear_products.LinearCall(
             self._plan, None, save, self.training, STEP.on(x.device), self._ids.to(x.device)
         )
         return linear_op.linear(x, self.weight, self.bias, call)

@@ -27,7 +27,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.modules import linear_definition
+from fsdp_quant.modules import linear_products
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -170,7 +170,7 @@ def test_gathered_sequence_is_that_of_the_gathered_tensor(world):
 @contextlib.contextmanager
 def recorded_order():
     """The order of columnwise gathers ("start", "wait") and products in the backward."""
-    seen, Gather, gemm = [], linear_definition.Gather, linear_definition.gemm
+    seen, Gather, gemm = [], linear_products.Gather, linear_products.gemm
 
     class Recorded(Gather):
         def __init__(self, x, hybrid, directions, cut, phase, **options):
@@ -185,11 +185,11 @@ def recorded_order():
         seen.append(f"gemm {a.direction.value} {b.direction.value}")
         return gemm(a, b, **options)
 
-    linear_definition.Gather, linear_definition.gemm = Recorded, product
+    linear_products.Gather, linear_products.gemm = Recorded, product
     try:
         yield seen
     finally:
-        linear_definition.Gather, linear_definition.gemm = Gather, gemm
+        linear_products.Gather, linear_products.gemm = Gather, gemm
 
 
 def layers(rank: int, world: int) -> None:

@@ -35,7 +35,6 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.traced_linear import traced_linear
 from fsdp_quant.ops import native
 from fsdp_quant.tensor.quantized_tensor import stable_text
@@ -678,7 +677,7 @@ def test_layers_that_share_an_input_share_its_codes(name: str):
         model = fq.convert(nn.Sequential(Attention(48, BF16)), RECIPES[name])
         if name == "fp8_delayed":
             for layer in (model[0].k, model[0].v):
-                share_input(model[0].q, layer)
+                layer.runtime.share_input_of(model[0].q.runtime)
         forward, backward = captured(model, values(64, 48, dtype=BF16).requires_grad_())
     made = own(forward)
     assert made.count("gemm") == 4

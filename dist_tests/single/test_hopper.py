@@ -32,7 +32,6 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import guard, linear_op
 from fsdp_quant.modules import plan as plans
-from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
 from fsdp_quant.ops.capability import anchors
@@ -902,7 +901,7 @@ def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
         linear(recipes.mxfp8(), SHAPES[2], bias=False),
         linear(recipes.mxfp8(), SHAPES[2], name="up"),
     )
-    share_input(gate, up)
+    up.runtime.share_input_of(gate.runtime)
     x, dy = inputs(SHAPES[2])
     with torch.no_grad():
         x[:, :32] *= 1e5

@@ -577,7 +577,7 @@ def test_who_looks_at_the_last_layer_sees_its_input():
             step(fused, x, dy)
         assert operators.count("activation") == 2
         odd = seen[0].flatten(0, -2)[:15]
-        with pytest.raises(ValueError, match="input of this layer was not made"):
+        with pytest.raises(ValueError, match="input of this layer has no values"):
             fused.down_proj(odd, Handed(source=GatedInput(odd, odd, 2)))
 
 

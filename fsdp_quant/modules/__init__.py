@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose products are quantized, the plan of those products, and the one operator that runs
-them."""
+"""Modules whose products are quantized, the plan of those products, and their operator."""

@@ -30,33 +30,30 @@ def raise_bad_splits() -> None:
     if bad is None:
         return
     tag, rows = bad
-    name = "experts of a compiled graph, or of a module that is gone"
-    if (module := _TAGGED.get(tag)) is not None:
-        name = module._name
+    unknown = "experts of a compiled graph, or of a module that is gone"
+    name = getattr(_TAGGED.get(tag), "_name", unknown)
     raise ValueError(
         f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
         "its result is wrong, and the optimizer has not stepped since the device said so"
     )
 
 
-_WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for the first device
+_WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first device allocates
 
 
 def bad_splits_flag() -> Tensor:
-    """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were
-    wrong."""
+    """int64 [1] of the host that devices write: tag << 32 | rows of the last malformed call."""
     if not _WRONG:
         with torch_compat.outside_inference_mode():
-            made = torch.zeros(
+            flag = torch.zeros(
                 1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
             )
         # the latter is read in no time
-        _WRONG.append((made, ctypes.c_int64.from_address(made.data_ptr())))
+        _WRONG.append((flag, ctypes.c_int64.from_address(flag.data_ptr())))
     return _WRONG[0][0]
 
 
-# Wrong splits are reported in pinned memory: a copied flag and its event were calls in every
-# forward.
+# Pinned memory: a copied flag and its event would be calls in every forward.
 def poll_bad_splits() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
     said = _WRONG[0][1].value if _WRONG else 0

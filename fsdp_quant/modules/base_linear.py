@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BaseLinear`: the part of `fq.Linear` that does not depend on who holds the weight: its runtime,
-checks of an input, what a call passes to the operators."""
+"""`BaseLinear`: `fq.Linear` without its forward: runtime, checks, what a call passes on."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from .has_weight import (
     whole_shape,
 )
 from .layer_runtime import NO_HISTORIES, LayerRuntime
-from .linear_definition import LinearCall
+from .linear_products import LinearCall
 from .operands import weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 from .traced_linear import traced_linear
@@ -39,8 +38,7 @@ from .training_steps import note_forward
 
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a
-    plan."""
+    """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
     return build_plan(recipe_of(key), name, arch, module_type)
 
 
@@ -48,10 +46,8 @@ class BaseLinear(HasWeight, nn.Linear):
     """A linear layer with a `LayerRuntime`.
 
     recomputes_forward:  True: the backward recomputes the forward unseen (torch.utils.checkpoint
-                         inside a compiled block), so that FSDP2 gathers both directions in it.
-                         None: detected in each forward.
-    parallel:            how ranks share the layer (`TensorParallel`), or what a style says of one
-                         whose weight is a DTensor (`Layouts`).
+                         in a compiled block), so FSDP2 gathers both directions; None: detected.
+    parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
     """
 
     runtime: LayerRuntime
@@ -62,8 +58,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def make_quantized(
         self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
     ) -> None:
-        """Give the layer its runtime, and its weight a state (`new_weight_state`; of `kind`) unless
-        it is tied to one that has it."""
+        """Give the layer its runtime, and its weight a state of `kind` unless it has one."""
         weight = self.weight
         self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
         self.attach_state(kind)
@@ -102,20 +97,19 @@ class BaseLinear(HasWeight, nn.Linear):
         return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
 
     def prepare_graphs(self) -> None:
-        """Make what compiled graphs receive, for the plan and the device of now."""
-        weight = self.weight
-        self.runtime.prepare_graphs(None if weight is None else weight.device)
+        """Allocate what compiled graphs receive, for the plan and the device of now."""
+        weight, runtime = self.weight, self.runtime
+        runtime.graphs.prepare(runtime, None if weight is None else weight.device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as nn.Module does. torch's styles register parts of weights so, and graphs need
-        the group beforehand."""
+        """torch's styles register parts of weights so, and graphs need the group beforehand."""
         super().register_parameter(name, param)
         if name == "weight" and "runtime" in self.__dict__ and isinstance(param, DTensor):
             if param.device_mesh.ndim == 1 and param.placements[0].is_shard():
                 attach_tensor_group(self)
 
     def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x in the dtype of its products. Raises for what no product takes, naming the module.
+        """x in the dtype of its products. Raises for what no product accepts, naming the module.
 
         weight:  that is multiplied; default: the module's.
         """
@@ -124,8 +118,7 @@ class BaseLinear(HasWeight, nn.Linear):
         if x.dtype not in FLOATING:
             raise ValueError(
                 f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and "
-                "fp32: cast "
-                "it first"
+                "fp32: cast it first"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -134,16 +127,14 @@ class BaseLinear(HasWeight, nn.Linear):
         if isinstance(weight, DTensor):
             raise NotImplementedError(
                 f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
-                "gather; "
-                "tensor-parallel weights are not supported here: use fully_shard, or leave the "
-                "module out of fq.convert"
+                "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
+                "the module out of fq.convert"
             )
         if weight.device != device:
             raise ValueError(
                 f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one "
-                "of "
-                "them (a model made on meta: model.to_empty(device=...), then initialize or load "
-                "it)"
+                "of them (a model made on meta: model.to_empty(device=...), then initialize or "
+                "load it)"
             )
         if torch.is_autocast_enabled(device.type):
             return x.to(torch.get_autocast_dtype(device.type))
@@ -197,26 +188,14 @@ class BaseLinear(HasWeight, nn.Linear):
         save: bool,
         ranks: tuple | None = None,
     ) -> Tensor:
-        """`traced_linear` with what graphs of this layer are given, which are guarded one by
-        one."""
-        given, step, ids, guards, histories = self.runtime.graphs, None, None, [], NO_HISTORIES
+        """`traced_linear` with the inputs of graphs, which dynamo guards one by one."""
+        given, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
-            histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
+            delayed = given.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else given.rank
         return traced_linear(
-            x,
-            weight,
-            bias,
-            plan.key,
-            save,
-            self.training,
-            step,
-            ids,
-            guards,
-            *histories,
-            rank,
-            ranks,
+            x, weight, bias, plan.key, save, self.training, step, ids, guards, *delayed, rank, ranks
         )
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
@@ -247,8 +226,7 @@ class BaseLinear(HasWeight, nn.Linear):
         return plan
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
-        """Will the backward run this forward again? An evaluation says nothing about the next
-        training step."""
+        """Record whether the backward runs this forward again. An evaluation says nothing of it."""
         if self.recomputes_forward is not None:
             owner.recomputes = self.recomputes_forward
         elif grad:
@@ -259,8 +237,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def _check_domains(
         self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
     ) -> None:
-        """Activations came in another dtype than the weight's, which the plan assumed: no product
-        may get slower."""
+        """The plan assumed activations in the weight's dtype; in others no GEMM may be slower."""
         arch = arch_of(device)
         for product in PRODUCTS:
             runs, printed = (plan.domain(product, d, arch)[0] for d in (dtype, planned))

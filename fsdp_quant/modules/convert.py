@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another
-recipe later; schedules."""
+"""`convert`: nn.Linear -> fq.Linear in place; `set_recipe`: another recipe later; schedules."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def convert(
               proven exact first, and projections of one attention quantize their input once; or
               which MLPs and norms do, by `fq.MLPPattern` and `fq.NormPattern`. `fq.plan` says which
               were taken, and why others were not.
-    recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in
-                eager mode and in graphs.
+    recompute:  "gate_up": the backward of every fused MLP computes gate(x) and up(x) again.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see
     what they saw. Random bits are keyed by names without wrappers (torch.compile,
@@ -73,7 +71,7 @@ def convert(
     layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
     whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
     `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
-    PEFT's adapters beside a `base_layer`:
+    PEFT's adapters of a `base_layer`:
     convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
     another forward are left alone, but for Falcon's. So are layers with a forward of their own
@@ -125,8 +123,8 @@ def convert(
     for name, module in progress(targets.items(), "fq.convert"):
         if not isinstance(module, GroupedLinear):
             is_packed = read[name].dim() == 3
-            made = GroupedLinear if is_packed else _made_of(_own_class(type(module)))
-            module.__class__ = _converted_class(type(module), made)
+            kind = GroupedLinear if is_packed else _kind_of(_own_class(type(module)))
+            module.__class__ = _converted_class(type(module), kind)
         if isinstance(module, GroupedLinear):
             module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
         elif isinstance(module, TransposedLinear):
@@ -143,7 +141,6 @@ def convert(
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
-    count_steps(model, isinstance(recipe, Schedule))
     return model
 
 
@@ -153,8 +150,7 @@ def _fused(
     targets: dict[str, nn.Module],
     recompute: str | None,
 ) -> dict[str, Pattern | InputPattern]:
-    """The pattern of each module that is fused. Of recognized ones all linear layers are
-    converted."""
+    """The pattern of each fused module. Of recognized ones all linear layers are converted."""
     check_recompute(recompute)
     if isinstance(fuse, bool):
         known = recognized(model)[0] if fuse else {}
@@ -179,15 +175,13 @@ def _fused(
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
-    """Change the recipe of every converted module of `model`, at a step boundary. Every rank must
-    call it.
+    """Change the recipe of every converted module, between steps. Every rank must call it.
 
     A schedule that the model followed ends.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
     not the one that other ranks of a `fully_shard` are given (on all of them), a model without
-    converted modules, a weight that is gathered now, or one of other formats that a weight sync
-    publishes.
+    converted modules, a gathered weight, or a published one of other formats.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> fq.set_recipe(model, fq.recipes.identity())
@@ -232,14 +226,12 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
         if isinstance(module, GroupedLinear):
             module.prepare()
     follow(model, recipe)
-    count_steps(model, isinstance(recipe, Schedule))
 
 
 def _agree(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
 ) -> None:
-    """Raise ValueError, on every rank, where ranks that share weights of the model are given other
-    recipes of any layer."""
+    """Raise ValueError, on every rank, where ranks that share weights are given other recipes."""
     facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
     for groups in axes_of(model):
         agree(facts, groups)
@@ -248,8 +240,7 @@ def _agree(
 def _check_published(
     recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]
 ) -> None:
-    """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a
-    later step."""
+    """Raise ValueError for a recipe that changes, in any step, what a weight sync publishes."""
     for phase in recipe.phases:
         for module, its in given_recipes(units, phase):
             state, wanted = module.runtime.weight_state, its.compute_dtype
@@ -267,8 +258,7 @@ def _check_published(
 def _planned(
     recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
 ) -> dict[str, Recipe]:
-    """The recipe of each layer in this step. Every phase is planned for every (module, its type,
-    device): errors are of now."""
+    """The recipe of each layer in this step. Plans every phase, so that errors are raised now."""
     names = list(units)
     for phase in recipe.phases:
         for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
@@ -281,11 +271,11 @@ def _planned(
 
 
 def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
-    """Switch the model's recipe when the step says so, from now on; a recipe without steps ends
-    that."""
+    """Count steps, and switch recipes by the step from now on, if the recipe is a schedule."""
     SCHEDULED.pop(model, None)
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
+    count_steps(model, model in SCHEDULED)
 
 
 def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
@@ -302,12 +292,10 @@ def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
                 module.reshard()  # an evaluation leaves the root gathered
         set_recipe(model, schedule.at(step))
         follow(model, schedule)
-        count_steps(model, True)
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
-    """What counts as one layer, by qualified name: an fq.Linear, or the experts of an
-    fq.GroupedLinear."""
+    """What counts as one layer, by qualified name: an fq.Linear, or experts of one module."""
     units, inside = {}, set()
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
@@ -381,8 +369,7 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
 
 
 def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
-    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given
-    others."""
+    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]."""
     if not isinstance(module, nn.Linear):
         return
     bias = module.bias
@@ -400,8 +387,7 @@ def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
 
 
 def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
-    """Names of layers that stay as they are. Warns of a pattern that matches none, and of what
-    "auto" leaves out."""
+    """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
     found = set()
     for pattern in patterns:
         if pattern == AUTO:
@@ -422,8 +408,7 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
 
 
 def _adapters(model: nn.Module) -> set[str]:
-    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what
-    trains."""
+    """Names of modules next to a `base_layer`, as PEFT's adapters are: small factors."""
     wrappers = [
         (f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules
     ]
@@ -453,8 +438,7 @@ def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of
-    transformers or torchtitan."""
+    """Experts [E, N, K], with a bias [E, N] or none, alone; or those of `kind_of`."""
     own = module._parameters
     if kind_of(module):
         return True
@@ -467,8 +451,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
-# their code: data cannot prove that a forward adds nothing, as a LoRA layer does not before it is
-# trained.
+# their code: data cannot prove that a forward adds nothing, as an untrained LoRA layer does not.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
@@ -493,33 +476,32 @@ def _is_unchanged(module: nn.Module) -> bool:
 
 
 def _own_class(cls: type) -> type:
-    """What `fully_shard` made this class of."""
+    """The class from which `fully_shard` derived this one."""
     return cls.__bases__[1] if issubclass(cls, FSDPModule) and len(cls.__bases__) == 2 else cls
 
 
-def _converted_class(cls: type, made: type[nn.Module]) -> type:
-    """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard`
-    would have made of it."""
+def _converted_class(cls: type, kind: type[nn.Module]) -> type:
+    """`kind` with what a user's class adds to nn.Linear, or what `fully_shard` derives from it."""
     own = _own_class(cls)
-    if issubclass(made, TransposedLinear) or (made is Linear and own is not nn.Linear):
-        made = _with(own, made)
+    if issubclass(kind, TransposedLinear) or (kind is Linear and own is not nn.Linear):
+        kind = _with(own, kind)
     if not issubclass(cls, FSDPModule):
-        return made
+        return kind
     return type(
-        f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
+        f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
     )
 
 
 @functools.cache
-def _with(own: type, made: type[nn.Module]) -> type[nn.Module]:
-    """A class of both: `made`'s forward, and whatever else the user's class has."""
+def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of both: `kind`'s forward, and whatever else the user's class has."""
     members = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__reduce_ex__": _reduce,
         "converted_from": own,
     }
-    return type(own)(own.__name__, (made, own), members)
+    return type(own)(own.__name__, (kind, own), members)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
@@ -528,11 +510,11 @@ def _reduce(module: nn.Module, protocol: int) -> tuple:
 
 
 def _rebuilt(own: type) -> nn.Module:
-    made = _with(own, _made_of(own))
-    return made.__new__(made)
+    cls = _with(own, _kind_of(own))
+    return cls.__new__(cls)
 
 
-def _made_of(own: type) -> type[nn.Module]:
+def _kind_of(own: type) -> type[nn.Module]:
     """What a linear layer, or torch's attention, of a user's class becomes."""
     if issubclass(own, nn.MultiheadAttention):
         return MultiheadAttention

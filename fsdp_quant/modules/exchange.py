@@ -7,12 +7,10 @@ is functional collectives, which the graph holds.
 [Note: one rule]
     x [.., S / R, .., K] on each rank  ->  the storages of Q(all_gather(x))
 A direction travels as compact codes where no block of its codes (and no rotation) reaches over the
-seam between two ranks'
-rows: rowwise blocks never do, columnwise blocks do not where a rank's rows are a multiple of the
-      block. Scales that span all
-rows follow from amaxes that the ranks share first. Otherwise x is gathered in high precision, once,
-and quantized whole. Either way the bytes are those of quantizing the gathered tensor. Sums stay in
-high precision.
+seam between two ranks' rows: rowwise blocks never do, columnwise blocks do not where a rank's rows
+are a multiple of the block. Scales that span all rows follow from amaxes that the ranks share
+first. Otherwise x is gathered in high precision, once, and quantized whole. Either way the bytes
+are those of quantizing the gathered tensor. Sums stay in high precision.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
+from ..ops.reference import known
 from ..ops.rng import placed_id
 from ..quantizer import HybridQuantizer
 from ..scaling import reduce_amaxes, share_amaxes
@@ -51,8 +50,7 @@ class TensorParallel:
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
-    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller
-                   makes it.
+    reduces:       without sequence_dim, this layer sums dx or y over ranks; else the caller does.
     """
 
     group: dist.ProcessGroup
@@ -73,16 +71,19 @@ class TensorParallel:
     @property
     def cut_dim(self) -> int:
         """`sequence_dim` of a layer that has one. Raises ValueError."""
-        if self.sequence_dim is None:
-            raise ValueError("the layer has no tensor that is cut along the sequence")
-        return self.sequence_dim
+        return known(self.sequence_dim, "the dim that is cut along the sequence")
 
     def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
-        """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it
-        has all rows."""
+        """How an activation is cut along the sequence, of this rank's part x; None: it is not."""
         if slot != self.gathered_slot:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
+
+    def output_cut(self, shape: tuple[int, ...], name: Name = "sequence") -> SequenceCut | None:
+        """How the output of `shape` is cut along the sequence; None: a rank has all rows."""
+        if self.gathered_slot != "grad_output":
+            return None
+        return SequenceCut.of_whole(shape, self.cut_dim, self.group, name)
 
     def sum(self, y: Tensor) -> Tensor:
         """The sum of y over the ranks; in eager mode it replaces y."""
@@ -92,15 +93,19 @@ class TensorParallel:
             dist.all_reduce(y, group=self.group)
         return y
 
+    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """`sum`, and what eager mode waits for before it reads the sum."""
+        if self.group.size() == 1 or opaque.is_tracing():
+            return self.sum(y), None
+        return y, dist.all_reduce(y, group=self.group, async_op=True)
+
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`operands.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
-        those of the ranks before.
+        """`operands.slot_ids` of a layer whose `cut_slot` has columns of this rank alone.
 
         shape:  [N, K] of this rank's part of the weight.
         """
-        return _ids_of_part(
-            name, self.cut_slot, self.group.rank(), shape[0 if self.column else 1], device
-        )
+        cols = shape[0 if self.column else 1]
+        return _ids_of_part(name, self.cut_slot, self.group.rank(), cols, device)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -110,8 +115,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a style lays out the plain input, and wants the output, of a layer whose weight is a
-    DTensor."""
+    """Placements of the plain input and of the output of a layer whose weight is a DTensor."""
 
     input: Layout
     output: Layout
@@ -120,8 +124,7 @@ class Layouts:
 
 @dataclass(frozen=True, eq=False)
 class SequenceCut:
-    """A tensor whose ranks hold equal pieces of one dim: rows [outer, R, chunk, cols], of which a
-    rank has [outer, chunk, cols].
+    """Equal pieces of one dim: rows [outer, R, chunk, cols], per rank [outer, chunk, cols].
 
     shape:  this rank's, [.., S / R, .., cols].
     dim:    that is cut; not the last.
@@ -135,8 +138,7 @@ class SequenceCut:
     def of_whole(
         cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
     ) -> SequenceCut:
-        """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R
-        does not divide its dim."""
+        """The cut of a whole tensor. Raises ValueError where R does not divide its dim."""
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
@@ -189,14 +191,12 @@ class SequenceCut:
 def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
 
-    in_one_piece:  of a rank's rows, in the order of ranks: random bits are keyed by the whole's
-                   rows.
+    in_one_piece:  of a rank's rows, in the order of ranks: the whole's rows key random bits.
     """
     if not encoding.fmt.is_quantized:
         return True
-    return (in_one_piece or not encoding.stochastic) and multiple % encoding.fmt.row_alignment(
-        encoding.direction
-    ) == 0
+    rows = encoding.fmt.row_alignment(encoding.direction)
+    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
 
 
 def _said(name: Name) -> str:
@@ -207,8 +207,7 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
             f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
-            "which "
-            "products contract"
+            "which products contract"
         )
     return dim % len(shape)
 
@@ -261,26 +260,23 @@ def shared_statistics(
 
 
 def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is
-    reduced once."""
+    """`scaling.reduce_amaxes` in functional operators, each amax once."""
     alike = list({id(a): a for a in amaxes}.values())
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
     reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
     parts = reduced.split([a.numel() for a in alike])
-    made = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
-    return [made[id(a)] for a in amaxes]
+    by_id = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
+    return [by_id[id(a)] for a in amaxes]
 
 
 # Moving rows #
 
 
 class Arriving:
-    """Buffers [outer * n, ..] of every rank, on their way to [outer * R * n, ..] on all, in one
-    launch.
+    """Buffers [outer * n, ..] of every rank, gathered to [outer * R * n, ..] in one launch.
 
     in_backward:  a graph sends in its backward. torch's partitioner would move a gather that
-                  depends on no gradient into the forward, keep what arrived, and gather once more
-                  in the backward, for nobody.
+                  depends on no gradient into the forward, and gather again in the backward.
     """
 
     def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut, in_backward: bool = False):
@@ -307,8 +303,7 @@ class Arriving:
         return sum(b.nbytes for b in self.received.values())
 
     def wait(self) -> dict[str, Tensor]:
-        """The rows in the order of the whole tensor; without a copy where the cut dim is the
-        first."""
+        """The rows in the order of the whole tensor; a copy unless the cut dim is the first."""
         for work in self.works:
             work.wait()
         if opaque.is_tracing() and self.cut.ranks > 1:
@@ -332,19 +327,17 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class Gather:
-    """The storages of Q(all_gather(x)) for some directions: started when made, waited for a
-    direction at a time.
+    """The storages of Q(all_gather(x)); the constructor starts, `take` waits for a direction.
 
     x:         this rank's rows [outer * chunk, K]; or a `Storage` of them that travels.
     phase:     "forward" or "backward", for the counts, and for what a graph sends in its backward.
     key:       int64 [5] random key of the whole tensor.
     factors:   of delayed sides; see `HybridQuantizer.storages`.
     statistics:  that ranks shared before (`shared_statistics`); None: they are shared here.
-    rank:      int64 [], this rank's place in the group; None: a number. Graphs with a tensor are
-               alike on all ranks.
+    rank:      int64 [], this rank's place in the group, so that graphs are alike; None: a number.
 
-    amaxes:    of delayed sides, by direction; known once something arrived in high precision, else
-               at once.
+    own:       codes of this rank's rows, if they were encoded here.
+    amaxes:    of delayed sides; of a gather in high precision known once it was waited for.
     """
 
     def __init__(
@@ -369,11 +362,11 @@ class Gather:
         if isinstance(x, Storage):
             self._send(x)
         elif cut.all_travel(hybrid, directions):
-            self.sent, self.amaxes = encoded_rows(
+            self.own, self.amaxes = encoded_rows(
                 x, hybrid, directions, cut, key, factors, statistics, rank
             )
             for d in gathered_directions(hybrid, frozenset(directions)):
-                self._send(self.sent[d])
+                self._send(self.own[d])
         else:
             self._whole = Arriving({"data": x}, cut, self._in_backward)
             self._count("both", "high precision", self._whole)
@@ -418,8 +411,7 @@ def encoded_rows(
     statistics: dict[Direction, Statistics] | None = None,
     rank: Tensor | None = None,
 ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """(compact storages of this rank's rows, amaxes of delayed sides), with the scales that the
-    whole tensor has."""
+    """(compact storages of this rank's rows with scales of the whole, amaxes of delayed sides)."""
     encoded = gathered_directions(hybrid, frozenset(directions))
     if key is not None and cut.ranks > 1:
         key = key.clone()
@@ -430,8 +422,7 @@ def encoded_rows(
 
 
 class Scattering:
-    """Partial sums [outer * R * chunk, N] on their way to this rank's rows of the sum over
-    ranks."""
+    """Partial sums [outer * R * chunk, N], reduce-scattered to this rank's rows of the sum."""
 
     def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
         self.work, self.result, self.cut = None, y, cut
@@ -459,8 +450,7 @@ class Scattering:
 def scattered_product(
     multiply: Callable[..., Tensor], codes: EncodedMatrix, cut: SequenceCut, pieces: int
 ) -> Tensor:
-    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
-    rank.
+    """This rank's rows of the sum over ranks of multiply(codes) [outer * R * chunk, N].
 
     multiply:  of a storage; with out=, into it.
     pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product

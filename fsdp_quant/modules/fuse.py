@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact
-first.
+"""`MLPPattern`, `NormPattern`: a user's own modules on the fused kernels, proven exact first.
 
     MLPPattern    an activation and a product become one kernel
     NormPattern   a norm becomes one kernel
@@ -36,14 +35,13 @@ from ..tensor import torch_compat
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
-from .norm import takes
+from .norm import is_supported
 from .norm_op import normalize
 
 
 class MLPPattern(NamedTuple):
     """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None, or
-    down(act(g) * u) of the halves g, u = up(x).chunk(2, -1) where the activation is gated all the
-    same.
+    down(act(g) * u) of the halves g, u = up(x).chunk(2, -1) where the activation is gated.
 
     modules:     qualified names, last components ("mlp") or a glob ("layers.*.mlp").
     activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate
@@ -96,9 +94,8 @@ class MLPPattern(NamedTuple):
         h, handed = recomputed(hidden, x) if self.recompute else hidden(x)
         return down(h, **handed_to(down, handed))
 
-    def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own: a hook of an activation module wants to be
-        called."""
+    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
+        """The fused forward runs, unless a module has hooks, which it would not call."""
         return not any(
             torch_compat.has_hooks(m)
             for name, m in module.named_children()
@@ -108,8 +105,7 @@ class MLPPattern(NamedTuple):
     def probe(
         self, name: str, module: nn.Module, dtype: torch.dtype
     ) -> tuple[nn.Module, int, list[Tensor]]:
-        """(the module with other parameters, width of its input, those parameters). Raises
-        ValueError for another structure."""
+        """(small module, its width, its parameters). Raises ValueError for another structure."""
         layers: list[nn.Linear] = []
         for part in self.parts:
             layer = getattr(module, part, None)
@@ -129,9 +125,6 @@ class MLPPattern(NamedTuple):
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
         return probe, _WIDTH, [p for layer in small for p in layer.parameters()]
 
-    def dtype(self, module: nn.Module) -> torch.dtype | None:
-        return getattr(getattr(getattr(module, self.up, None), "weight", None), "dtype", None)
-
 
 class NormPattern(NamedTuple):
     """Norms over the last dim: (x - mean) * rstd * gamma + beta, in fp32, rounded once (`fq.Norm`).
@@ -140,8 +133,7 @@ class NormPattern(NamedTuple):
     normalization:        "RMSNorm" or "LayerNorm".
     zero_centered_gamma:  gamma is 1 + weight.
     rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it:
-                          transformers' Llama, Qwen, Mistral and Phi 3. Of RMSNorm without
-                          zero_centered_gamma.
+                          Llama, Qwen, Mistral, Phi 3. Of RMSNorm without zero_centered_gamma.
     weight, bias, eps:    attributes that hold them; bias of LayerNorm only. eps may be a number.
 
     >>> model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
@@ -156,9 +148,7 @@ class NormPattern(NamedTuple):
     eps: str | float = "eps"
     rounds_first: bool = False
 
-    @property
-    def parts(self) -> list[str]:
-        return []  # no linear layers
+    parts = ()  # no linear layers
 
     @property
     def formula(self) -> str:
@@ -182,19 +172,15 @@ class NormPattern(NamedTuple):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        spec = NormSpec(
-            float(eps),
-            self.normalization == "LayerNorm",
-            self.zero_centered_gamma,
-            self.rounds_first,
-        )
+        layer_norm = self.normalization == "LayerNorm"
+        spec = NormSpec(float(eps), layer_norm, self.zero_centered_gamma, self.rounds_first)
         weight, bias = self.parameters(module)
         return normalize(x, weight, bias, spec)[0]
 
-    def takes(self, module: nn.Module, x: Tensor) -> bool:
+    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
         """The fused forward runs; else the module's own: under autocast, where x has another dtype
         or width, and in fp32, where autograd adds both gradients of x to others in turn."""
-        return x.dtype is not torch.float32 and takes(x, self.parameters(module))
+        return x.dtype is not torch.float32 and is_supported(x, self.parameters(module))
 
     def probe(
         self, name: str, module: nn.Module, dtype: torch.dtype
@@ -213,13 +199,9 @@ class NormPattern(NamedTuple):
         probe.__dict__["_parameters"] = module._parameters | small
         return probe, weight.shape[0], list(small.values())
 
-    def dtype(self, module: nn.Module) -> torch.dtype | None:
-        return getattr(getattr(module, self.weight, None), "dtype", None)
-
 
 class InputPattern(NamedTuple):
-    """Modules whose layers `parts` read one tensor, which is quantized once, in the forward of the
-    module.
+    """Modules whose layers `parts` read one tensor, which is quantized once per forward.
 
     modules:  as of `MLPPattern`.
     """
@@ -249,8 +231,7 @@ Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
-    """The modules that the patterns name, each proven to compute what its pattern says; nothing is
-    changed.
+    """The modules that the patterns name, each proven to compute what its pattern says.
 
     Raises ValueError for a pattern that names no module or an unknown activation, and for a module,
     by name, that two patterns name, that lacks a part, or that computes something else.
@@ -312,14 +293,8 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
             continue
-        parts = next(
-            (
-                of
-                for of in _ATTENTION
-                if all(isinstance(getattr(module, p, None), nn.Linear) for p in of)
-            ),
-            None,
-        )
+        linears = _linears(module)
+        parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
         if parts is not None and type(module).__module__.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
@@ -353,23 +328,19 @@ def _first_exact(
 
 
 def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
-    cls, own = type(module), module._parameters
+    cls, own, linears = type(module), module._parameters, _linears(module)
     if cls.__module__.startswith(("torch.", "fsdp_quant.")):
         return
     for gate, up, down in _MLPS:
-        named = [part for part in (gate, up, down) if part is not None]
-        found = (getattr(module, part, None) for part in named)
-        parts = [part for part in found if isinstance(part, nn.Linear)]
-        if len(parts) == len(named):
-            gated = gate is not None or parts[0].out_features == 2 * parts[1].in_features
+        if {gate or up, up, down} <= linears.keys():
+            packed = linears[up].out_features == 2 * linears[down].in_features
+            gated = gate is not None or packed
             for activation, kind in ACTIVATIONS.items():
                 if kind.gated == gated:
                     yield MLPPattern(name, activation, gate, up, down)
             return
-    weight, eps = (
-        own.get("weight"),
-        next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None),
-    )
+    weight = own.get("weight")
+    eps = next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)
     if (
         "Norm" in cls.__name__
         and set(own) == {"weight"}
@@ -383,15 +354,14 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
 
 
 def _other_arguments(module: nn.Module) -> str:
-    """Names of what the forward takes besides x, as a gated norm does; defaults hide them from the
+    """Names of the forward's arguments besides x, as of a gated norm; defaults hide them from the
     proof."""
     _, *others = inspect.signature(module.forward).parameters.values()
     return ", ".join(p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
 def _signature(module: nn.Module) -> tuple:
-    """Modules of one class that have it compute alike: their settings, parameters' shapes and
-    parts."""
+    """What modules of one class that compute alike have in common: settings, shapes and parts."""
     settings = [
         (k, v if isinstance(v, (int, float, str, bool)) else id(v))
         for k, v in module.__dict__.items()
@@ -432,7 +402,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or not pattern.takes(self, given[0]):
+        if len(given) != 1 or not pattern.is_supported(self, given[0]):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 
@@ -462,9 +432,8 @@ _WIDTH, _HIDDEN = 16, 24
 
 
 def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
-    for dtype, training in itertools.product(
-        {torch.float32, pattern.dtype(module) or torch.float32}, (True, False)
-    ):
+    dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
+    for dtype, training in itertools.product(dtypes, (True, False)):
         modes = {m: m.training for m in module.modules()}
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.manual_seed(0)
@@ -497,7 +466,7 @@ def _is_exact(
     x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     outputs = (probe.forward(x), pattern.run(probe, x))
-    made = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
+    results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
     return all(
-        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*made)
+        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
     )

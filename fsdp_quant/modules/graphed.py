@@ -28,8 +28,7 @@ def graphed(
     optimizer: Optimizer | Iterable[Optimizer] = (),
     warmup: int = WARMUP,
 ) -> GraphedStep:
-    """`step` as one CUDA graph: forward, backward, collectives, clipping and optimizer in one
-    launch.
+    """`step` as one CUDA graph: forward, backward, collectives and optimizer in one launch.
 
         def step(ids, labels):
             loss = model(ids, labels=labels).loss
@@ -43,12 +42,11 @@ def graphed(
             loss = step(ids, labels)
 
     step:       reads what changes from its arguments alone, tensors of the same shapes in every
-                call, and never waits for the device (no `.item()`); it returns tensors, alone or in
-                containers.
+                call, and never waits for the device (no `.item()`); it returns tensors or trees.
     optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which
                 schedulers fill. In a checkpoint of torch.distributed it is a tensor then too, which
                 loads into a tensor: call this before a load.
-    warmup:     eager steps before the capture. They train: no step is made twice or undone.
+    warmup:     eager steps before the capture. They train: no step runs twice or is undone.
 
     The bits are those of the eager step. Steps, random keys and histories go on in replays, also
     after `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning.
@@ -76,7 +74,7 @@ def graphed(
 
 
 class GraphedStep:
-    """A step that `graphed` made.
+    """A step that `graphed` returned.
 
     why_eager:  why no step is captured, in a sentence; None: they are.
     """
@@ -135,9 +133,9 @@ class GraphedStep:
     def _eager(self, *args, **kwargs):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            made = self._step(*args, **kwargs)
+            outputs = self._step(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(self._stream)
-        return made
+        return outputs
 
     def _capture(self, given: list, spec) -> None:
         """Record a step of copies of what is `given`; nothing of it runs."""
@@ -166,8 +164,7 @@ class GraphedStep:
         self._graph, self._captured = graph, self._facts()
 
     def _facts(self) -> list:
-        """What a graph holds that changes without its inputs: plans of layers, settings of
-        optimizers."""
+        """Constants of a graph that may change: plans of layers, settings of optimizers."""
         facts = [layer.plan for layer in self._layers]
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]
@@ -184,8 +181,7 @@ def _kind(value: object) -> object:
 
 
 def _make_capturable(optimizer: Optimizer) -> None:
-    """Let it read its step and rate on the device; those that know no `capturable` stay as they
-    are."""
+    """Let it read its step and rate on the device, if it knows `capturable`."""
     for group in optimizer.param_groups:
         if "capturable" not in group:
             continue

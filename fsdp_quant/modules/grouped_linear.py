@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.GroupedLinear`: a linear layer an expert, over tokens that lie sorted by expert."""
+"""`fq.GroupedLinear`: a linear layer an expert, over tokens that are sorted by expert."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,8 +40,7 @@ EXPERT = "grouped_linear"  # `Role.module_type`
 class Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
-    Its weight, bias and mode are those of the module that it is part of, if it is of one; else
-    those that it is given.
+    Its weight, bias and mode are those of the module that it is part of, or given ones.
     """
 
     _given: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -108,8 +108,7 @@ class ListedExpert(Linear):
 
 
 class GroupedLinear(HasWeight):
-    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a
-    recipe gives.
+    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, in the formats of a recipe.
 
     packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias`
              [E, N]; FSDP2 cuts it between experts, and gathers each expert's codes whole.
@@ -121,8 +120,7 @@ class GroupedLinear(HasWeight):
     (`grouped_op.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
     values, which `require_native` refuses.
 
-    first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts
-                   each.
+    first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
 
     >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
     >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
@@ -131,13 +129,9 @@ class GroupedLinear(HasWeight):
 
     first_expert = 0
     packed = False
-    _name: str
     _linears: list[Linear]
     _packed_state: WeightState
-    _reasons: dict[tuple, str | None]
     _planned: tuple[list[GemmPlan], GemmPlan | None]
-    _goes_into_graphs: bool
-    _tag: int
 
     def __init__(
         self,
@@ -158,18 +152,10 @@ class GroupedLinear(HasWeight):
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
         its = as_recipe(recipe or identity(), name, Recipe)
         if not packed:
-            self._linears = [
-                ListedExpert(
-                    in_features,
-                    out_features,
-                    bias,
-                    device,
-                    dtype,
-                    recipe=its,
-                    name=f"{name}.experts.{e}",
-                )
-                for e in range(num_experts)
-            ]
+            expert = functools.partial(
+                ListedExpert, in_features, out_features, bias, device, dtype, recipe=its
+            )
+            self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
             return
@@ -186,8 +172,7 @@ class GroupedLinear(HasWeight):
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.
 
-        The optimizer holds one parameter, so the states of all experts share the histories that its
-        steps roll.
+        The optimizer holds one parameter, so the states of all experts share its histories.
         """
         if "bias" not in self._parameters:
             self.register_parameter("bias", None)
@@ -197,8 +182,7 @@ class GroupedLinear(HasWeight):
         self.register_state_dict_post_hook(plain_in_state_dict)
 
     def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
-        """Give the packed weight its states and wrapper, and each expert that this rank holds its
-        layer.
+        """Give the packed weight its states and wrapper, and each of this rank's experts its layer.
 
         recipes:  of all experts.
         """
@@ -249,8 +233,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def held(self) -> tuple[Tensor, Tensor | None]:
-        """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in
-        shards."""
+        """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
         weight, bias = self.matrices, self.bias
         if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
             return weight, bias
@@ -260,14 +243,12 @@ class GroupedLinear(HasWeight):
 
     @property
     def first(self) -> Linear:
-        """The layer of this rank's first expert, over whatever it last multiplied: for what all
-        experts have alike."""
+        """The layer of this rank's first expert, for what all experts have alike."""
         return self._linears[0]
 
     @property
     def layers(self) -> Sequence[Linear]:
-        """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over
-        none of its own."""
+        """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
@@ -280,16 +261,14 @@ class GroupedLinear(HasWeight):
 
     @property
     def owners(self) -> Sequence[HasWeight]:
-        """Modules whose weights one product for all experts takes: this one, packed, or each
-        expert."""
+        """Modules whose weights one product for all reads: this one, packed, or each expert."""
         return [self] if self.packed else self._linears
 
     def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of one of `owners`, as products multiply them."""
         return self.held if owner is self else (owner.weight, owner.bias)
 
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        """y [.., N] of x [.., K], whose rows lie sorted by expert.
+        """y [.., N] of x [.., K], whose rows are sorted by expert.
 
         x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
                  (`parallel.dispatch_tokens`).
@@ -300,8 +279,7 @@ class GroupedLinear(HasWeight):
                  between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
-        where they are on the host, else before an optimizer step or in a call that follows, when
-        the device has said so.
+        where they are on the host, else before an optimizer step or in a later call.
         """
         compiling, plan = torch.compiler.is_compiling(), None
         if compiling and isinstance(splits, Tensor):
@@ -334,7 +312,6 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """y of each part."""
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
@@ -362,8 +339,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def common_plan(self) -> GemmPlan | None:
-        """The plan of one product for all, or None. What the guard moves for one, which may count
-        for all, is moved for all."""
+        """The plan of one product for all, or None. What the guard moves for one moves for all."""
         planned = [layer.runtime.plan for layer in self._linears]
         if planned == self._planned[0]:
             return self._planned[1]
@@ -380,8 +356,7 @@ class GroupedLinear(HasWeight):
         return self._planned[1]
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why experts are multiplied one after the other, in one clause; None where one product
-        serves all."""
+        """Why no one product serves all experts, in one clause; None: it does."""
         return self._unsupported_reason(self.common_plan, dtype, device)
 
     @property
@@ -432,20 +407,10 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
-        of = ExpertWeights(
-            weights, [layer.runtime.weight_state for layer in self._linears], calls[0].records
-        )
+        states, state = [layer.runtime.weight_state for layer in layers], ExpertsState.of(calls)
+        of, guard = ExpertWeights(weights, states, calls[0].records), calls[0].guard
         return GroupedLinearCall.apply(
-            rows,
-            ends,
-            of,
-            plan,
-            calls[0].guard,
-            save,
-            self._tag,
-            ExpertsState.of(calls),
-            *weights,
-            *biases,
+            rows, ends, of, plan, guard, save, self._tag, state, *weights, *biases
         )
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
@@ -478,11 +443,11 @@ class GroupedLinear(HasWeight):
         return applied
 
     def prepare(self) -> None:
-        """What graphs are given, made where plans or the device change."""
+        """Allocate what graphs are given, after plans or the device changed."""
         device = next(self.parameters()).device
         self._goes_into_graphs = self._may_go_into_graphs(device)
         for layer in self._linears if self.packed else ():
-            layer.runtime.prepare_graphs(device)
+            layer.runtime.graphs.prepare(layer.runtime, device)
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}

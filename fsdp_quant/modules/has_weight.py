@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with a weight that `fully_shard` gathers as codes, and how the weight finds its
-`WeightState`.
+"""Modules whose weight `fully_shard` gathers as codes, and the `WeightState` of a weight.
 
 FSDP2 registers a parameter by `setattr`: when it shards it, and at each gather and reshard.
 """
@@ -24,20 +23,16 @@ from .operands import weight_state
 
 
 class HasWeight(nn.Module):
-    """A module whose `weight` FSDP2 gathers as codes: its shard gets the hooks when FSDP2 registers
-    it.
+    """A module whose `weight` FSDP2 gathers as codes: its shard has the hooks once registered.
 
     transposed:  the weight is [.., K, N], of which FSDP2 gathers the values.
+    _weight_state:  set when the module is quantized.
     """
 
+    _weight_state: WeightState
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed = False
-
-    @property
-    def _weight_state(self) -> WeightState:
-        """Raises AttributeError before the module is quantized."""
-        raise AttributeError("the module has no weight state")
 
     def set_weight_state(self, state: WeightState) -> None:
         raise NotImplementedError
@@ -85,8 +80,7 @@ def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
 
 
 def register_weight(module: HasWeight) -> None:
-    """Let the module's weight be known by its state: a parameter of codes, or a shard, has it; a
-    plain one stays as it is."""
+    """Attach the state to the module's weight, in codes or in a shard; a plain one is listed."""
     weight, state = module.weight, module._weight_state
     if isinstance(state, QuantizedWeightState):
         _wrap_codes(weight, state)
@@ -131,16 +125,16 @@ def attach_tensor_group(module: HasWeight) -> None:
 
 def _wrap_codes(weight: nn.Parameter, state: QuantizedWeightState) -> None:
     """Put a quantized parameter over a weight; optimizers that hold the parameter keep it."""
-    if not isinstance(weight, DTensor):
-        made = nn.Parameter(state.wrapped(weight.detach()), requires_grad=weight.requires_grad)
-        torch_compat.swap_parameter(weight, made)
-        return
     managed = _managed(weight)
-    if managed is None:
-        torch_compat.replace_local(weight, state.wrapped(local_of(weight).detach()))
-        return
-    _check_sharded(managed, state)
-    managed.replace_local(state.wrapped(local_of(weight).detach()))
+    if managed is not None:
+        _check_sharded(managed, state)
+    codes = state.wrapped(local_of(weight).detach())
+    if managed is not None:
+        managed.replace_local(codes)
+    elif isinstance(weight, DTensor):
+        torch_compat.replace_local(weight, codes)
+    else:
+        torch_compat.swap_parameter(weight, nn.Parameter(codes, weight.requires_grad))
 
 
 # State dicts #
@@ -170,8 +164,7 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:
-    """A load wrote the values of quantized parameters on every rank; with assign=True it also
-    replaced the parameter."""
+    """Encode the values of quantized parameters that a load wrote (assign=True: replaced)."""
     state = module._weight_state
     if isinstance(state, QuantizedWeightState):
         if not isinstance(local_of(module.weight), FSDPHooks):

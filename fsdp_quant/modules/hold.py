@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -18,8 +18,6 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from .has_weight import HasWeight
-from .linear import Linear
 from .operands import weight_storages
 from .steps import converted_modules
 
@@ -36,8 +34,7 @@ def hold(model: nn.Module) -> Iterator[None]:
     All ranks that share the weights must enter and leave the context at the same points.
 
     Raises ValueError for a model without converted modules, or one that is held already. Inside,
-    the next use of a weight that was written raises StaleWeightError, as far as torch counts
-    writes.
+    the next use of a written weight raises StaleWeightError, if torch counted the write.
 
     >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
     >>> with fq.hold(model):
@@ -60,37 +57,26 @@ def hold(model: nn.Module) -> Iterator[None]:
 
 
 def _states_of(model: nn.Module) -> list[WeightState]:
-    owners = [
-        m._weight_state
-        for m in model.modules()
-        if isinstance(m, HasWeight) and hasattr(m, "_weight_state")
-    ]
-    return list(
-        dict.fromkeys(
-            [*owners, *(m.runtime.weight_state for m in converted_modules(model).values())]
-        )
-    )
+    states = [getattr(m, "_weight_state", None) for m in model.modules()]
+    states += [m.runtime.weight_state for m in converted_modules(model).values()]
+    return list(dict.fromkeys(state for state in states if state is not None))
 
 
 @torch.no_grad()
 def freeze(module: nn.Module, backward: bool = True) -> int:
-    """Replace the weights of `module` that do not train by their codes, permanently. Returns the
-    number of layers.
+    """Replace the weights of `module` that do not train by their codes; return their number.
 
-    backward:  False: keep only the codes of the forward, for inference; a backward through them
-               raises.
+    backward:  False: keep only the codes of the forward; a backward through them raises.
 
     Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`, with
     the codes that its GEMMs read, in the layout in which they read them. It replaces the
     high-precision weight, or a quantized parameter and its values. Bits of outputs and gradients do
     not change. `weight.dequantize()` returns the values of the codes; the values that were
-    quantized are lost, also in the state dict. A quantized parameter under `fully_shard` stays
-    sharded and drops its values; every rank must call `freeze`. Packed experts and transposed
-    weights do not change.
+    quantized are lost, also in the state dict. A quantized parameter under `fully_shard` drops its
+    values; every rank must call `freeze`. Packed experts and transposed weights do not change.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
-    Raises ValueError too, naming the weight, for a sharded high-precision weight and for a weight
-    with amax histories.
+    Raises ValueError too, for a sharded high-precision weight and one with amax histories.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -139,35 +125,29 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     refresh_codes(list(dict.fromkeys(sharded.values())))
     for weight in sharded.values():
         weight.drop_values()
-    made: dict[int, nn.Parameter] = {}
+    frozen: dict[int, nn.Parameter] = {}
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
-        if id(weight) not in made:
-            made[id(weight)] = nn.Parameter(_codes_of(layer, weight, backward), requires_grad=False)
+        if id(weight) not in frozen:
+            plan = layer.plan.on(weight.dtype, weight.device)
+            both = backward and not plan.weight.is_derived
+            wanted = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
+            codes = weight_storages(weight, wanted, plan, state, weight.dtype)
+            tensor = QuantizedTensor(*codes.values(), shape=tuple(weight.shape))
+            frozen[id(weight)] = nn.Parameter(tensor, requires_grad=False)
         if state.holds_codes:
             layer.runtime.set_weight_state(
                 WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
             )
-        layer.weight = made[id(weight)]
+        layer.weight = frozen[id(weight)]
     return len(layers)
-
-
-def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
-    """Return the codes of a weight that GEMMs read. Codes of the backward that are derived from
-    those of the forward are omitted."""
-    plan = layer.plan.on(weight.dtype, weight.device)
-    wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
-    codes = weight_storages(weight, wanted, plan, layer.runtime.weight_state, weight.dtype)
-    return QuantizedTensor(codes[ROWWISE], codes.get(COLUMNWISE), shape=tuple(weight.shape))
 
 
 @torch.no_grad()
 def unfreeze(module: nn.Module) -> int:
-    """Replace the codes from `freeze` by a high-precision weight of their rowwise values, which
-    does not train. Returns the number of weights.
+    """Replace the codes from `freeze` by their rowwise values, which do not train; return how many.
 
-    Use it before code that writes weights or needs their values, such as merging LoRA into its base
-    or `save_pretrained`.
+    Use it before code that writes or reads values: merging LoRA, or `save_pretrained`.
 
     Raises ValueError for a module without frozen codes.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerRuntime`: everything that a quantized layer holds beside its parameters.
+"""`LayerRuntime`: everything that a quantized layer holds besides its parameters.
 
 The layer creates it once (`Linear.make_quantized`). Others read it, and change it by its methods:
-`set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`, `prepare_graphs`.
+`set_recipe` and `move_to` (another plan), `set_weight_state`, `share_input_of`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class LayerRuntime(Runtime):
         self._make_tensors()
 
     def _make_tensors(self) -> None:
-        """Make what no file holds."""
+        """Allocate what no file holds."""
         self.input_owner: weakref.ref[LayerRuntime] | None = None
         self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
 
     def __getstate__(self) -> dict:
-        made = ("graphs", "input_owner", "boundary_ids", "ids")
-        return {k: v for k, v in self.__dict__.items() if k not in made}
+        not_saved = ("graphs", "input_owner", "boundary_ids", "ids")
+        return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -84,7 +84,7 @@ class LayerRuntime(Runtime):
         return build_plan(recipe, self.name, arch_of(device), self.module_type)
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Plan the GEMMs on `device` anew, on their first rungs. `prepare_graphs` follows."""
+        """Plan the GEMMs on `device` anew, on their first rungs. `GraphTensors.prepare` follows."""
         self.recipe = recipe
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
@@ -93,8 +93,7 @@ class LayerRuntime(Runtime):
         self.plan, self.weight_state.plan = plan, of_weight or plan
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
-        """Product name -> rung of `plan`; others return to their first. Gathers keep their
-        layouts."""
+        """Product name -> rung of `plan`; others: the first. Gathers keep their layouts."""
         self.plan = self.plan.moved_to(rungs)
 
     @property
@@ -111,8 +110,7 @@ class LayerRuntime(Runtime):
     def histories(
         self, plan: GemmPlan, slot: str, device: torch.device | None
     ) -> list[AmaxHistory]:
-        """Amax histories of a slot's delayed sides, on `device` if one is given. Layers that share
-        an input share those of it."""
+        """Amax histories of a slot's delayed sides, on `device` (None: where they are)."""
         hybrid, layer = plan.hybrid(slot), self
         if slot == "input" and self.input_owner is not None:
             layer = self.input_owner() or self
@@ -122,8 +120,7 @@ class LayerRuntime(Runtime):
         return found if device is None else [history.to(device) for history in found]
 
     def share_input_of(self, first: LayerRuntime) -> None:
-        """Record amaxes of the input in the histories of `first`, which always multiplies the same
-        tensor, so that their codes are one."""
+        """Record amaxes of the input in the histories of `first`, which has the same input."""
         self.input_owner = weakref.ref(first)
         self.graphs.prepare(self)
 
@@ -135,31 +132,22 @@ class LayerRuntime(Runtime):
                 self.ids = self.ids.to(device)
         return self.ids
 
-    def prepare_graphs(self, device: torch.device | None = None) -> None:
-        """Make what graphs receive, for the plan, the weight's state and the device as they are
-        now. device: of the weight; None: not known, as it was."""
-        self.graphs.prepare(self, device)
-
 
 # A graph reads a module's tensors, never its name or number, so one graph serves equal layers.
 # dynamo guards every string that it formats: names of layers are formatted in errors alone. Each
 # input of a graph costs the host (dynamo guards it, AOTAutograd unwraps it): what no byte depends
 # on (`GemmPlan.needs_steps`) is not given. An input may be written in the forward and in the
 # backward only where no argument is a tensor subclass: so the guard has two tensors. Tracing
-# registers nothing: an object that a traced function puts into a dict of the process is there only
-# when the graph is done.
+# registers nothing: what a traced function puts into a dict is there only when the graph is done.
 class GraphTensors:
-    """Tensors that compiled graphs of a layer read beside its operands, the same in every step.
+    """Tensors that compiled graphs of a layer read besides its operands, the same in every step.
 
-    Tracing allocates none: `prepare` does, when the plan or the device changes. The step's tensor
-    is `STEP.in_graph`.
+    `prepare` allocates them, when the plan or the device changes; tracing does not.
 
     ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
-    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in
-              the group; else None.
+    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, its rank in the group.
     guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
-    delayed:  `histories_key` of a plan -> encode scales and amax histories of its delayed sides, of
-              all slots.
+    delayed:  `histories_key` of a plan -> encode scales and amax histories, of all slots.
     """
 
     ids: Tensor
@@ -170,6 +158,7 @@ class GraphTensors:
         self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def prepare(self, layer: LayerRuntime, device: torch.device | None = None) -> None:
+        """Allocate the tensors for the plan and the weight's state. device: None: as before."""
         if device is None or device.type == "meta":
             device = layer.ids.device
         plan, state = layer.plan, layer.weight_state

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.LayerNormMLP`: norm, gate and up, activation, down; each tensor between them is read as often
-as it must be."""
+"""`fq.LayerNormMLP`: norm, gate and up, activation, down, with few reads of the tensors between."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
-from .linear import Linear, handed_to, share_input, takes_handed
+from .linear import Linear, handed_to, takes_handed
 from .linear_op import GatedInput, Handed
 from .norm import Norm
-from .norm_op import activate, unmaterialized
+from .norm_op import activate
 
 
 class LayerNormMLP(nn.Module):
@@ -26,7 +25,7 @@ class LayerNormMLP(nn.Module):
 
     activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh",
                  "silu", "relu", "relu_squared", which have no gate.
-    residual:    y + x is returned; the gradient of both uses of x is made in one pass.
+    residual:    y + x is returned; one pass computes the gradient of both uses of x.
     return_layernorm_output:  (y, n).
     recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and
                  random bits of the forward, so that between the two x and the operand of down's
@@ -87,7 +86,7 @@ class LayerNormMLP(nn.Module):
     def _share(self) -> None:
         """Gate and up have one history of n."""
         if self.gate_proj is not None:
-            share_input(self.up_proj, self.gate_proj)
+            self.gate_proj.runtime.share_input_of(self.up_proj.runtime)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -132,7 +131,7 @@ def mlp_hidden(
     handed: Handed,
 ) -> tuple[Tensor, Handed]:
     """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it). Where a gated
-    activation has no gate, the product of up is both, gate(x) beside up(x).
+    activation has no gate, the product of up is both, gate(x) next to up(x).
 
     Gate and up share the codes of x. The activation's backward writes the amaxes of their gradients
     into memory that it and their nodes hold.
@@ -148,16 +147,18 @@ def mlp_hidden(
         and all(map(takes_handed, layers))
     ):
         grads = native.new_amaxes(x, rows, up.out_features, len(layers))
-    made = []
+    outputs = []
     for i, layer in enumerate(layers):
         own = replace(handed, grad_amaxes=None if grads is None else grads[i])
-        made.append(layer(x, **handed_to(layer, own)))
-    g, u = (made[0], None) if gate is None else made
+        outputs.append(layer(x, **handed_to(layer, own)))
+    g, u = (outputs[0], None) if gate is None else outputs
     packed, kind = activation.gated and u is None, activation.kind
     if activation.gated and isinstance(down, Linear):
         gate_and_up = g.detach().chunk(2, -1) if u is None else (g, u)
         source = GatedInput(*gate_and_up, kind=kind)
         if down.can_fuse_activation(source.gate) and norm.runs_whole(g, u):
-            return unmaterialized(g, u, kind, grads, packed), Handed(source=source)
+            # only its shape and gradient are read
+            h, _ = native.activate(g, u, kind, grads, unmaterialized=True, packed=packed)
+            return h, Handed(source=source)
     h, amaxes = activate(g, u, kind, grads, packed)
     return h, Handed(amaxes)

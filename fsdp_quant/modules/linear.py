@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Linear`: nn.Linear with quantized products; parameters and state_dict keys are those of
-nn.Linear."""
+"""`fq.Linear`: nn.Linear with quantized products; parameters and keys are those of nn.Linear."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +15,19 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .base_linear import BaseLinear
 from .linear_op import Handed, can_fuse_activation, linear
 from .plan import GemmPlan
-from .quantize import OutputQuantization, boundary
+from .quantize import boundary
 from .shared_linear import forward_among_ranks
 
 
 class Linear(BaseLinear):
     """y = x W^T + b, each of its three products in the formats that a recipe gives.
 
-    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear; under
-             `fq.quantized_model_init` a `QuantizedTensor`. `fully_shard` makes of it what it makes
-             of any parameter, and gathers it as codes.
+    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear, which `fully_shard`
+             gathers as codes; under `fq.quantized_model_init` a `QuantizedTensor`.
     recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
     recomputes_forward:  as in `BaseLinear`.
 
-    Input [.., in_features] and output [.., out_features] are in the input's dtype, or
-    torch.autocast's.
+    Input [.., in_features] and output [.., out_features] have one dtype (or autocast's).
 
     >>> layer = fq.Linear(64, 32, recipe=fq.recipes.hybrid("mxfp8", "nvfp4"))
     >>> layer(torch.ones(2, 64)).shape
@@ -68,8 +63,7 @@ class Linear(BaseLinear):
         residual: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """residual + scale * (x W^T + b), the product rounded to its dtype first, the rest in one
-        pass.
+        """residual + scale * (x W^T + b), the product rounded to its dtype first.
 
         handed:  what the module that computed x hands over with it.
         """
@@ -89,20 +83,15 @@ class Linear(BaseLinear):
         residual: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias: the
-        module's, or given ones."""
+        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias."""
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
             plan = self._overriding_plan(override, weight)
-        if plan.boundary is not None:
-            return self.bounded(
-                lambda x: self._product(x, weight, bias, plan, None),
-                x,
-                plan.boundary,
-                residual,
-                scale,
-            )
-        return finished(self._product(x, weight, bias, plan, handed), residual, scale)
+        if plan.boundary is None:
+            return finished(self._product(x, weight, bias, plan, handed), residual, scale)
+        sides, ids = plan.boundary, self.runtime.boundary_ids
+        y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
+        return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
 
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
@@ -115,22 +104,8 @@ class Linear(BaseLinear):
             plan = plan.on(x.dtype, x.device)
         return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
 
-    def bounded(
-        self,
-        product: Callable[[Tensor], Tensor],
-        x: Tensor,
-        sides: OutputQuantization,
-        residual: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """The boundary slots of the recipe around all else."""
-        ids = self.runtime.boundary_ids
-        y = product(boundary(x, sides, ids, output=False))
-        return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
-
     def can_fuse_activation(self, x: Tensor) -> bool:
-        """An input like x may be made by the kernel that quantizes it: nothing else would see its
-        values."""
+        """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
         if current_autocast() is not None or torch.is_autocast_enabled(x.device.type):
@@ -149,13 +124,12 @@ def takes_handed(layer: nn.Module) -> bool:
 
 
 def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
-    """The argument by which a layer takes `handed`, if it does (`takes_handed`)."""
+    """The argument by which a layer accepts `handed`, if it does (`takes_handed`)."""
     return {"handed": handed} if takes_handed(layer) else {}
 
 
 def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
-    """residual + scale * y. Raises ValueError for a residual of another shape, which a sum would
-    broadcast."""
+    """residual + scale * y. Raises ValueError for a residual that a sum would broadcast."""
     if residual is None:
         return y if scale == 1.0 else y * scale
     if residual.shape != y.shape:
@@ -163,14 +137,3 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
             f"residual is {list(residual.shape)} and the output {list(y.shape)}; wanted one shape"
         )
     return torch.add(residual, y, alpha=scale)
-
-
-def make_quantized(module: nn.Linear, cls: type[Linear], recipe: Recipe | str, name: str) -> None:
-    """Turn a module into one of class `cls`, in place."""
-    module.__class__ = cls
-    if isinstance(module, Linear):
-        module.make_quantized(recipe, name)
-
-
-def share_input(first: Linear, second: Linear) -> None:
-    second.runtime.share_input_of(first.runtime)

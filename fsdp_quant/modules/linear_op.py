@@ -8,6 +8,7 @@ compiled call per pass (`native.linear_step`), and the functional operators of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +25,8 @@ from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
-from .linear_definition import LinearCall, defined_linear
+from .linear_definition import defined_linear
+from .linear_products import LinearCall
 from .operands import (
     _state_of,
     buffers_of,
@@ -38,7 +40,7 @@ from .plan import GemmPlan, Resolved
 
 
 class GatedInput(NamedTuple):
-    """What an input is made of: act(gate) * up; kind: `ops.norm.KINDS`."""
+    """The parts of an input act(gate) * up; kind: `ops.norm.KINDS`."""
 
     gate: Tensor
     up: Tensor
@@ -47,14 +49,12 @@ class GatedInput(NamedTuple):
 
 @dataclass(eq=False)
 class Handed:
-    """What the module that computed an input hands over with it; it lives as long as that module's
-    forward.
+    """What the module that computed an input hands over with it, until its forward ends.
 
     amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
-    grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that
-                  gradient writes them.
+    grad_amaxes:  where the node of the gradient of y writes its amaxes.
     source:  where x has a shape and an autograd node, but no values; see `can_fuse_activation`.
-    codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
+    codes:   key -> codes of x, which the first layer that multiplies it leaves for the others.
     """
 
     amaxes: Tensor | None = None
@@ -64,8 +64,7 @@ class Handed:
 
 
 class HandedByInput:
-    """`Handed` of a tensor that several layers of one module read, for the time of that module's
-    forward."""
+    """`Handed` of a tensor that several layers of one module read, during its forward."""
 
     def __init__(self):
         self._x: Tensor | None = None
@@ -82,19 +81,18 @@ class HandedByInput:
 
 
 class _Operands(NamedTuple):
-    """A weight as the compiled call takes it.
+    """A weight as the compiled call accepts it.
 
-    values:      to be quantized inside; else `rowwise` and `columnwise` are the buffers of its
-                 codes.
+    values:      to be quantized inside; else `rowwise` and `columnwise` are buffers of codes.
     factors, histories: of the delayed sides of `values`.
     """
 
     values: Tensor | None
+    rowwise: Sequence[Tensor] = ()
+    columnwise: Sequence[Tensor] = ()
     round_to_bf16: bool = False
     factors: Sequence[Tensor] = ()
     histories: Sequence[Tensor] = ()
-    rowwise: Sequence[Tensor] = ()
-    columnwise: Sequence[Tensor] = ()
 
 
 def _operands(
@@ -112,7 +110,7 @@ def _operands(
         columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
         if columnwise is None:
             return None
-        return _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
+        return _Operands(None, buffers_of(rowwise), columnwise)
     values = values_of(weight).detach()
     state = _state_of(call.state, plan, values)
     is_cast = values.dtype is not dtype and not all(
@@ -120,49 +118,37 @@ def _operands(
     )
     if state.spans_parts or state.held is not None or code_check.checking or is_cast:
         wanted = [ROWWISE, *([COLUMNWISE] if backward else [])]
-        made = weight_storages(weight, wanted, plan, call.state, dtype, call.records)
-        return _Operands(
-            None,
-            rowwise=buffers_of(made[ROWWISE]),
-            columnwise=buffers_of(made[COLUMNWISE]) if backward else (),
-        )
+        codes = weight_storages(weight, wanted, plan, call.state, dtype, call.records)
+        columnwise = buffers_of(codes[COLUMNWISE]) if backward else ()
+        return _Operands(None, buffers_of(codes[ROWWISE]), columnwise)
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
-    found = (
-        state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions
-    )
+    seen_values = values if round_to_bf16 else values.to(seen)
+    delayed = plan.weight.delayed_directions
+    found = (state.delayed_history(d, values.device, plan.weight) for d in delayed)
     histories = [history for history in found if history is not None]
-    coded = [
-        d
-        for d in ((ROWWISE, COLUMNWISE) if backward else (ROWWISE,))
-        if plan.operand("weight", d).is_quantized
-    ]
+    read = (ROWWISE, COLUMNWISE) if backward else (ROWWISE,)
+    coded = [d for d in read if plan.operand("weight", d).is_quantized]
     for d in coded:
         if d in plan.weight.encodings:
             counters.add("weight encode", (state.name, d.value))
-    turned = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
-    if turned is not None:
-        made = codes_of_transposed(
-            values if round_to_bf16 else values.to(seen), turned, coded, round_to_bf16
-        )
-        return _Operands(
-            None,
-            rowwise=made.get(ROWWISE, [values]),
-            columnwise=made.get(COLUMNWISE, [values]) if backward else (),
-        )
+    transposed = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
+    if transposed is not None:
+        codes = codes_of_transposed(seen_values, transposed, coded, round_to_bf16)
+        columnwise = codes.get(COLUMNWISE, [values]) if backward else ()
+        return _Operands(None, codes.get(ROWWISE, [values]), columnwise)
     return _Operands(
-        values if round_to_bf16 else values.to(seen),
-        round_to_bf16,
-        [h.encode_scale for h in histories],
-        [h.amaxes for h in histories] if call.records else [],
+        seen_values,
+        round_to_bf16=round_to_bf16,
+        factors=[h.encode_scale for h in histories],
+        histories=[h.amaxes for h in histories] if call.records else [],
     )
 
 
 def _columnwise_buffers(
     weight: QuantizedTensor, plan: GemmPlan, layout: str
 ) -> list[Tensor] | None:
-    """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed
-    it until then."""
+    """The buffers from which dgrad reads codes; FSDP2 may free and fill them until then."""
     slots = weight._pair
     kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
@@ -173,7 +159,7 @@ def _columnwise_buffers(
 
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
-    """The compiled call takes x [.., cols] and the other operand's n rows as they are."""
+    """The compiled call accepts x [.., cols] and the other operand's n rows as they are."""
     if resolved.call is None or type(x) not in (Tensor, Parameter):
         return False
     if bias is not None and bias.dtype is not x.dtype:
@@ -183,8 +169,7 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
 
 
 def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
-    """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor
-    keeps x itself."""
+    """`linear` accepts a source instead of x: one call, which neither multiplies nor keeps x."""
     return (
         not torch_compat.dispatch_is_watched()
         and plan.saves != "input"
@@ -207,7 +192,7 @@ def _compiled(
     if resolved.shared is not None:  # codes of one history serve its layers alone
         key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
         codes = handed.codes.get(key)
-    # x is freed before codes of the weight are made
+    # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:
         codes = native.linear_gated(
             *handed.source,
@@ -219,7 +204,7 @@ def _compiled(
             call.factors,
             call.histories,
         )
-    y, *made = native.linear_step(
+    y, *kept = native.linear_step(
         x,
         weight,
         bias,
@@ -243,52 +228,40 @@ def _compiled(
         handed.grad_amaxes,
     )
     if key is not None and codes is None:
-        handed.codes[key] = made
+        handed.codes[key] = kept
     return y
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None
 ) -> Tensor:
-    """y = x w^T + b, in one compiled call where it takes the operands.
+    """y = x w^T + b, in one compiled call where it accepts the operands.
 
-    The backward of a quantized parameter raises StaleWeightError where it was written since: its
-    codes are written in place.
+    The backward raises StaleWeightError if a quantized parameter was written since.
     """
-    backward = torch.is_grad_enabled() and x.requires_grad
-    y = _product(x, weight, bias, call, backward, handed or Handed())
+    handed, backward = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
+    resolved, operands = call.plan.resolved(x.dtype, x.device), None
+    if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
+        operands = _operands(weight, call, resolved, x.dtype, backward)
+    if operands is not None:
+        y = _compiled(x, weight, bias, call, resolved, operands, handed)
+    elif handed.source is not None:
+        raise ValueError(
+            "the input of this layer has no values, and no compiled call computes them; see "
+            "can_fuse_activation"
+        )
+    else:
+        y = defined_linear(x, weight, bias, call, backward)
     if isinstance(weight, QuantizedWeight) and backward and y.grad_fn is not None:
-        y.grad_fn.register_prehook(_RefuseWritten(weight))
+        y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
 
 
-class _RefuseWritten:
-    """A hook of the node that will read the codes of a quantized parameter: they must be those of
-    the forward."""
-
-    def __init__(self, weight: QuantizedWeight):
-        self._weight, self._version = weight, weight.version
-
-    def __call__(self, grads) -> None:
-        if self._weight.version != self._version:
-            raise StaleWeightError(
-                f"{self._weight.state.name}, a quantized parameter, was written between the "
-                "forward and the backward, so its codes are others than those that the forward "
-                "multiplied; step the optimizer after the backward"
-            )
-
-
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool, handed: Handed
-) -> Tensor:
-    """`linear`; backward: dgrad may follow."""
-    resolved = call.plan.resolved(x.dtype, x.device)
-    if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
-        operands = _operands(weight, call, resolved, x.dtype, backward)
-        if operands is not None:
-            return _compiled(x, weight, bias, call, resolved, operands, handed)
-    if handed.source is not None:
-        raise ValueError(
-            "the input of this layer was not made, as one call was to make it; see takes_source"
+def _refuse_written(weight: QuantizedWeight, version: object, grads: object) -> None:
+    """Refuse a backward that would read other codes than those of the forward."""
+    if weight.version != version:
+        raise StaleWeightError(
+            f"{weight.state.name}, a quantized parameter, was written between the forward and the "
+            "backward, so its codes are others than those that the forward multiplied; step the "
+            "optimizer after the backward"
         )
-    return defined_linear(x, weight, bias, call, backward)

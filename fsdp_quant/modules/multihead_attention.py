@@ -40,7 +40,7 @@ _attend = torch_compat.multi_head_attention_over(_project)
 
 
 class MultiheadAttention(TransposedLinear):
-    """nn.MultiheadAttention over `in_proj_weight` [3 E, E], which lies as that of an nn.Linear."""
+    """nn.MultiheadAttention over `in_proj_weight` [3 E, E], stored as that of an nn.Linear."""
 
     in_proj_weight: nn.Parameter
     out_proj: nn.Linear
@@ -61,18 +61,17 @@ class MultiheadAttention(TransposedLinear):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by
-        torch."""
+        """As of nn.MultiheadAttention; torch refuses nested tensors, which its inference has."""
         is_batched = query.dim() == 3
 
-        def turned(x: Tensor) -> Tensor:
+        def sequence_first(x: Tensor) -> Tensor:
             if not is_batched:
                 return x.unsqueeze(1)
             return x.transpose(0, 1) if self.batch_first else x
 
-        q = turned(query)  # one tensor stays one
-        k = q if key is query else turned(key)
-        v = q if value is query else k if value is key else turned(value)
+        q = sequence_first(query)  # one tensor stays one
+        k = q if key is query else sequence_first(key)
+        v = q if value is query else k if value is key else sequence_first(value)
         if not is_batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         out = self.out_proj

@@ -14,9 +14,8 @@ from ..ops.norm import NormSpec
 from .norm_op import normalize
 
 
-def takes(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
-    """The kernel norms x with these: plain tensors, of its width and dtype, outside
-    torch.autocast."""
+def is_supported(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+    """The kernel norms x with these: plain tensors of its width and dtype, no autocast."""
     plain = not any(isinstance(t, DTensor) for t in (x, *parameters))
     mine = plain and all(
         p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters
@@ -71,14 +70,13 @@ class Norm(nn.Module):
         return self.forward_with_input(x)[0]
 
     def forward_with_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(norm of x, x, amax of the norm or None): the second in the place of x makes one pass of
-        both gradients."""
+        """(norm of x, x, amax of the norm or None); the second as in `norm_op.normalize`."""
         if x.shape[-1] != self.weight.shape[0]:
             raise ValueError(
                 f"{self.normalization}: input is {list(x.shape)}, its last dim must be "
                 f"{self.weight.shape[0]}"
             )
-        if not takes(x, (self.weight, self.bias)):
+        if not is_supported(x, (self.weight, self.bias)):
             return self._by_torch(x), x, None
         return normalize(x, self.weight, self.bias, self.spec)
 

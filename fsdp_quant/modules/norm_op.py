@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and activations with their autograd: what stands between the linear operators of a fused
-module.
+"""Norms and activations with their autograd, between the linear operators of a module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
     activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are;
-                                                act(g) and h are made again
-    deferred    the same, without values: whoever reads h makes them
+                                                act(g) and h are computed again
 
 Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and
 u over them, where the graph is not kept and nobody else has their memory.
@@ -18,6 +16,7 @@ both nodes. Compiled graphs get the operators that these nodes call while they a
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ from ..tensor import torch_compat
 
 
 class _Normalize(torch.autograd.Function):
-    """(y, x, amax of y or None): the second output is x itself, whose gradient is added to that of
-    y's in one pass."""
+    """(y, x, amax of y or None): the second is x, whose gradient is added in the same pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, spec):
@@ -51,8 +49,8 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of this is wanted: that of the definition
             y, needs = norm.reference_norm(x, weight, bias, ctx.spec)[0], ctx.needs_input_grad[:3]
             wanted = [t for t, needed in zip((x, weight, bias), needs) if needed]
-            made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            dx, dweight, dbias = (next(made) if needed else None for needed in needs)
+            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            dx, dweight, dbias = (next(grads) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():
             dx, dweight, dbias, _ = norm.norm_backward(
@@ -84,8 +82,7 @@ class _Activate(torch.autograd.Function):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, x, amax of y or None): use the second in the place of x where both are used, as in x +
-    f(y)."""
+    """(y, x, amax of y or None): use the second for x where both are used, as in x + f(y)."""
     if torch.compiler.is_compiling():
         return _traced_norm(x, weight, bias, *spec), x, None
     return _Normalize.apply(x, weight, bias, spec)
@@ -99,7 +96,7 @@ def activate(
     grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the
                   gradients of g and u there; not where g is no product of a compiled call: then its
                   layer reads none.
-    packed:       g [.., 2 F] is g beside u, which is None; its gradient is one tensor, of which the
+    packed:       g [.., 2 F] is g and u, which is None; its gradient is one tensor, of which the
                   kernel writes both halves.
     """
     if packed and (
@@ -116,14 +113,6 @@ def activate(
     return _Activate.apply(g, u, kind, grad_amaxes), None
 
 
-def unmaterialized(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
-) -> Tensor:
-    """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the
-    values are made where they are quantized."""
-    return native.activate(g, u, kind, grad_amaxes, unmaterialized=True, packed=packed)[0]
-
-
 # What graphs hold: the operators that these call while they are traced #
 
 
@@ -132,16 +121,8 @@ def _tracing():
 
 
 @torch.compiler.allow_in_graph
-def _traced_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    zero_centered: bool,
-    rounds_first: bool,
-) -> Tensor:
-    return _Normalize.apply(x, weight, bias, NormSpec(eps, centred, zero_centered, rounds_first))[0]
+def _traced_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *spec: Any) -> Tensor:
+    return _Normalize.apply(x, weight, bias, NormSpec(*spec))[0]
 
 
 @torch.compiler.allow_in_graph

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a linear layer's GEMMs: codes of activations and gradients (slots), and of
-weights."""
+"""Operands of a linear layer's GEMMs: codes of activations, gradients and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +36,27 @@ from .plan import GemmPlan
 SLOTS = QUANTIZED_TYPES
 
 
-def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
-    """Record amaxes of delayed sides; zip stops where nothing is recorded."""
-    for history, amax in zip(histories, amaxes):
-        AmaxHistory.record_in(history, amax)
+class SlotOperands(NamedTuple):
+    """Operands of an activation or gradient [rows, cols], quantized here.
+
+    own:     by direction, of this rank's rows.
+    amaxes:  of delayed sides, by direction.
+    """
+
+    own: dict[Direction, EncodedMatrix]
+    amaxes: dict[Direction, Tensor]
+
+    def take(self, direction: Direction) -> EncodedMatrix:
+        return self.own[direction]
+
+
+def record_amaxes(
+    histories: Sequence[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
+) -> None:
+    """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`, or empty."""
+    for direction, history in zip(hybrid.delayed_directions, histories):
+        if direction in amaxes:
+            AmaxHistory.record_in(history, amaxes[direction])
 
 
 def slot_ids(name: str) -> Tensor:
@@ -50,8 +67,7 @@ def slot_ids(name: str) -> Tensor:
 def slot_key(
     plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
 ) -> Tensor | None:
-    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded
-    stochastically.
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`); None: no stochastic rounding.
 
     after:  as in `dispatch.random_key`.
     """
@@ -64,13 +80,12 @@ def slot_storages(
     plan: GemmPlan,
     slot: str,
     x: Tensor,
-    directions: list[Direction],
+    directions: Sequence[Direction],
     key: Tensor | None,
     factors: Sequence[Tensor],
     statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, EncodedMatrix], dict[Direction, Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes
-    of its delayed sides.
+) -> SlotOperands:
+    """Operands of x [rows, cols], or of the codes that it holds.
 
     key:         of its rows (`slot_key`).
     factors:     of its delayed sides, rowwise first.
@@ -78,47 +93,19 @@ def slot_storages(
     """
     hybrid = plan.hybrid(slot)
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
-    return hybrid.operands(
-        x,
-        directions,
-        key=key,
-        factors=dict(zip(hybrid.delayed_directions, factors)),
-        layouts=layouts,
-        statistics=statistics,
-    )
-
-
-def quantize_slot(
-    plan: GemmPlan,
-    slot: str,
-    x: Tensor,
-    directions: list[Direction],
-    step: Tensor,
-    ids: Tensor,
-    factors: Sequence[Tensor],
-    statistics: dict[Direction, dispatch.Statistics] | None = None,
-) -> tuple[dict[Direction, EncodedMatrix], list[Tensor]]:
-    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
-    `record` takes them."""
     if isinstance(x, QuantizedTensor):
-        return _given(plan, slot, x, directions), []
-    key = slot_key(plan, slot, step, ids, x.shape[0])
-    made, amaxes = slot_storages(plan, slot, x, directions, key, factors, statistics)
-    return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
-
-
-def _given(
-    plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]
-) -> dict[Direction, EncodedMatrix]:
-    """Storages of an activation or gradient that came as codes, as its products read them."""
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot]
-    made = {d: given_storage(plan, slot, x, d) for d in directions}
-    return {d: to_layout(s, layouts[d]) if x.numel() else s for d, s in made.items()}
+        own = {d: given_storage(plan, slot, x, d) for d in directions}
+        own = {d: to_layout(s, layouts[d]) if layouts else s for d, s in own.items()}
+        return SlotOperands(own, {})
+    by_direction = dict(zip(hybrid.delayed_directions, factors))
+    own, amaxes = hybrid.operands(
+        x, directions, key=key, factors=by_direction, layouts=layouts, statistics=statistics
+    )
+    return SlotOperands(own, amaxes)
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
-    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would
-    have made."""
+    """The given storage of a direction. Raises ValueError if the plan would encode another."""
     hybrid = plan.hybrid(slot)
     is_encoded = direction in hybrid.encodings
     storage = x.storage_for(direction if is_encoded else ROWWISE)
@@ -131,22 +118,10 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
-def recorded_amaxes(
-    hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor
-) -> list[Tensor]:
-    """The amaxes of the delayed sides of x; a direction that was not needed this time has none:
-    zero."""
-    return [
-        amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32)
-        for d in hybrid.delayed_directions
-    ]
-
-
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
-    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads
-    them."""
+    """The codes of a gathered or frozen weight, or of a quantized parameter, for a GEMM."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
         rowwise = weight.matrix_for(ROWWISE)
@@ -177,20 +152,19 @@ def weight_storages(
     dtype: torch.dtype,
     records: bool = True,
 ) -> dict[Direction, EncodedMatrix]:
-    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
-    made here of its values."""
+    """The codes of a weight [N, K] for GEMMs of `dtype` activations: gathered or encoded here."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         record_activations(weight, dtype)
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
     values = values_of(weight).detach()
     state = _state_of(state, plan, values)
-    made: dict[Direction, Storage] = {}
+    encoded: dict[Direction, Storage] = {}
 
     def encode(direction: Direction) -> Storage:
-        if direction not in made:
-            made[direction] = _encode(values, direction, state, dtype, records)
-        return made[direction]
+        if direction not in encoded:
+            encoded[direction] = _encode(values, direction, state, dtype, records)
+        return encoded[direction]
 
     with torch.no_grad():
         return {
@@ -207,16 +181,11 @@ def weight_storages(
 
 
 def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
-    """The weight's state, or one of these formats, where the weight has none or a context overrides
-    its recipe."""
+    """The weight's state, or one of these formats (no state, or a context's recipe)."""
     if state is not None and state.quantizer == plan.weight:
         return state
-    return WeightState(
-        "weight" if state is None else state.name,
-        plan.weight,
-        tuple(values.shape),
-        plan.compute_dtype,
-    )
+    name = "weight" if state is None else state.name
+    return WeightState(name, plan.weight, tuple(values.shape), plan.compute_dtype)
 
 
 def _encode(
@@ -238,22 +207,21 @@ def buffers_of(storage: EncodedMatrix) -> list[Tensor]:
 
 
 def lies_transposed(weight: Tensor) -> bool:
-    """It is a transposed view of matrices that lie contiguously."""
+    """It is a transposed view of contiguous matrices."""
     return weight.stride(-1) != 1 and weight.mT.is_contiguous()
 
 
 def codes_of_transposed(
     weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
 ) -> dict[Direction, list[Tensor]]:
-    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight`
-    makes them.
+    """(data, scale) per direction of a weight that `lies_transposed`.
 
     call:  `GemmPlan.turned`.
     """
-    made = native.linear_weight(
+    buffers = native.linear_weight(
         weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], []
     )
-    of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
+    of = {COLUMNWISE: buffers[:2], ROWWISE: buffers[-2:]}
     return {d: of[d] for d in directions}
 
 
@@ -269,23 +237,18 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
 def columnwise_of_saved(
     plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
 ) -> EncodedMatrix:
-    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the
-    input's rows."""
+    """The columnwise storage of the input [M, K], from saved codes. key: of the input's rows."""
     hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
     storage = matrix_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
-    storage = to_storage(storage)
-    if hybrid.shares_storage:
-        return storage.as_direction(COLUMNWISE)
-    return hybrid.derive_columnwise(storage, key=key())
+    return hybrid.columnwise_of(to_storage(storage), None if hybrid.shares_storage else key())
 
 
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
-    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
-    do both in one read."""
+    """Sum over the tokens of dy [M, N], in the order of the kernels that quantize dy too."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
     if quantized and not isinstance(dy, QuantizedTensor):
         return dispatch.column_sums(dy)

@@ -2,26 +2,25 @@
 """Packed experts of transformers and of torchtitan on `GroupedLinear`.
 
 transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn],
-              given x [tokens, hidden] and
-the experts of each token
+given x [tokens, hidden] and the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
     result = sum over a token's experts of its routing weight * y
 
 or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
-weights that lie transposed, as gpt-oss has them. Llama 4 multiplies every token by every expert:
+weights that are stored transposed, as gpt-oss has them. Llama 4 multiplies every token by every
+expert:
 
     y      = down(act(gate) * up), of rows [E * tokens, hidden]
 
 torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given
-            rows and their numbers
+rows and their numbers
 
     y      = w2(silu(w1(rows)) * w3(rows))
 
 The module keeps its parameters and their names. Each is also the weight of a `GroupedLinear` of its
-own, which quantizes, plans, counts and gathers it: the tie is of one Parameter, which `fully_shard`
-puts into both modules.
+own, which quantizes, plans, counts and gathers it: `fully_shard` puts it into both.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from ..ops.reference import known
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
 
 
 class ExpertProduct(GroupedLinear):
-    """The product of one packed weight, which the module around it has under its own name, in state
-    dicts too."""
+    """The product of one packed weight, which the module around it has in its state dict."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool):
         nn.Module.__init__(self)
@@ -59,9 +58,8 @@ class ExpertProduct(GroupedLinear):
 class Kind(NamedTuple):
     """What packed experts are.
 
-    parts:       their weights, in the order of their products. forward: of a module whose products
-                 they are.
-    transposed:  the weights lie [E, K, N].
+    parts:       their weights, in the order of their products. forward: of the module.
+    transposed:  the weights are stored [E, K, N].
     """
 
     parts: tuple[str, ...]
@@ -93,8 +91,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Of a class under its `use_experts_implementation`: any implementation that its flags describe
-    may multiply it."""
+    """Of a class under `use_experts_implementation`, whose flags say what it computes."""
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return False
     others = "has_post_expert_norm", "_is_expert_parallel"
@@ -136,17 +133,14 @@ def are_sharded(module: nn.Module) -> bool:
 def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
     """Products of the weights of packed experts, which are no part of the module yet, by name.
 
-    Raises ValueError for weights that are sharded already: nobody would tell the products when they
-    are gathered.
+    Raises ValueError for weights that are sharded already: the products would not see gathers.
     """
     if are_sharded(module):
         raise ValueError(
             f"{name}: call fq.convert before fully_shard, which must know both owners of the "
             "experts' weights"
         )
-    kind = kind_of(module)
-    if kind is None:
-        return {}
+    kind = known(kind_of(module), "a kind of packed experts")
     return {
         f"{name}.{part}_product": ExpertProduct(
             module.get_parameter(part), module._parameters.get(f"{part}_bias"), kind.transposed
@@ -157,9 +151,7 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
 
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
-    kind = kind_of(module)
-    if kind is None:
-        raise ValueError(f"{type(module).__name__} has no packed experts that fq.convert knows")
+    kind = known(kind_of(module), "a kind of packed experts")
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
     module.__class__ = _class_of(type(module), kind.parts, kind.forward)
@@ -181,10 +173,8 @@ def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -
         applied = cls._apply(self, fn, recurse)
         for part in parts:  # one that was replaced, as by to_empty, is tied again
             own = getattr(self, f"{part}_product")._parameters
-            own["weight"], own["bias"] = (
-                self._parameters[part],
-                self._parameters.get(f"{part}_bias"),
-            )
+            own["weight"] = self._parameters[part]
+            own["bias"] = self._parameters.get(f"{part}_bias")
         return applied
 
     return type(
@@ -245,8 +235,7 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
 
 
 class _Routed(torch.autograd.Function):
-    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes: the gradient is
-    gathered too, not scattered."""
+    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes by a gather."""
 
     @staticmethod
     def forward(ctx, x, order, back, copies):
@@ -261,8 +250,7 @@ class _Routed(torch.autograd.Function):
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Of the weight that the module has now: parametrized, as LoRA on experts does, it is another
-    than the product's."""
+    """Of the module's weight, which is not the product's if it is parametrized (LoRA)."""
     product = getattr(module, f"{part}_product")
     if module._parameters.get(part) is product._parameters["weight"]:
         return product(rows, ends)

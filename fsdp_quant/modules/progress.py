@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar for loops over layers that turn out to be long; none without `rich`, or where
-nobody sees it."""
+"""A progress bar for long loops over layers; none without `rich` or a terminal."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ PATIENCE = 5.0  # seconds without a bar
 
 
 def progress(items: Collection[Item], what: str) -> Iterator[Item]:
-    """Iterate over items, on rank 0 with a bar on stderr once that has taken `PATIENCE`, if stderr
-    is a terminal."""
+    """Iterate over items; after `PATIENCE`, rank 0 shows a bar if stderr is a terminal."""
     began, bar = time.monotonic(), None
     is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
     try:

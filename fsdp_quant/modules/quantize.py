@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Quantize`: a tensor at a boundary takes the values that a format has, forward, backward or
-both."""
+"""`fq.Quantize`: round a tensor to the values of a format, forward, backward or both."""
 
 from __future__ import annotations
 
@@ -49,27 +48,31 @@ class OutputQuantization:
 
 
 class _Boundary(torch.autograd.Function):
-    """x decoded from the codes of one side; its gradient likewise. tracing: these calls are
-    recorded in a graph."""
+    """x decoded from the codes of one side; its gradient likewise. tracing: for a graph."""
 
     @staticmethod
-    def forward(ctx, x, sides, output, grad_input, beside, tracing):
-        ctx.sides, ctx.grad_input, ctx.beside, ctx.tracing = sides, grad_input, beside, tracing
-        return _through_codes(x, sides, 0, beside, tracing) if output else x.view_as(x)
+    def forward(ctx, x, sides, output, grad_input, keyed_by, tracing):
+        ctx.sides, ctx.grad_input, ctx.keyed_by, ctx.tracing = (
+            sides,
+            grad_input,
+            keyed_by,
+            tracing,
+        )
+        return _through_codes(x, sides, 0, keyed_by, tracing) if output else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = _through_codes(dy, ctx.sides, 1, ctx.beside, ctx.tracing) if ctx.grad_input else dy
+        dx = _through_codes(dy, ctx.sides, 1, ctx.keyed_by, ctx.tracing) if ctx.grad_input else dy
         return dx, None, None, None, None, None
 
 
 def _through_codes(
-    x: Tensor, sides: OutputQuantization, slot: int, beside: tuple[Tensor, Tensor], tracing: bool
+    x: Tensor, sides: OutputQuantization, slot: int, keyed_by: tuple[Tensor, Tensor], tracing: bool
 ) -> Tensor:
     with opaque.tracing() if tracing else contextlib.nullcontext():
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
         if side.is_stochastic:
-            step, ids = (t.to(x.device) for t in beside)
+            step, ids = (t.to(x.device) for t in keyed_by)
             key = dispatch.random_key(step, ids, slot, rows.shape[0], x if slot else None)
         return side.storage(rows, ROWWISE, key).dequantize(x.dtype).contiguous().view(x.shape)
 
@@ -118,8 +121,7 @@ def boundary(
 
 
 class BoundaryIds:
-    """What keys the random bits of a module's boundary slots: ids, int64 [2], on the device that
-    asked last, beside the step."""
+    """int64 [2] that keys, with the step, random bits of boundary slots; on the last device."""
 
     def __init__(self, name: str):
         self.name = name
@@ -141,8 +143,7 @@ class BoundaryIds:
 
 
 class Quantize(nn.Module):
-    """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of
-    "grad_input".
+    """y = decode(encode(x)) in the "output" format; dx = decode(encode(dy)) in "grad_input"'s.
 
     recipe:  asked for Role("quantize", "output" and "grad_input", name). A slot for which it
              returns None leaves its tensor as it is; gradients pass codes straight through.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of a linear layer that ranks share: its input and output among the ranks, and the
-executor (`linear_definition` in eager mode, `traced_linear` in graphs)."""
+"""The forward of a linear layer that ranks share: its input and output, and the executor."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from ..tensor import torch_compat
 from .base_linear import BaseLinear
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
-from .linear_definition import check_travels, defined_linear
+from .linear_definition import defined_linear
+from .linear_products import check_travels
 from .plan import GemmPlan
 
 
@@ -33,8 +33,7 @@ def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
 
 
 def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
-    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for
-    local outputs."""
+    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it."""
     if not x.dtype.is_floating_point:
         raise ValueError(
             f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
@@ -79,8 +78,7 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
 def _local_input(
     x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
 ) -> tuple[Tensor, int | None, bool]:
-    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is
-    to be summed here)."""
+    """(this rank's part of x, the dim that it is cut along, whether to sum its gradient here)."""
     if isinstance(x, DTensor):
         layout = x.placements[0]
     dims = x.dim()
@@ -133,20 +131,14 @@ def multiply_shared(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
             "fq.Quantize between modules"
         )
-    grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         owner = owner if axis.gathered_slot == "input" else x
-        _check(layer, owner, weight, plan, axis, grad)
-        ranks = (
-            axis.group.group_name,
-            axis.column,
-            axis.sequence_dim,
-            axis.reduces,
-            override is None,
-            dtype,
-        )
-        return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
-    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
+        _check(layer, owner, weight, plan, axis)
+        group, of_weight = axis.group.group_name, override is None
+        ranks = group, axis.column, axis.sequence_dim, axis.reduces, of_weight, dtype
+        save = weight.requires_grad and torch.is_grad_enabled()
+        return layer.traced(owner, weight, bias, plan, save, ranks)
+    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis)
 
 
 @torch_compat.never_compiled  # runs where a graph broke; a graph holds `traced_linear`
@@ -158,11 +150,9 @@ def _multiply(
     bias: Tensor | None,
     plan: GemmPlan,
     axis: TensorParallel,
-    grad: bool,
 ) -> Tensor:
-    """Run the eager operator."""
-    runtime, save = layer.runtime, weight.requires_grad and grad
-    call = layer.call(x, weight, plan, save, grad)._replace(
+    runtime, grad = layer.runtime, torch.is_grad_enabled()
+    call = layer.call(x, weight, plan, weight.requires_grad and grad, grad)._replace(
         axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
     )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
@@ -173,15 +163,9 @@ def _multiply(
 
 
 def _check(
-    layer: BaseLinear,
-    owner: Tensor,
-    weight: Tensor,
-    plan: GemmPlan,
-    axis: TensorParallel,
-    grad: bool,
+    layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
 ) -> None:
-    """Raise what the eager layer raises of a cut before its first collective, while a graph is
-    traced.
+    """In a trace, raise what the eager layer raises of a cut before its first collective.
 
     owner:  x, or the DTensor over it.
     """
@@ -194,7 +178,7 @@ def _check(
     name = functools.partial(_described, layer, "input" if column else "output")
     cut = make(shape, axis.cut_dim, axis.group, name)
     if layer.recipe.require_native:
-        both = (weight.requires_grad and grad) if column else grad
+        both = torch.is_grad_enabled() and (weight.requires_grad or not column)
         read = tuple(Direction) if both else (ROWWISE,) if column else ()
         check_travels(layer.runtime, plan.hybrid(slot), slot, read, cut)
 

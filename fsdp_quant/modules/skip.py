@@ -4,7 +4,7 @@
     output head   its last rounding is the loss's; a module named as in `HEADS`, or of an
                   embedding's size, outside of numbered blocks
     router        a small error sends a token to another expert; "router" in its name, or a gate
-                  beside "experts"
+                  next to "experts"
     tied          another module reads the weight in high precision
     too small     fewer than `SMALLEST` features on a side, or no multiple of 16: kernels work on
                   tiles of 128 x 128 and tensor cores on 16 values, so quantizing costs more than

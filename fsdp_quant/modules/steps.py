@@ -21,15 +21,14 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .training_steps import TrainingSteps, continued, histories_of, own_steps, set_steps
+from .training_steps import continued, histories_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
 def converted_modules(
     model: nn.Module, names: Mapping[str, str] | None = None
 ) -> dict[str, Linear]:
-    """Return the fq.Linear modules of a model by qualified name, including those of packed experts
-    and of transposed weights.
+    """Return the fq.Linear modules of a model by qualified name, also experts and transposed.
 
     names:  qualified name of a module -> name to return (`layer_names`).
     """
@@ -49,11 +48,9 @@ def converted_modules(
 
 
 def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLinear]:
-    """Return the modules that own layers, by qualified name."""
-    found = model.named_modules()
     return {
         n: m
-        for n, m in found
+        for n, m in model.named_modules()
         if isinstance(m, (Linear, TransposedLinear)) or (isinstance(m, GroupedLinear) and m.packed)
     }
 
@@ -67,13 +64,11 @@ def name_of(module: nn.Module) -> str:
 
 
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
-    """Return maps of qualified name -> name in a state, for each module that owns layers. The first
-    map names new states, the others read older states.
+    """Return maps of qualified name -> name in a state: the first for new states, others for old.
 
     New states use the names with which layers were converted or built, if each is the end of the
-    layer's qualified name without known wrappers. Such names exclude all wrappers that were added
-    later around the model or its parts. Otherwise new states use qualified names without known
-    wrappers.
+    layer's qualified name without known wrappers. Such names exclude all wrappers that were
+    added later. Otherwise new states use qualified names without known wrappers.
     """
     owners = _owners(model)
     own = {n: name_of(m) for n, m in owners.items()}
@@ -94,8 +89,7 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
-    """Count the training forwards of `model` as its steps, if its recipe needs steps. Replaces the
-    hooks of models inside it that count.
+    """Count training forwards of `model`, if its recipe needs steps; models inside do not.
 
     Part of a model that counts shares the steps of that model.
     """
@@ -113,8 +107,9 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     else:
         begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
         steps = own or next(iter(begun), None) or continued(model)
-        for m in inside:
-            _remove_hook(m)
+        for hooks in [m._forward_pre_hooks for m in inside]:
+            for key in [key for key, hook in hooks.items() if hook is _begin]:
+                del hooks[key]
         steps.is_scheduled = is_scheduled
         steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
         if steps.is_counting:
@@ -133,21 +128,14 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
             steps.counts_on(device)
 
 
-def _remove_hook(model: nn.Module) -> None:
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _begin]:
-        del model._forward_pre_hooks[key]
-
-
 def begins_first(model: nn.Module) -> None:
-    """Move the hook that begins steps before all other hooks of the model: that of `fully_shard`
-    quantizes the root's all-gather inputs."""
+    """Move the hook that begins steps before that of `fully_shard`, which quantizes shards."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
             model._forward_pre_hooks.move_to_end(key, last=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
-    """Begin a step: the forward pre-hook of a model that counts."""
     tracing, steps = torch.compiler.is_compiling(), own_steps(model)
     if steps is None:
         return
@@ -161,16 +149,10 @@ def _begin(model: nn.Module, args: tuple) -> None:
     if torch_compat.backward_is_running() or torch_compat.is_fake():
         return
     if steps.layers is None:
-        steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
+        layers = list(converted_modules(model).values())
+        for layer in layers:  # inserted ones too, unless their own steps have run
+            if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+                layer.runtime.steps = steps
+        steps.layers = [weakref.ref(layer) for layer in layers]
     refs = steps.layers
     steps.begin(lambda: histories_of(layer for ref in refs if (layer := ref()) is not None), model)
-
-
-def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
-    """Return the layers of a model. Layers that were built by hand and inserted use its steps too,
-    unless their own steps have run."""
-    layers = list(converted_modules(model).values())
-    for layer in layers:
-        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
-            layer.runtime.steps = steps
-    return layers

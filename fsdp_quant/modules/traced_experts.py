@@ -323,7 +323,7 @@ def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
     if call.plan.saves == "input":
         return [x]
     saved = call.plan.resolved(x.dtype, x.device).saved
-    return buffers_of(call.quantize("input", x, [saved])[0][saved])
+    return buffers_of(call.quantize("input", x, [saved]).own[saved])
 
 
 _experts = opaque.define(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`traced_linear`: the executor of linear layers in compiled graphs.
 
-dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd traces it: it
-runs this Python with fake tensors and records the functional operators that `quantize` and `gemm`
-call:
+dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd runs
+this Python with fake tensors, and records the functional operators of `quantize` and `gemm`:
 
     forward    amax(x), quantize(x, both), quantize(w, rowwise), gemm
     backward   amax(dy), quantize(dy, both), quantize(w, columnwise, amax), gemm, gemm
@@ -12,8 +11,7 @@ Nothing of ours runs when the graph runs. State comes in as tensors (`GraphCall`
 and counts of the guard are written by functionalized in-place operators.
 
 [Note: layers that ranks share]
-Functional collectives stand around the same operators (`exchange`; `linear_definition` has the
-equations):
+Functional collectives stand around the same operators (`linear_definition` has the equations):
 
     column, cut   forward    all_reduce(amax(x)), quantize(x, rowwise), all_gather(codes, scales),
                              gemm
@@ -33,17 +31,17 @@ in fp32; layers whose codes are their own (delayed scaling) scatter alone in eag
 over ranks and layers swap. All else has the bits of eager mode.
 
 [Note: what the backward saves]
-The codes of x that wgrad reads, made with those of the forward in one read of x: one byte an
-element, as in eager mode. A partitioner that may choose makes them in the forward too, by a second
-read of x. And w, which is a parameter: its other codes are made in the backward. Layers that share
-x (q, k, v; gate, up) quantize it once: the calls are equal, and fx_graph_cse merges them. Where
-ranks share x, the backward gathers what it quantizes of the x that was saved.
+The codes of x that wgrad reads, computed with those of the forward in one read of x: one byte an
+element, as in eager mode. A partitioner that may choose computes them in the forward too, by a
+second read of x. And w, which is a parameter: the backward computes its other codes. Layers that
+share x (q, k, v; gate, up) quantize it once: the calls are equal, and fx_graph_cse merges them.
+Where ranks share x, the backward gathers what it quantizes of the x that was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,7 +49,6 @@ from torch.distributed.tensor import DTensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..gemm import gemm
 from ..ops import opaque
 from ..ops.dispatch import Statistics
 from ..storage import Storage
@@ -60,16 +57,12 @@ from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Scattering, SequenceCut, TensorParallel
-from .operands import SLOTS, bias_gradient, buffers_of, columnwise_of_saved
+from .linear_products import gradients, product
+from .operands import SLOTS, SlotOperands, buffers_of, columnwise_of_saved
 from .plan import GemmPlan, plan_of
-from .traced_operands import (
-    GraphCall,
-    GraphOperands,
-    record_amaxes,
-    shared_amaxes,
-    slot_statistics,
-    weight_operand,
-)
+from .traced_operands import GatheredOperands, GraphCall, shared_amaxes, weight_operand
+
+Operands = SlotOperands | GatheredOperands
 
 # Values and codes #
 
@@ -85,35 +78,37 @@ def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> D
     return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 
 
-def _saved_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
-    """What gives the columnwise storage of the input [M, K], whose gather, of a cut one, starts
-    now."""
-    plan, shape, cut, saved = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors)
-    key = saved.pop() if ctx.keeps_key else None
+def _start_input(ctx, dy: Tensor) -> Callable[[], EncodedMatrix]:
+    """Start the gather of a cut input; return what returns the columnwise operand [M, K]."""
+    call, shape, cut, saved = ctx.call, ctx.rows, ctx.cut, list(ctx.saved_tensors)
+    plan, key = call.plan, saved.pop() if ctx.keeps_key else None
     if ctx.saved_codes is not None and cut is None:
         return lambda: columnwise_of_saved(plan, saved, shape, dy, lambda: key)
-    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
-    if (before := shared.get((plan.input, plan.saves))) is not None:
-        return lambda: before.take(COLUMNWISE)
     if ctx.saved_codes is None:
         x = saved[0].reshape(shape)
     else:
         x = Storage.over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype)
-    made = GraphOperands(plan, "input", x, [COLUMNWISE], key, ctx.call, ctx.of_input, cut)
-    shared[plan.input, plan.saves] = made
-    return lambda: made.take(COLUMNWISE)
+
+    def operands():
+        return call.operands("input", x, [COLUMNWISE], key, ctx.of_input, cut, "backward")
+
+    if cut is None:
+        return lambda: operands().take(COLUMNWISE)
+    shared = ctx.shared.backward if ctx.shared is not None and _shares_codes(plan) else {}
+    if (plan.input, plan.saves) not in shared:
+        shared[plan.input, plan.saves] = operands()
+    gathered = shared[plan.input, plan.saves]
+    return lambda: gathered.take(COLUMNWISE)
 
 
 def _shares_codes(plan: GemmPlan) -> bool:
-    """Layers that are given one input have the same codes of it: no history and no random key is a
-    layer's own."""
+    """Layers of one input have the same codes of it: no histories and random keys of their own."""
     return not (plan.input.is_stochastic or plan.input.delayed_directions)
 
 
 class _SharedGradient(torch.autograd.Function):
-    """A tensor of the shape of all ranks' rows of x, without values. Layers that read x leave their
-    dx as its gradient, which autograd adds up and this scatters: one reduce-scatter for all of
-    them."""
+    """A tensor of the shape of all ranks' rows of x, without values. Layers leave their dx as its
+    gradient, which autograd adds up and this scatters: one reduce-scatter for all."""
 
     @staticmethod
     def forward(ctx, x, cut):
@@ -131,8 +126,7 @@ class _SharedGradient(torch.autograd.Function):
 # what the first of them left with it. dynamo's variables would do too, but attributes set on an
 # input of a graph stay with the user's tensor.
 class _SharedInput:
-    """What layers that are given one cut x share while they are traced: each of it is in the graph
-    once.
+    """What layers of one cut x share in a trace: each of it is in the graph once.
 
     gradient:  `_SharedGradient` of x; None: x needs no gradient.
     forward:   by what decides codes, statistics of x and its rowwise operands.
@@ -142,25 +136,18 @@ class _SharedInput:
     def __init__(self, x: Tensor, cut: SequenceCut):
         trains = torch.is_grad_enabled() and x.requires_grad
         self.gradient = _SharedGradient.apply(x, cut) if trains else None
-        self.forward: dict[tuple, tuple[dict[Direction, Statistics], GraphOperands]] = {}
-        self.backward: dict[tuple, GraphOperands] = {}
+        self.forward: dict[tuple, tuple[dict[Direction, Statistics], Operands]] = {}
+        self.backward: dict[tuple, Operands] = {}
 
 
 def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInput:
-    """The `_SharedInput` of x, left with the tensor that is traced for the other layers that are
-    given it.
+    """The `_SharedInput` of x, which the first layer leaves with the traced tensor.
 
     owner:  that layers are given: x in its own dtype, or the DTensor over it.
     """
     version = 0 if x.is_inference() else owner._version
-    seen = (
-        version,
-        owner.grad_fn,
-        torch.is_grad_enabled(),
-        x.dtype,
-        axis.group.group_name,
-        axis.sequence_dim,
-    )
+    grad, group = torch.is_grad_enabled(), axis.group.group_name
+    seen = version, owner.grad_fn, grad, x.dtype, group, axis.sequence_dim
     before, shared = owner.__dict__.get("_fq_traced_input", (None, None))
     if before != seen:
         shared = _SharedInput(x, SequenceCut.of_local(tuple(x.shape), axis.cut_dim, axis.group))
@@ -180,18 +167,15 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
 # AOTAutograd's disk cache is bypassed by functions that it does not know; inductor's is not.
 class _TracedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, gradient, weight, bias, plan, save, training, call, axis, shared, group_of_weight
-    ):
+    def forward(ctx, x, gradient, weight, bias, save, call, shared, group_of_weight):
         """gradient: where the gradient of x goes, of `shared` (`_SharedInput`); None: to x.
         group_of_weight: whose ranks share the amax of the whole weight."""
         with opaque.tracing(), torch.autocast(x.device.type, enabled=False):
-            rows, resolved = x.reshape(-1, x.shape[-1]), plan.resolved(x.dtype, x.device)
+            plan, axis, rows = call.plan, call.axis, x.reshape(-1, x.shape[-1])
+            resolved = plan.resolved(x.dtype, x.device)
             cut = None if axis is None else axis.cut_of("input", x)
-            ctx.plan, ctx.weight, ctx.training, ctx.call = plan, weight, training, call
-            ctx.axis, ctx.shared, ctx.cut = axis, shared, cut
+            ctx.weight, ctx.call, ctx.shared, ctx.cut = weight, call, shared, cut
             ctx.rows = tuple(rows.shape)
-            ctx.shape = tuple(x.shape) if cut is None else cut.whole_shape
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(call.tensors())
             torch_compat.save_current_values(
@@ -201,17 +185,15 @@ class _TracedLinear(torch.autograd.Function):
                 torch_compat.save_by_reference([weight])
                 if torch_compat.is_recomputed_in_graph():
                     RECOMPUTED_IN_GRAPHS.add(plan.weight)
-            key = call.key(plan, "input", rows.shape[0] if cut is None else cut.rows * cut.ranks)
+            key = call.key("input", rows, cut)
             saved = _saved_codes(plan, resolved.saved, cut) if save else None
             read = shared.forward if shared is not None and _shares_codes(plan) else {}
             if (plan.input, save) not in read:
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
-                found = slot_statistics(plan, "input", rows, passes, axis, cut)
+                found = call.statistics("input", rows, passes, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-                made = GraphOperands(
-                    plan, "input", rows, directions, key, call, found, cut, "forward"
-                )
-                read[plan.input, save] = found, made
+                operands = call.operands("input", rows, directions, key, found, cut, "forward")
+                read[plan.input, save] = found, operands
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
             if group_of_weight is not None and not isinstance(weight, QuantizedTensor):
@@ -222,117 +204,46 @@ class _TracedLinear(torch.autograd.Function):
             w, of_weight = weight_operand(
                 plan, weight, ROWWISE, x.dtype, ctx.of_weight, call.factors[1]
             )
-            adds_bias = axis is not None and not axis.column  # to the sum over ranks
-            y = gemm(
-                operands.take(ROWWISE),
-                w,
-                out_dtype=x.dtype,
-                bias=None if adds_bias else bias,
-                domain=resolved.domains[0],
-                watch=call.watch(resolved, 0),
-            )
+            shape = (*(x.shape if cut is None else cut.whole_shape)[:-1], weight.shape[0])
+            of_output = None if axis is None else axis.output_cut(shape)
+            y = product(call, operands.take(ROWWISE), w, bias, x.dtype, shape, of_output)
             amaxes = operands.amaxes
             gathers_columnwise = save and plan.saves == "columnwise" and cut is not None
             if gathers_columnwise and COLUMNWISE in plan.input.delayed_directions:
                 known = ctx.of_input.get(COLUMNWISE)
                 amaxes = amaxes | {COLUMNWISE: rows.abs().amax() if known is None else known.amax}
-            if training:
-                record_amaxes(call.histories[0], plan.input, amaxes)
-                record_amaxes(call.histories[1], plan.weight, of_weight)
+            call.record("input", amaxes)
+            call.record("weight", of_weight)
             if save:
                 ctx.saved_codes, ctx.keeps_key = saved, key is not None and saved is not COLUMNWISE
                 kept = [x]
                 if saved is not None:
-                    kept = buffers_of(
-                        operands.own_rowwise if saved is ROWWISE else operands.take(COLUMNWISE)
-                    )
+                    kept = buffers_of(operands.own[saved])
                 ctx.save_for_backward(*kept, *([key] if ctx.keeps_key else []))
-            y = torch_compat.reshaped(y, (*ctx.shape[:-1], y.shape[-1]))
-            if axis is None or axis.column:
-                return y
-            y = _summed_output(y, axis)
-            return y if bias is None else y + bias.to(y.dtype)
+            return y
 
     @staticmethod
     def backward(ctx, dy):
         with opaque.tracing(), torch.autocast(dy.device.type, enabled=False):
-            dx, dw, db = _gradients(ctx, dy)
-            dx = (dx, None) if not ctx.needs_input_grad[1] else (None, dx)
-            return *dx, dw, db, *[None] * 7
+            call, weight = ctx.call, ctx.weight
+            to_x, to_shared, need_w, need_b = ctx.needs_input_grad[:4]
 
+            def read_weight() -> EncodedMatrix:
+                return weight_operand(
+                    call.plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, call.factors[1]
+                )[0]
 
-def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
-    """The sum of y over ranks, or this rank's rows of it."""
-    if axis.sequence_dim is None:
-        return axis.sum(y) if axis.reduces else y
-    cut = SequenceCut.of_whole(tuple(y.shape), axis.sequence_dim, axis.group)
-    return torch_compat.reshaped(Scattering(y.reshape(-1, y.shape[-1]), cut).wait(), cut.shape)
-
-
-def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    plan, weight, call, axis = ctx.plan, ctx.weight, ctx.call, ctx.axis
-    (to_x, to_shared, need_w, need_b), n = ctx.needs_input_grad[:4], weight.shape[0]
-    need_x = to_x or to_shared
-    rows, cut = dy.reshape(-1, n), None if axis is None else axis.cut_of("grad_output", dy)
-    resolved = plan.resolved(dy.dtype, dy.device)
-    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-    dx = dw = db = None
-    if need_b:
-        db = bias_gradient(plan, rows, directions)
-        db = (db if cut is None or axis is None else axis.sum(db)).to(ctx.bias_dtype)
-    if not directions:
-        return None, None, db
-    key = call.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
-    statistics = slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
-    operands = GraphOperands(plan, "grad_output", rows, directions, key, call, statistics, cut)
-    if need_w and ctx.cut is not None:
-        x = _saved_input(ctx, dy)
-    if need_x:
-        d = operands.take(ROWWISE)
-        # FSDP2 fills its codes then
-        with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
-            w, _ = weight_operand(
-                plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, call.factors[1]
+            dx, dw, db = gradients(
+                call,
+                dy,
+                weight,
+                (to_x or to_shared, need_w, need_b),
+                read_weight,
+                lambda _: _start_input(ctx, dy),
             )
-            dx = gemm(
-                d,
-                w,
-                out_dtype=dy.dtype,
-                domain=resolved.domains[1],
-                watch=call.watch(resolved, 1),
-            ).view(ctx.shape)
-        if axis is not None and axis.column and axis.sequence_dim is None and axis.reduces:
-            dx = axis.sum(dx)
-    if need_w:
-        if ctx.cut is None:
-            x = _saved_input(ctx, dy)
-        watch = call.watch(resolved, 2)
-        dw = gemm(
-            operands.take(COLUMNWISE),
-            x(),
-            out_dtype=dy.dtype,
-            domain=resolved.domains[2],
-            watch=watch,
-        ).to(weight.dtype)
-    if ctx.training:
-        record_amaxes(call.histories[2], plan.grad_output, operands.amaxes)
-    return dx, dw, db
-
-
-class Ranks(NamedTuple):
-    """How ranks share a layer, in constants that dynamo records: fields of
-    `exchange.TensorParallel`.
-
-    spans_weight:  scales of a whole weight are those of all ranks' parts of it.
-    dtype:         in which x is multiplied.
-    """
-
-    group_name: str
-    column: bool
-    sequence_dim: int | None
-    reduces: bool
-    spans_weight: bool
-    dtype: torch.dtype
+            dw = None if dw is None else dw.to(weight.dtype)
+            db = None if db is None else db.to(ctx.bias_dtype)
+            return *((None, dx) if to_shared else (dx, None)), dw, db, *[None] * 4
 
 
 @torch.compiler.allow_in_graph
@@ -357,33 +268,41 @@ def traced_linear(
     guards:     those of `GraphCall`, or [].
     factors, histories:  of the delayed sides of input, weight and grad_output, one after the other.
     rank:       of `GraphCall`.
-    ranks:      `Ranks`, where ranks share the layer; x may then be a DTensor that is cut along the
-                sequence.
+    ranks:      where ranks share the layer, in constants that dynamo records: group name, column,
+                sequence_dim and reduces of `TensorParallel`; whether scales of the whole weight are
+                those of all ranks' parts; dtype in which x is multiplied. x may then be a DTensor
+                that is cut along the sequence.
     """
     its = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
     counts = [len(its.hybrid(slot).delayed_directions) for slot in SLOTS]
-    of = ([], [], []), ([], [], [])
-    for flat, by_slot in zip((list(factors), list(histories)), of):
-        for here, count in zip(by_slot, counts):
-            here.extend(flat[:count])
-            del flat[:count]
     if len(factors) < sum(counts):
         raise ValueError(
             "a compiled region entered fq.autocast with delayed scaling, whose histories cannot be "
             "made while a graph is traced; run it once in eager mode first"
         )
+
+    def by_slot(flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        ends = list(accumulate(counts))
+        return [flat[end - count : end] for end, count in zip(ends, counts)]
+
     axis = shared = group_of_weight = None
     if ranks is not None:
-        of_layer, owner = Ranks(*ranks), x
-        axis = TensorParallel(torch_compat.group_of_name(of_layer.group_name), *of_layer[1:4])
-        group_of_weight = axis.group if of_layer.spans_weight else None
-        x = (x.to_local() if isinstance(x, DTensor) else x).to(of_layer.dtype)
+        group, *shared_as, spans_weight, dtype = ranks
+        axis, owner = TensorParallel(torch_compat.group_of_name(group), *shared_as), x
+        group_of_weight = axis.group if spans_weight else None
+        x = (x.to_local() if isinstance(x, DTensor) else x).to(dtype)
         if axis.gathered_slot == "input":
             shared = _shared_input(owner, x, axis)
     step, ids = (None if t is None else t.to(x.device) for t in (step, ids))
-    guard, backward_guard = guards or (None, None)
-    call = GraphCall(step, ids, rank, guard, backward_guard, *of)
-    gradient = None if shared is None else shared.gradient
-    return _TracedLinear.apply(
-        x, gradient, weight, bias, its, save, training, call, axis, shared, group_of_weight
+    call = GraphCall(
+        its,
+        axis,
+        step,
+        ids,
+        rank,
+        *(guards or (None, None)),
+        factors=by_slot(factors),
+        histories=by_slot(histories if training else []),
     )
+    gradient = None if shared is None else shared.gradient
+    return _TracedLinear.apply(x, gradient, weight, bias, save, call, shared, group_of_weight)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of GEMMs in a graph that is being traced: statistics, codes and gathers as functional
-operators.
-"""
+"""Operands of GEMMs in traces: statistics, codes and gathers as functional operators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,40 +18,39 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
-from ..scaling import AmaxHistory
-from ..storage import Storage, encoded_matrix, to_layout, to_storage
+from ..storage import Storage, encoded_matrix, to_layout
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Gather, SequenceCut, TensorParallel, shared_statistics
-from .operands import SLOTS, slot_key, slot_storages
+from .operands import SLOTS, SlotOperands, record_amaxes, slot_key, slot_storages
 from .plan import GemmPlan, Resolved
 
 
 class GraphCall(NamedTuple):
-    """What a layer's products read and write call their operands, on their device. The same
-    tensors in every step.
+    """What a layer's products read and write besides operands: the same tensors in every step.
 
-    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte
-                depends on them.
+    axis:       how ranks share the layer; None: they do not.
+    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: not read.
     rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
-    guard, backward_guard:  fp32 [3, 2], what products of the forward and of the backward lost;
-                            None: nothing is watched.
-    factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; []
-                without delayed scaling.
-    histories:  likewise, where their amaxes go.
+    guard, backward_guard:  fp32 [3, 2], what products lost, of each pass; None: not watched.
+    factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side.
+    histories:  likewise, where their amaxes are recorded; [] where they are not.
     """
 
+    plan: GemmPlan
+    axis: TensorParallel | None
     step: Tensor | None
     ids: Tensor | None
     rank: Tensor | None
     guard: Tensor | None
     backward_guard: Tensor | None
-    factors: tuple[list[Tensor], list[Tensor], list[Tensor]]
-    histories: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    factors: Sequence[Sequence[Tensor]]
+    histories: Sequence[Sequence[Tensor]]
 
     def tensors(self) -> list[Tensor]:
         flat = [t for of in (*self.factors, *self.histories) for t in of]
-        return [t for t in (*self[:5], *flat) if t is not None]
+        own = self.step, self.ids, self.rank, self.guard, self.backward_guard
+        return [t for t in (*own, *flat) if t is not None]
 
     def watch(self, resolved: Resolved, product: int) -> Watch | None:
         guard = self.backward_guard if product else self.guard
@@ -61,48 +59,94 @@ class GraphCall(NamedTuple):
         return Watch(resolved.watched[product], known(self.step, "the step"), guard, product)
 
     def key(
-        self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None
+        self, slot: str, x: Tensor, cut: SequenceCut | None, after: Tensor | None = None
     ) -> Tensor | None:
-        """`slot_key` of this call."""
-        if not plan.hybrid(slot).is_stochastic:
+        """`slot_key` of all ranks' rows of x."""
+        if not self.plan.hybrid(slot).is_stochastic:
             return None
         step = self.step
         if step is None or self.ids is None:
             raise ValueError("a graph that rounds stochastically reads no step")
         if self.rank is not None:
             step = torch.cat((step[:-1], self.rank[:1]))
-        return slot_key(plan, slot, step, self.ids, rows, after)
+        rows = x.shape[0] if cut is None else cut.rows * cut.ranks
+        return slot_key(self.plan, slot, step, self.ids, rows, after)
+
+    def record(self, slot: str, amaxes: dict[Direction, Tensor]) -> None:
+        record_amaxes(self.histories[SLOTS.index(slot)], self.plan.hybrid(slot), amaxes)
+
+    def statistics(
+        self, slot: str, x: Tensor, passes: Sequence[Sequence[Direction]], cut: SequenceCut | None
+    ) -> dict[Direction, Statistics]:
+        """Compute statistics of x [rows, cols], over the ranks that have other rows or columns.
+
+        passes:  directions that are gathered together, where x is cut along the sequence.
+        """
+        hybrid, axis, group = self.plan.hybrid(slot), self.axis, None
+        if cut is not None:
+            passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
+        elif axis is not None and slot == axis.cut_slot:
+            group = axis.group
+        return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
+
+    def operands(
+        self,
+        slot: str,
+        x: Tensor | Storage,
+        directions: Sequence[Direction],
+        key: Tensor | None,
+        statistics: dict[Direction, Statistics],
+        cut: SequenceCut | None,
+        phase: str,
+    ) -> SlotOperands | GatheredOperands:
+        """Operands of x [rows, cols]: quantized here, or gathered from every rank, from now on."""
+        factors, hybrid = self.factors[SLOTS.index(slot)], self.plan.hybrid(slot)
+        if not isinstance(x, Storage) and cut is None:
+            return slot_storages(self.plan, slot, x, directions, key, factors, statistics)
+        gather = Gather(
+            x,
+            hybrid,
+            directions,
+            known(cut, "the cut"),
+            phase,
+            key=key,
+            factors=dict(zip(hybrid.delayed_directions, factors)),
+            statistics=statistics,
+            rank=None if self.rank is None else self.rank[1],
+        )
+        device = (x.data if isinstance(x, Storage) else x).device
+        return GatheredOperands(gather, self.plan.resolved(x.dtype, device).layouts[slot])
+
+    def quantize(
+        self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None
+    ) -> SlotOperands | GatheredOperands:
+        """`operands` of a gradient."""
+        statistics = self.statistics(slot, x, [directions], cut)
+        key = self.key(slot, x, cut, after=x)
+        return self.operands(slot, x, directions, key, statistics, cut, "backward")
 
 
-def whole_amaxes(
-    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, shared: bool = False
-) -> dict[Direction, Statistics]:
-    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
+class GatheredOperands:
+    """Operands of a `Gather`, in the layouts that products read. own, amaxes: the gather's."""
 
-    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
-    splits a reduction of all values where it likes, and fuses it with no loop over rows and
-    columns. `quantize` takes the largest: a launch from C++, where a kernel of inductor's is one
-    from Python.
+    def __init__(self, gather: Gather, layouts: dict[Direction, str]):
+        self._gather, self._layouts = gather, layouts
 
-    dtype:   that encoders see; None: x's.
-    shared:  with other ranks: one amax, and also of directions that histories scale, whose encoders
-             take them else.
-    """
-    spans = _whole_formats(hybrid, shared)
-    if not spans or x.numel() == 0:
-        return {}
-    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
-    if shared or any(fmt.tensor_scale for fmt in spans.values()):
-        amax = amax.amax().view(1, 1)
-    # through its bits: a compiler that took the amax of unrounded values must round now
-    if amax.dtype is torch.bfloat16:
-        amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return _of_whole(spans, amax.float())
+    @property
+    def own(self) -> dict[Direction, Storage]:
+        return self._gather.own
+
+    @property
+    def amaxes(self) -> dict[Direction, Tensor]:
+        return self._gather.amaxes
+
+    def take(self, direction: Direction) -> EncodedMatrix:
+        storage = self._gather.take(direction)
+        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
 
 
 def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
-    """Encoded directions that are scaled by the amax of all values. delayed: also those that
-    histories scale."""
+    """Encoded directions scaled by the amax of all values. delayed: or by histories."""
     spans = {
         d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated
     }
@@ -124,89 +168,33 @@ def shared_amaxes(
     rows_are_cut: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[Direction, Statistics]:
-    """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
+    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them; and those that
+    span the ranks of `group` (None: x is whole), also of directions that histories scale.
+
+    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor
+    splits a reduction of all values where it likes, and fuses it with no loop over rows and
+    columns. `quantize` computes the largest: its launch from C++ is cheaper than inductor's.
+
+    dtype:   that encoders see; None: x's.
+    """
     shares = group is not None and group.size() > 1
-    own = whole_amaxes(hybrid, x, dtype, shares)
-    if group is None or not shares or x.numel() == 0:
+    spans = _whole_formats(hybrid, shares)
+    if x.numel() == 0 or not (spans or shares):
+        return {}
+    own = {}
+    if spans:
+        amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
+        if shares or any(fmt.tensor_scale for fmt in spans.values()):
+            amax = amax.amax().view(1, 1)
+        # through its bits: a compiler that read the amax of unrounded values must round now
+        if amax.dtype is torch.bfloat16:
+            amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+        own = _of_whole(spans, amax.float())
+    if group is None or not shares:
         return own
     return own | shared_statistics(
         x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own
     )
-
-
-def slot_statistics(
-    plan: GemmPlan,
-    slot: str,
-    x: Tensor,
-    passes: list[list[Direction]],
-    axis: TensorParallel | None,
-    cut: SequenceCut | None,
-) -> dict[Direction, Statistics]:
-    """Take statistics of an activation or gradient [rows, cols], over the ranks that have other
-    rows or columns of it.
-
-    passes:  directions that are gathered together, where x is cut along the sequence.
-    """
-    hybrid, group = plan.hybrid(slot), None
-    if cut is not None:
-        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], cut.group
-    elif axis is not None and slot == axis.cut_slot:
-        group = axis.group
-    return shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
-
-
-class GraphOperands:
-    """What products read of an activation or gradient [rows, cols]: quantized here, or of every
-    rank's rows, whose gathers start when this is made and are waited for a direction at a time.
-
-    call:  `GraphCall`.
-    phase:   "forward" or "backward".
-    amaxes:  of delayed sides; known once an operand was taken.
-    """
-
-    def __init__(
-        self,
-        plan: GemmPlan,
-        slot: str,
-        x: Tensor | Storage,
-        directions: list[Direction],
-        key: Tensor | None,
-        call: GraphCall,
-        statistics: dict[Direction, Statistics],
-        cut: SequenceCut | None,
-        phase: str = "backward",
-    ):
-        hybrid, factors, self._gather = plan.hybrid(slot), call.factors[SLOTS.index(slot)], None
-        device = x.device if isinstance(x, Tensor) else x.data.device
-        self._layouts = plan.resolved(x.dtype, device).layouts[slot]
-        if cut is not None:
-            self._gather = Gather(
-                x,
-                hybrid,
-                directions,
-                cut,
-                phase,
-                key=key,
-                factors=dict(zip(hybrid.delayed_directions, factors)),
-                statistics=statistics,
-                rank=None if call.rank is None else call.rank[1],
-            )
-        elif isinstance(x, Tensor):
-            self._made, self.amaxes = slot_storages(
-                plan, slot, x, directions, key, factors, statistics
-            )
-
-    def take(self, direction: Direction) -> EncodedMatrix:
-        if self._gather is None:
-            return self._made[direction]
-        storage = self._gather.take(direction)
-        self.amaxes = self._gather.amaxes
-        return to_layout(storage, self._layouts[direction]) if storage.data.numel() else storage
-
-    @property
-    def own_rowwise(self) -> EncodedMatrix:
-        """Codes of this rank's rows."""
-        return self._made[ROWWISE] if self._gather is None else self._gather.sent[ROWWISE]
 
 
 def weight_operand(
@@ -217,10 +205,9 @@ def weight_operand(
     statistics: dict[Direction, Statistics],
     factors: list[Tensor],
 ) -> tuple[EncodedMatrix, dict[Direction, Tensor]]:
-    """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight
-    its codes.
+    """The weight as a product reads it, and the amaxes of its delayed side.
 
-    statistics:  known ones; takes those of the whole weight, for its other direction.
+    statistics:  known ones; those of the whole weight are added, for its other direction.
     """
     hybrid, layouts = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"]
     wanted = layouts[direction]
@@ -260,19 +247,9 @@ def weight_operand(
     spans = _whole_formats(hybrid)
     if source in spans and source not in statistics and amax is not None:
         statistics |= _of_whole(spans, amax)
-    made = encoded_matrix(encoded, encoding, weight.shape, dtype)
+    matrix = encoded_matrix(encoded, encoding, weight.shape, dtype)
     recorded = None if factor is None else encoded.amax
     amaxes = {} if recorded is None else {source: recorded}
-    if made.direction is not direction and hybrid.shares_storage:
-        made = to_storage(made).as_direction(direction)
-    elif made.direction is not direction:
-        made = hybrid.derive_columnwise(made, plan.compute_dtype)
-    return to_layout(made, wanted), amaxes
-
-
-def record_amaxes(
-    histories: list[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
-) -> None:
-    for direction, history in zip(hybrid.delayed_directions, histories):
-        if direction in amaxes:
-            AmaxHistory.record_in(history, amaxes[direction])
+    if matrix.direction is not direction:
+        matrix = hybrid.columnwise_of(matrix, compute_dtype=plan.compute_dtype)
+    return to_layout(matrix, wanted), amaxes

@@ -35,19 +35,16 @@ _SIDES = [
 
 
 def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Delayed scaling of `model` from amaxes of all ranks: activations and gradients are scaled
-    alike on every rank.
+    """Scale activations and gradients of `model` alike on every rank, from amaxes of all.
 
     group:  of ranks that step the same optimizers (default: all).
 
-    From now on each step that begins takes the maximum over the ranks, in one collective for all
+    From now on each step that begins computes the maximum over the ranks, in one collective for all
     layers of `model`: every rank must run the same training forwards, outside of whole-model graphs
     of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call
-    it; amaxes of weights are shared by `fully_shard` without it. A copy of the model shares
-    nothing.
+    it; `fully_shard` shares those of weights. A copy of the model shares nothing.
 
-    Raises ValueError for a model without converted modules; at a step, for layers that were
-    converted since.
+    Raises ValueError for a model without converted modules; later for new layers.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> if torch.distributed.is_initialized():
@@ -61,8 +58,7 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
-    """The layers by their name in the model, and by their own, which tells experts of ranks that
-    count them from 0 apart."""
+    """The layers by (name in the model, own name): ranks may count their experts from 0."""
     return {
         (name, module.runtime.name): module for name, module in converted_modules(model).items()
     }
@@ -89,8 +85,7 @@ class _Sharing:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
-        """Replace the current amaxes of `model` by the maximum over its ranks, if one of its
-        histories is about to roll."""
+        """Replace the current amaxes by the maximum over ranks, if one of the model is to roll."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         rolled = set(map(id, histories))
@@ -110,8 +105,7 @@ class _Sharing:
                 for side, h in histories_by_side(module).items()
                 if not h.keep_when_skipped
             }
-        # Histories lie where their layers ran; those of layers that did not run yet must not stay
-        # behind.
+        # Histories are stored where their layers ran; those of other layers must not stay behind.
         ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
         device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
         current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
@@ -169,8 +163,7 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
-    """JSON of module name -> product -> rung, of products that the guard moved; which rank of how
-    many saved it; and whether its step was skipped."""
+    """JSON of module name -> product -> rung; with the rank, and whether a step was skipped."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
     return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
 
@@ -195,8 +188,7 @@ def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save
-    under a key of its own.
+    """What a run needs to resume, but parameters and optimizer. Each rank saves its own.
 
     old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of
                   earlier versions: what `dcp.load` of such a file of a wrapped model is given.
@@ -207,8 +199,7 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     codes:        weight name -> hash of its codes, the same for every world size
                   (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
-    moved:        products that the anchoring guard moved, the rank, and whether the step was
-                  skipped (`fq.skip_step`); each rank's own.
+    moved:        products that the guard moved, the rank, if the step was skipped; each rank's own.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> sorted(fq.state_dict(model))
@@ -259,8 +250,7 @@ class _Saved(NamedTuple):
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    A model that follows a schedule has the recipe of the restored step. Wrappers around the model
-    or its parts may be others.
+    A model that follows a schedule has the recipe of that step. Wrappers may be others.
 
     Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what
     no `state_dict` returned; for a state of another recipe, schedule or other modules, unless
@@ -295,8 +285,7 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
-    """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take,
-    but for other codes."""
+    """Read a state. Raises ValueError as `load_state_dict`, but for other codes."""
     if not isinstance(state, dict):
         raise ValueError(
             f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
@@ -385,8 +374,7 @@ def _difference(state: dict, model: nn.Module) -> str:
 def _read_moved(
     text: object, modules: Mapping[str, Linear]
 ) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
-    """(module name -> product -> rung, [rank, world size] that saved it or None, whether its step
-    was skipped) of `state["moved"]`. Raises ValueError."""
+    """(moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises ValueError."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -417,8 +405,7 @@ def _read_moved(
 def _sides_at(
     model: nn.Module, modules: Mapping[str, Linear], step: int
 ) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", a history of its length) of each delayed side, as of that
-    step of schedules."""
+    """(module name, "slot.direction", a history of its length) per delayed side in a step."""
     plans = {id(m): m.plan for m in modules.values()}
     for m, recipe in _scheduled(model, step):
         plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
@@ -436,8 +423,7 @@ def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """As both kinds of parameters go on from: codes are made, and their amaxes recorded, again
-    behind a load."""
+    """For both kinds of parameters: a load encodes codes, and records their amaxes, again."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
         saved["amaxes"][0] = 0
@@ -449,7 +435,7 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
     ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(saved.modules.values()), steps_of(model).number
     for module in modules:
-        histories_by_side(module)  # makes those that no forward has made yet
+        histories_by_side(module)  # allocates those that no forward has allocated yet
     # experts of one weight share theirs
     kept = {id(m.runtime.weight_state.histories): m.runtime.weight_state.histories for m in modules}
     before = [
@@ -481,7 +467,6 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
 
 
 def _follow(model: nn.Module, step: int) -> None:
-    """Give the model the recipe that its schedules have in a step."""
     for scheduled, schedule in schedules_of(model).items():
         switch(scheduled, schedule, step)
 
@@ -495,8 +480,7 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
 
 
 def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
-    """Weights whose codes have another fingerprint than the saved one: the same list on every
-    rank."""
+    """Weights whose codes have another fingerprint than saved: the same on every rank."""
     if saved.codes is None:
         return []
     found = _codes(model, saved.names)

@@ -41,8 +41,7 @@ class Runtime:
     """The part of `modules.layer_runtime.LayerRuntime` that steps read.
 
     steps:        counts the steps of the layer's model; None: not counted yet.
-    input_owner:  returns the layer that stores the amax histories of the input, if several layers
-                  read one input.
+    input_owner:  returns the layer that stores the amax histories of a shared input.
     """
 
     name: str
@@ -61,8 +60,7 @@ class Layer(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """A schedule that a model follows, and the function that switches the model to its recipe at a
-    step."""
+    """A schedule, and the function that switches a model to its recipe at a step."""
 
     schedule: Schedule
     switch: Callable[[nn.Module, Schedule, int], None]
@@ -70,8 +68,7 @@ class Scheduled(NamedTuple):
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
 SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that shares the amaxes of
-# histories that are about to roll.
+# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that does before a roll.
 SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -83,8 +80,7 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 def _after_step_begins(model: nn.Module | None, step: int) -> None:
     """Run what follows the beginning of a step.
 
-    model:  the model whose step begins. None: all models (`begin_step`), or layers that run without
-            a model.
+    model:  the model whose step begins. None: all models (`begin_step`), or loose layers.
     """
     guard.apply_underflow_policy()
     for other, (schedule, switch) in list(SCHEDULED.items()):
@@ -151,8 +147,7 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """The step that a checkpoint stores: the next one; if counted by hand, the running one.
-        Waits for the device if graphs count there."""
+        """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
         if STEP.counted_by_hand:
             return STEP.step
         self._catch_up()
@@ -165,7 +160,6 @@ class TrainingSteps:
             self.next, self.ahead = max(counted, default=STEP.step + self.open), False
 
     def _publish(self, step: int, is_open: bool) -> None:
-        """Set `next` and `open` on the host and on every device."""
         self.next, self.open, self.ahead = step, is_open, False
         for counts in self._counts.values():
             counts[0].fill_(step)
@@ -177,8 +171,7 @@ class TrainingSteps:
         return not self.open and (self.has_run or self.next > 0)
 
     def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next training forward begin `step`. If steps are counted by hand, `step` is the
-        one that ran, even the first.
+        """Let the next training forward begin `step`; by hand, `step` is the one that ran.
 
         skipped:  the histories collect the amaxes of `step` itself.
         """
@@ -217,8 +210,7 @@ class TrainingSteps:
         _after_step_begins(model, step)
 
     def begin_in_graph(self, device: torch.device) -> None:
-        """Begin a step of a model that is being traced, reading and writing only the count on
-        `device`."""
+        """Begin a step of a model that is being traced, with the count on `device` alone."""
         self.has_run = self.traced = True
         if STEP.counted_by_hand:  # `begin_step` rolls
             self.open = True
@@ -234,8 +226,7 @@ class TrainingSteps:
 
     # All models of the process share the step's tensor, so graphs cannot count in it.
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return int64 [2], `next` and `open`, which graphs read and write. Call it before a trace,
-        which would otherwise record the values as constants."""
+        """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
             with torch.inference_mode(False):
                 self._counts[device] = torch.tensor([self.next, self.open], device=device)
@@ -243,8 +234,7 @@ class TrainingSteps:
         return self._counts[device]
 
     def begin_by_hand(self) -> None:
-        """Begin another step of a model whose forwards the host does not see, because a graph runs
-        it or its parts are called one by one."""
+        """Begin another step of a model whose forwards the host does not see (graphs, parts)."""
         forwards_are_seen = self.has_run and not self.traced
         if forwards_are_seen or self.at == STEP.step:
             return
@@ -253,8 +243,7 @@ class TrainingSteps:
         self.at = STEP.step
 
     def skip(self) -> None:
-        """Let the next training forward begin the running step again, because the optimizer did not
-        apply it."""
+        """Let the next training forward begin the running step again: it was not applied."""
         for counts in self._counts.values():
             if not STEP.counted_by_hand:
                 counts[0].sub_(counts[1])
@@ -311,8 +300,7 @@ class _LooseLayers(threading.local):
 
     def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
         """Return the histories of these layers that have not rolled in this step. `begin_step` may
-        have rolled some before `fully_shard` gathered their weights. Experts of one weight share
-        histories."""
+        have rolled some before `fully_shard` gathered weights."""
         counts = {
             id(steps): steps for layer in layers if (steps := layer.runtime.steps) is not None
         }
@@ -343,8 +331,7 @@ def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
 
 
 def note_forward(layer: Layer, grad: bool) -> None:
-    """Count the forward of a layer that needs steps. Do not call it for recomputed or traced
-    forwards.
+    """Count the forward of a layer that needs steps, neither recomputed nor traced.
 
     grad:  a backward may follow.
 
@@ -376,8 +363,7 @@ def steps_of(model: nn.Module) -> TrainingSteps:
 
 
 def continued(model: nn.Module) -> TrainingSteps:
-    """Return new steps for a model. They continue the steps of its layers, if these ran without a
-    model."""
+    """Return new steps for a model, which continue those of its layers that ran alone."""
     steps, before = TrainingSteps(), steps_of(model)
     if before is _LOOSE.steps and before.has_run:
         steps.restart(before.number)
@@ -385,8 +371,7 @@ def continued(model: nn.Module) -> TrainingSteps:
 
 
 def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
-    """Let the next training forward of a model, or of layers without a model, begin `step` (see
-    `TrainingSteps.restart`)."""
+    """`TrainingSteps.restart` of a model, or of layers without a model."""
     for module in model.modules():
         if (steps := own_steps(module)) is not None:
             steps.restart(step, skipped)
@@ -483,8 +468,7 @@ def skip_step() -> None:
 
 
 def sync(model: nn.Module) -> None:
-    """Quantize quantized parameters again after code other than an optimizer changed their masters.
-    Every rank must call it.
+    """Quantize quantized parameters again, whose masters others wrote. Every rank calls it.
 
     >>> with fq.quantized_model_init("mxfp8"):
     ...     model = nn.Sequential(fq.Linear(64, 32))
@@ -509,8 +493,7 @@ def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and all optimizers in its attributes, or in lists, tuples and dicts
-    there."""
+    """Return the optimizer and all optimizers in its attributes, also in containers there."""
     found = [optimizer]
     for one in found:  # the loop appends to `found`
         for name, value in vars(one).items():
@@ -524,8 +507,7 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _check_masters(optimizer: Optimizer) -> None:
-    """Raise ValueError for quantized parameters whose masters neither the optimizer nor one inside
-    it holds."""
+    """Raise ValueError for quantized parameters whose masters no (inner) optimizer holds."""
     holders = None
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -13,13 +13,12 @@ from torch import nn
 
 @contextlib.contextmanager
 def masks_of_captures(model: nn.Module) -> Iterator[None]:
-    """transformers decides about masks as it must in a capture, where no tensor can be read, during
-    the steps before it too.
+    """Let transformers decide about masks as in a capture, where no tensor can be read.
 
     Otherwise the capture gives its layers other arguments than the steps before it did, and
     compiled ones are compiled inside of it. A model that makes its positions itself packs no
-    sequences: it gets no mask for that, and keeps the kernels of attention that take none. For
-               `position_ids` and an `attention_mask` from outside, masks are always made.
+    sequences: it gets no mask for that, and keeps the kernels of attention that accept none. For
+    `position_ids` and an `attention_mask` from outside, masks are always computed.
 
     model: may hold models of transformers, or be one; without any, nothing changes.
     """

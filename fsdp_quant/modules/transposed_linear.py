@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers'
-GPT-2.
+"""`TransposedLinear`: linear layers whose weight is stored [in, out], as GPT-2's `Conv1D`.
 
 The module keeps its class, its parameters and their names. Products multiply the transposed view of
 the weight as `fq.Linear` multiplies its own, by a layer that is no module of the tree.
@@ -19,16 +18,14 @@ TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
 
 
 def is_transposed(cls: type) -> bool:
-    """Modules of this class compute x W + b of `weight` [in, out] and `bias` [out], and were not
-    converted."""
+    """Modules of this class compute x W + b, of `weight` [in, out]; they are not converted."""
     return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(
         cls, TransposedLinear
     )
 
 
 class TransposedLinear(nn.Module):
-    """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe
-    gives."""
+    """y = x W + b of `weight` [in, out] and `bias` [out], in the formats of a recipe."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -53,14 +54,16 @@ from ..formats import (
 from .layout import pack, unpack
 from .rng import random_bytes
 
+Value = TypeVar("Value")
+
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def known(tensor: Tensor | None, what: str) -> Tensor:
-    """The tensor. Raises ValueError if it is missing."""
-    if tensor is None:
+def known(value: Value | None, what: str) -> Value:
+    """The value. Raises ValueError if it is missing."""
+    if value is None:
         raise ValueError(f"{what} is needed, got None")
-    return tensor
+    return value
 
 
 # Geometry #

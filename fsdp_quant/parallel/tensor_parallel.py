@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 from ..context import quantized_init_recipe
 from ..counters import counters
 from ..modules.exchange import Layouts, TensorParallel
-from ..modules.linear import Linear, make_quantized
+from ..modules.linear import Linear
 from ..modules.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
@@ -75,7 +75,9 @@ class _Style:
             )
         result = super()._apply(module, device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
         if self.recipe is not None and type(module) is nn.Linear:
-            make_quantized(module, Linear, self.recipe, f"parallel.{next(_SERIAL)}")
+            module.__class__ = Linear
+            if isinstance(module, Linear):
+                module.make_quantized(self.recipe, f"parallel.{next(_SERIAL)}")
         return result
 
     def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
