@@ -353,6 +353,10 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
             yield NormPattern(name, eps=eps, **kind)
 
 
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {n: m for n, m in module._modules.items() if isinstance(m, nn.Linear)}
+
+
 def _other_arguments(module: nn.Module) -> str:
     """Names of the forward's arguments besides x, as of a gated norm; defaults hide them from the
     proof."""

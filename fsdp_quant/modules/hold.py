@@ -89,14 +89,12 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
             m.reshard()  # an evaluation leaves the root gathered
     converted = converted_modules(module)
     own = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
-    frozen = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
-    layers = {
-        name: layer for name, layer in frozen.items() if type(layer.weight) is not QuantizedTensor
-    }
+    untrained = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
+    layers = {name: m for name, m in untrained.items() if type(m.weight) is not QuantizedTensor}
     if not layers:
         raise ValueError(
             f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
-            f"{len(own) - len(frozen)} train, {len(frozen)} hold codes, and "
+            f"{len(own) - len(untrained)} train, {len(untrained)} hold codes, and "
             f"{len(converted) - len(own)} are part of packed or transposed weights, which stay; "
             "set requires_grad_(False) on the weights that do not train"
         )
