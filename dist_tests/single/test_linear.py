@@ -784,20 +784,19 @@ def test_nothing_of_a_weight_outlives_its_backward(name: str):
     are stale."""
     module, x = linear(ALL[name]), values(24, 40, dtype=torch.float32).requires_grad_()
 
-    def codes() -> int:
+    def codes() -> list[Tensor]:
         gc.collect()
-        return sum(
-            type(t) is Tensor and t.dtype is torch.uint8
-            for t in gc.get_objects()
-            if isinstance(t, Tensor)
-        )
+        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
+        return [t for t in tensors if type(t) is Tensor and t.dtype is torch.uint8]
 
-    before = codes()
+    others = codes()  # of other tests, alive while this one looks
+    known = set(map(id, others))
     y = module(x)
-    assert codes() > before
+    assert [t for t in codes() if id(t) not in known]
     y.sum().backward()
     del y
-    assert codes() == before
+    left = [t.shape for t in codes() if id(t) not in known]
+    assert not left, left
 
 
 def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
