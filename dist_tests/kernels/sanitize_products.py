@@ -101,7 +101,7 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
     tokens, what = int(ENDS[-1]), f"{blocks} {element.name}"
     if blocks[0] != BY_128X128:
         a, b = operand(tokens, k, blocks[0], 1, element), operand(n, k, blocks[1], 2, groups=groups)
-        kinds = [native.gemms._grouped_operand_code(o) for o in (a, b)]
+        kinds = [native.gemms.grouped_operand_code(o) for o in (a, b)]
         made = native.grouped_gemm(moved(a), moved(b), on_device(ENDS))
 
         def rows() -> list[Tensor]:
@@ -111,7 +111,7 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
 
         run(f"grouped_gemm {what}", [made], rows, BOUND)
     x, w = operand(40, tokens, blocks[0], 3, element), operand(n, tokens, blocks[1], 4)
-    kinds_of_depth = [native.gemms._grouped_operand_code(o) for o in (x, w)]
+    kinds_of_depth = [native.gemms.grouped_operand_code(o) for o in (x, w)]
     before = laws.values(groups * 40, n, dtype=FP32).view(groups, 40, n)
     for accumulate in (False, True):
         out = on_device(before.clone())

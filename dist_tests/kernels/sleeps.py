@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
     def run(self, operators, out: Tensor) -> Tensor:
         """The result: `out`, or new memory."""
-        kinds = [native.gemms._grouped_operand_code(o) for o in (self.a, self.b)]
+        kinds = [native.gemms.grouped_operand_code(o) for o in (self.a, self.b)]
         given, count = arguments(self.a, self.b), {"sm_count": self.processors}
         if self.operator == "gemm":
             return operators.gemm(*given, *kinds, out.dtype, **count)

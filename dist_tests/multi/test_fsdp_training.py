@@ -24,6 +24,7 @@ from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
 from fsdp_quant.modules import training_state
+from fsdp_quant.modules.steps import converted_modules
 from fsdp_quant.recipe import Role
 from fsdp_quant.tensor import gather_group, root_statistics
 from fsdp_quant.tensor.fsdp_hooks import FSDPHooks
@@ -672,6 +673,43 @@ def _autocast(rank: int, world: int) -> None:
         for got in seen[1:]:
             for i, (a, b) in enumerate(zip(got, seen[0], strict=True)):
                 laws.assert_same_bytes(a, b, f"{name}: tensor {i}")
+
+
+def _moved(rank: int, world: int) -> None:
+    """The guard moves GEMMs between two steps, or while a block is gathered."""
+    for product, rung in (("fprop", "anchored"), ("dgrad", "anchored"), ("dgrad", "exact")):
+        for gathered in (False, True):
+            seen = []
+            for sharded in (False, True):
+                with hopper.emulated():
+                    net = fq.convert(nets.build(hidden=(64, 64)).bfloat16(), fq.recipes.mxfp8())
+                    if sharded:
+                        nets.shard(net)
+                    optimizer, x = nets.adam(net), nets.batch(rows=16).bfloat16()
+                    for step in range(3):
+                        if step == 1:
+
+                            def move(*_, net=net) -> None:
+                                hook.remove()
+                                for layer in converted_modules(net).values():
+                                    layer.runtime.move_to({product: rung})
+
+                            where = net.blocks[1].down if gathered else net
+                            hook = where.register_forward_pre_hook(move)
+                        net(x).float().square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    seen.append(nets.full_state(net))
+            for name, weight in seen[0].items():
+                what = f"{product} to {rung}, gathered {gathered}: {name}"
+                laws.assert_same_bytes(seen[1][name], weight, what)
+
+
+@on_cpu
+def test_gathers_follow_gemms_that_the_guard_moves():
+    """If false, a run under `fully_shard` ends where the guard moves a GEMM: the codes that it
+    reads were freed."""
+    run_ranks(2, _moved)
 
 
 @on_cpu

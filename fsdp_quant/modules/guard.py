@@ -56,6 +56,7 @@ class GuardedLayer(Protocol):
     def steps(self) -> object: ...
     @property
     def is_shared(self) -> bool: ...
+    def set_plan(self, plan: GemmPlan) -> None: ...
 
 
 _GUARDED: weakref.WeakSet[GuardedLayer] = weakref.WeakSet()
@@ -164,7 +165,7 @@ def _move(layer: GuardedLayer, sums: list) -> None:
                 "moved",
                 (other.name, product, why if other is layer else f"as for {layer.name}"),
             )
-        other.plan = plan
+        other.set_plan(plan)
     torch_compat.foreach_zero_(
         [g for m in alike for g in (m.guard, m.backward_guard) if g is not None]
     )  # they hold sums of the old rung

@@ -37,8 +37,8 @@ class LayerRuntime(Runtime):
 
     name:          keys random bits, names the layer in errors.
     module_type:   of its roles (`Role.module_type`).
-    plan:          formats and rungs of its three GEMMs; `weight_state.plan` is the plan whose
-                   layouts a gather lays codes out in, which the guard does not move.
+    plan:          formats and rungs of its three GEMMs; also of `weight_state`, whose gathers lay
+                   codes out for it.
     ids:           int64 [3] (`slot_ids`), on the device that asked last.
     graphs:        the tensors that compiled graphs of the layer receive.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
@@ -88,13 +88,13 @@ class LayerRuntime(Runtime):
         self.recipe = recipe
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def set_plan(self, plan: GemmPlan, of_weight: GemmPlan | None = None) -> None:
-        """of_weight: in whose layouts gathers lay codes out; default: the same."""
-        self.plan, self.weight_state.plan = plan, of_weight or plan
+    def set_plan(self, plan: GemmPlan) -> None:
+        """Multiply by this plan; the next gather of the weight lays its codes out for it."""
+        self.plan = self.weight_state.plan = plan
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
-        """Product name -> rung of `plan`; others: the first. Gathers keep their layouts."""
-        self.plan = self.plan.moved_to(rungs)
+        """Product name -> rung of `plan`; others: the first."""
+        self.set_plan(self.plan.moved_to(rungs))
 
     @property
     def is_shared(self) -> bool:

@@ -158,6 +158,15 @@ def _columnwise_buffers(
     return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
 
 
+def _lacks_columnwise(weight: Tensor, plan: GemmPlan, x: Tensor) -> bool:
+    """The gather that the backward reads has no memory for the codes as it reads them: a GEMM moved
+    since the weight was gathered."""
+    if not isinstance(weight, QuantizedTensor) or not torch.is_grad_enabled():
+        return False
+    layout = plan.resolved(x.dtype, x.device).layouts["weight"][COLUMNWISE]
+    return _columnwise_buffers(weight, plan, layout) is None
+
+
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call accepts x [.., cols] and the other operand's n rows as they are."""
     if resolved.call is None or type(x) not in (Tensor, Parameter):
@@ -174,6 +183,7 @@ def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Ge
         not torch_compat.dispatch_is_watched()
         and plan.saves != "input"
         and plan.input.side(ROWWISE).fmt.is_quantized
+        and not _lacks_columnwise(weight, plan, x)
         and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
     )
 

@@ -443,7 +443,7 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
         for of in kept.values()
         for key, history in of.items()
     ]
-    plans = [(m.plan, m.runtime.weight_state.plan) for m in modules]
+    plans = [m.plan for m in modules]
     _follow(model, saved.step)
     for name, module in saved.modules.items():
         for side, history in histories_by_side(module).items():
@@ -455,8 +455,8 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
             module.runtime.move_to(saved.moved.get(name, {}))
         return
     _follow(model, step)
-    for module, (plan, of_weight) in zip(modules, plans):
-        module.runtime.set_plan(plan, of_weight)
+    for module, plan in zip(modules, plans):
+        module.runtime.set_plan(plan)
     for of, key, history, values in before:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)

@@ -97,7 +97,9 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     # FSDP2 copies each offloaded shard to the device when it asks for its inputs
     if managed.is_offloaded and shard is not None and weight.device != shard.device:
         params, registered, local = [managed.param], [shard], [weight]
-    if group is None or not group.is_of(registered):
+    begins = managed.in_forward and not torch_compat.backward_is_running()
+    # a backward reads the operands that its forward saw
+    if group is None or not group.is_of(registered) or (begins and not group.converts_as_read()):
         group = GatherGroup(
             registered,
             [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in registered],
@@ -106,7 +108,7 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     for member, tensor in zip(group.members, group.ours(registered)):
         if member.state.holds_codes:
             tensor.refresh_shard(member.managed)
-    if managed.in_forward and not torch_compat.backward_is_running():
+    if begins:
         group.is_checkpointed = torch_compat.checkpoint_hook() is not None
     recomputed = group.recomputed
     needed = {one: directions_needed(managed, one) for one in set(recomputed)}

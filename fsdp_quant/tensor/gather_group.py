@@ -62,7 +62,6 @@ class GatherGroup:
             operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
         )
         self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
-        self._dtypes = [member.activation_dtype for member in self.members]
         self._layouts = [member.layouts for member in self.members]
         self._operands = _Operands(self.members, self._layouts)
         self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint
@@ -70,23 +69,23 @@ class GatherGroup:
             member.group = self
 
     def is_of(self, local: Sequence[Tensor]) -> bool:
-        """It gathers these tensors, in their present formats and layouts."""
+        """It gathers these tensors, in their present formats."""
         before = [tensor() for tensor in self._local]
         now = [member.state.gathered for member in self.members]
         return (
             len(before) == len(local)
             and all(map(operator.is_, before, local))
             and all(map(operator.is_, now, self.members))
-            and self._converts_as_read()
         )
 
-    def _converts_as_read(self) -> bool:
-        """GEMMs of the present activations read the layouts of the operands."""
-        dtypes = [member.activation_dtype for member in self.members]
-        if not all(map(operator.is_, dtypes, self._dtypes)):
-            if self._layouts != [member.layouts for member in self.members]:
-                return False
-            self._dtypes = dtypes
+    def converts_as_read(self) -> bool:
+        """The present GEMMs read the layouts of the operands: the guard moved none, and autocast is
+        as it was."""
+        changed = [member for member in self.members if member.reader != member.laid_out_for]
+        if changed and self._layouts != [member.layouts for member in self.members]:
+            return False
+        for member in changed:
+            member.laid_out_for = member.reader
         return True
 
     @property
@@ -271,7 +270,8 @@ class GatherPlan:
         for relayout in self._relayouts:
             relayout()
         for member, codes in self._unread:
-            if member.activation_dtype is not None:  # else their layout is a guess
+            # else the dtype was a guess, or the guard moved a GEMM since the forward's gather
+            if member.activation_dtype is not None and member.reader == member.laid_out_for:
                 torch_compat.free_storage(codes)
 
 
@@ -367,13 +367,15 @@ class _Operands:
         buffers = [b for b in every if b is not None]
         for b in buffers:
             b.alloc()
+        for member in members:
+            member.laid_out_for = member.reader
+            if not member.state.packed:
+                member.pair.drop_operands()  # in the layouts of other GEMMs
         for d in Direction:
             of: list[tuple[int, Storage, str]] = []
             for i, member in enumerate(members):
                 if member.state.packed:
                     continue
-                if d is ROWWISE:
-                    member.pair.drop_operands()  # of activations of another dtype
                 layout, storage = layouts[i].get(d, COMPACT), member.pair.get(d)
                 if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
                     of.append((i, storage, layout))

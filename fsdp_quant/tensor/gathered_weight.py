@@ -159,6 +159,7 @@ class GatheredWeight:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
         self.group: Any = None  # gather_group.GatherGroup
+        self.laid_out_for: Any = None  # the `reader` of the group's operands
         # set by the group's gather until FSDP2 asks for them
         self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
         self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
@@ -185,6 +186,11 @@ class GatheredWeight:
         of a parameter that autocast leaves as it is. None: not known."""
         of_parameter = None if self.dtype is torch.float32 else self.dtype
         return self.state.activation_dtype or of_parameter
+
+    @property
+    def reader(self) -> tuple[torch.dtype | None, Any]:
+        """What decides `layouts`: the dtype of the activations, and the plan."""
+        return self.activation_dtype, self.state.plan
 
     @property
     def layouts(self) -> dict[Direction, str]:

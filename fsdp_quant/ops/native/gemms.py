@@ -133,9 +133,13 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
+def grouped_operand_code(o: Operand) -> int:
+    """`operand_code`, also of 16-bit values with one scale per group."""
+    return operand_code(o.fmt) or (o.scale is not None) * (_SCALINGS["fp32", (None, None)] << 3)
+
+
 def _grouped_arguments(a: Operand, b: Operand, offsets: Tensor) -> tuple:
-    one_scale = _SCALINGS["fp32", (None, None)] << 3  # of 16-bit values
-    codes = (operand_code(o.fmt) or (0 if o.scale is None else one_scale) for o in (a, b))
+    codes = grouped_operand_code(a), grouped_operand_code(b)
     return a.data, b.data, a.scale, b.scale, offsets, *codes
 
 
