@@ -15,10 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes
+from dist_tests.laws import assert_same_bytes, values
+from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.modules.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 RECIPES = {
@@ -252,3 +254,31 @@ def test_frozen_weights_are_left_out_of_fully_shard():
         assert_same_bytes(model(batch(0)), want, "output")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_frozen_weight_follows_gemms_that_the_guard_moves(compiles: bool):
+    """If false, LoRA over a frozen model ends where the guard moves a GEMM: its anchored codes have
+    no other layout."""
+    for product, rung in (("fprop", "anchored"), ("dgrad", "exact")):
+        seen = []
+        for frozen in (False, True):
+            with hopper.emulated():
+                torch.manual_seed(0)
+                torch._dynamo.reset()
+                net = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 64, bias=False))
+                fq.convert(net.bfloat16().requires_grad_(False), fq.recipes.mxfp8())
+                if frozen:
+                    fq.freeze(net)
+                run = torch.compile(net, backend="aot_eager") if compiles and frozen else net
+                for step in range(2):
+                    x = values(32, 64, seed=step).bfloat16().requires_grad_()
+                    y = run(x)
+                    y.float().square().mean().backward()
+                    seen.append((y.detach().float(), x.grad.float()))
+                    for layer in converted_modules(net).values():
+                        layer.runtime.move_to({product: rung})
+        for step, (want, got) in enumerate(zip(seen[:2], seen[2:])):
+            for a, b in zip(want, got):
+                off = float((a - b).norm() / a.norm())
+                assert off <= (0 if step == 0 else 1e-3), f"{product} {rung} {step}: {off:.1e}"

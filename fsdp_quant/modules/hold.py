@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -138,6 +139,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
                 WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
             )
         layer.weight = frozen[id(weight)]
+        layer.runtime.frozen = weakref.ref(layer.weight)
     return len(layers)
 
 

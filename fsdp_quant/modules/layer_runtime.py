@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..tensor.weight_state import WeightState
 from .exchange import TensorParallel
 from .guard import backward_guard_of, guard_of
 from .linear_op import HandedByInput
-from .operands import SLOTS, slot_ids
+from .operands import SLOTS, lay_out_frozen, slot_ids
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
 from .training_steps import Runtime
@@ -43,7 +44,10 @@ class LayerRuntime(Runtime):
     graphs:        the tensors that compiled graphs of the layer receive.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
+    frozen:        reference to the weight that `fq.freeze` encoded.
     """
+
+    frozen: weakref.ref[Any] | None = None
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class LayerRuntime(Runtime):
         self.boundary_ids = BoundaryIds(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = ("graphs", "input_owner", "boundary_ids", "ids")
+        not_saved = ("graphs", "input_owner", "boundary_ids", "ids", "frozen")
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:
@@ -91,6 +95,8 @@ class LayerRuntime(Runtime):
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""
         self.plan = self.weight_state.plan = plan
+        if self.frozen is not None and (weight := self.frozen()) is not None:
+            lay_out_frozen(weight, plan)
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
         """Product name -> rung of `plan`; others: the first."""

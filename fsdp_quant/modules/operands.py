@@ -13,7 +13,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops import dispatch, native
-from ..ops.layout import COMPACT
+from ..ops.layout import ANCHORS, COMPACT
 from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES
@@ -132,10 +132,33 @@ def gathered_storage(
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
             "boundary"
         )
+    if storage is not None and storage.layout in ANCHORS and storage.layout != layout:
+        _encode_frozen_again(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
         code_check.check_gathered(weight, direction)
     return operand
+
+
+@torch.no_grad()
+def _encode_frozen_again(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> None:
+    """Replace a frozen weight's anchored codes, which hold no block scales, by codes of their
+    values for a GEMM that moved, or for activations of another dtype."""
+    values = weight.matrix_for(direction).dequantize(weight.dtype)
+    again = plan.weight.side(direction).storage(values, direction)
+    weight._pair.put(direction, to_layout(again, layout))
+
+
+def lay_out_frozen(weight: QuantizedTensor, plan: GemmPlan) -> None:
+    """Encode a frozen weight again where the plan reads another layout than its anchored codes
+    have; before a graph is traced, which cannot."""
+    of = weight.dtype, weight.device
+    for direction, layout in plan.on(*of).resolved(*of).layouts["weight"].items():
+        storage = weight._pair.get(direction)
+        if storage is not None and storage.layout in ANCHORS and storage.layout != layout:
+            _encode_frozen_again(weight, direction, plan, layout)
 
 
 def record_activations(weight: QuantizedTensor, dtype: torch.dtype) -> None:
