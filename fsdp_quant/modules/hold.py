@@ -139,7 +139,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
                 WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
             )
         layer.weight = frozen[id(weight)]
-        layer.runtime.frozen = weakref.ref(layer.weight)
+        layer.runtime.frozen = weakref.ref(layer)
     return len(layers)
 
 

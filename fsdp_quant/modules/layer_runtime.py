@@ -21,6 +21,7 @@ from ..quantizer import FLOATING
 from ..recipe import Recipe, as_recipe
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .exchange import TensorParallel
 from .guard import backward_guard_of, guard_of
@@ -44,7 +45,8 @@ class LayerRuntime(Runtime):
     graphs:        the tensors that compiled graphs of the layer receive.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
-    frozen:        reference to the weight that `fq.freeze` encoded.
+    frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
+                   that has references).
     """
 
     frozen: weakref.ref[Any] | None = None
@@ -95,8 +97,9 @@ class LayerRuntime(Runtime):
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""
         self.plan = self.weight_state.plan = plan
-        if self.frozen is not None and (weight := self.frozen()) is not None:
-            lay_out_frozen(weight, plan)
+        layer = None if self.frozen is None else self.frozen()
+        if layer is not None and type(layer.weight) is QuantizedTensor:
+            lay_out_frozen(layer.weight, plan)
 
     def move_to(self, rungs: Mapping[str, str]) -> None:
         """Product name -> rung of `plan`; others: the first."""
