@@ -42,7 +42,7 @@ std::vector<at::Tensor> encode_anchored(
   TORCH_CHECK_VALUE(whole[0] == whole[1] || !launch.spec[0].present() || !launch.spec[1].present(),
                     "one side is anchored by the tensor, and the other by its lines; make them in two calls");
   TORCH_CHECK_VALUE(!by_tile || (launch.in_tile && tokens != nullptr && can_encode_anchored(x, launch.spec[1], round_to_bf16)),
-                    "anchors of tiles are of e4m3 columns of token groups, beside rows by runs of 128; of stacked matrices "
+                    "anchors of tiles are of e4m3 columns of token groups, with rows by runs of 128; of stacked matrices "
                     "(linear_weight); or of codes");
   Launch<1> statistics = launch;
   ZeroedWorkspace workspace;

@@ -90,7 +90,7 @@ class LayerRuntime(Runtime):
         return build_plan(recipe, self.name, arch_of(device), self.module_type)
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Plan the GEMMs on `device` anew, on their first rungs. `GraphTensors.prepare` follows."""
+        """Plan the GEMMs on `device`, on their first rungs. `GraphTensors.prepare` follows."""
         self.recipe = recipe
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 

@@ -132,8 +132,7 @@ def gathered_storage(
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
             "boundary"
         )
-    if storage is not None and storage.layout in ANCHORS and storage.layout != layout:
-        _encode_frozen_again(weight, direction, plan, layout)
+    _lay_out_frozen(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
         code_check.check_gathered(weight, direction)
@@ -141,11 +140,14 @@ def gathered_storage(
 
 
 @torch.no_grad()
-def _encode_frozen_again(
+def _lay_out_frozen(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> None:
     """Replace a frozen weight's anchored codes, which hold no block scales, by codes of their
-    values for a GEMM that moved, or for activations of another dtype."""
+    values where a GEMM moved, or activations have another dtype."""
+    storage = weight._pair.get(direction)
+    if storage is None or storage.layout not in ANCHORS or storage.layout == layout:
+        return
     values = weight.matrix_for(direction).dequantize(weight.dtype)
     again = plan.weight.side(direction).storage(values, direction)
     weight._pair.put(direction, to_layout(again, layout))
@@ -156,9 +158,7 @@ def lay_out_frozen(weight: QuantizedTensor, plan: GemmPlan) -> None:
     have; before a graph is traced, which cannot."""
     of = weight.dtype, weight.device
     for direction, layout in plan.on(*of).resolved(*of).layouts["weight"].items():
-        storage = weight._pair.get(direction)
-        if storage is not None and storage.layout in ANCHORS and storage.layout != layout:
-            _encode_frozen_again(weight, direction, plan, layout)
+        _lay_out_frozen(weight, direction, plan, layout)
 
 
 def record_activations(weight: QuantizedTensor, dtype: torch.dtype) -> None:
