@@ -245,11 +245,13 @@ class BuildNative(build_ext):
     def run(self):
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = PACKAGE if in_place else Path(self.build_lib).resolve() / "fsdp_quant"
-        for stale in [
-            p
-            for pattern in ("_kernels*.so", "_glue*.so", build.RECORD)
-            for p in folder.glob(pattern)
-        ]:
+        built = [p for pattern in ("_kernels*.so", "_glue*.so") for p in folder.glob(pattern)]
+        if self.native is None and built and os.environ.get("FSDP_QUANT_NATIVE") != "0":
+            # a build in isolation does not see the torch that they were built for
+            say(f"kept {', '.join(p.name for p in built)} of an earlier build; to build: {INSTALL}")
+            self.made = built
+            return
+        for stale in [*built, *folder.glob(build.RECORD)]:
             stale.unlink()
         if self.native is None:
             folder.mkdir(parents=True, exist_ok=True)

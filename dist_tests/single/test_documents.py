@@ -41,6 +41,18 @@ def test_the_tutorial_runs_as_written(tmp_path, monkeypatch):
     assert len(blocks) == 8 and (tmp_path / "run.pt").exists()
 
 
+def test_every_page_installs_with_the_installed_torch():
+    """If false, a page's command builds in isolation, which sees no torch and compiles nothing."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    commands = [
+        line
+        for page in pages
+        for line in page.read_text().splitlines()
+        if re.search(r"pip install .*-e +['\"]?\.", line)
+    ]
+    assert commands and all("--no-build-isolation" in line for line in commands), commands
+
+
 @pytest.mark.parametrize(
     "name, arguments", [("single_gpu", ["--dim", "64"]), ("transformers_model", [])]
 )

@@ -399,6 +399,21 @@ def test_setup_without_sources_is_pure_python_or_an_error(checkout: Path):
     )
 
 
+def test_a_build_that_sees_no_torch_keeps_the_operators(checkout: Path):
+    """If false, `pip install -e .` in isolation deletes the kernels of the checkout."""
+    (checkout / "torch.py").write_text("raise ImportError('isolated')\n")
+    library(checkout / "fsdp_quant")
+    files = set((checkout / "fsdp_quant").glob("_*"))
+    for wish, kept in (("auto", True), ("0", False)):
+        done = run(
+            "setup.py", "build_ext", "--inplace", cwd=checkout, FSDP_QUANT_NATIVE=wish,
+            PYTHONPATH=str(checkout),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert all(path.exists() for path in files if path.suffix == ".so") is kept, wish
+        assert ("of an earlier build" in done.stdout) is kept, done.stdout
+
+
 def test_setup_tells_what_disagrees(checkout: Path):
     """Otherwise the operators are built by a compiler whose runtime torch does not have."""
     done = setup(checkout, FSDP_QUANT_NATIVE="1", CUDA_HOME=toolkit(checkout, "12.4"))
