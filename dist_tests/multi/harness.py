@@ -75,7 +75,7 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
         outcome = ("error", traceback.format_exc())
     with open(os.path.join(folder, str(rank)), "wb") as f:
         pickle.dump(outcome, f)
-    if outcome[0] == "ok":
+    if outcome[0] == "ok" and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     os._exit(0)  # gloo workers sometimes abort in their destructors

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_quant as fq
@@ -107,3 +109,38 @@ def test_replays_of_a_step_are_eager_steps(kind: str):
     """If false, a replay gathers codes of earlier weights or activations, or shares the amaxes of
     one."""
     run_ranks(2, _replays, kind)
+
+
+def _ends(rank: int, world: int, how: str) -> float:
+    """Seconds that the end of the process group takes, while a captured step is alive."""
+    net = nets.shard(fq.convert(nets.build(hidden=(256,), k=K, out=128), "mxfp8"))
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = fq.graphed(step, net, optimizer)
+    for i in range(6):
+        step(laws.values(64, K, seed=i, dtype=torch.float32).to(DEVICE))
+    assert step.why_eager is None and step._graph is not None
+    start = time.monotonic()
+    try:
+        if how == "exception":
+            raise KeyboardInterrupt  # its traceback holds the step while the script ends
+    except KeyboardInterrupt:
+        dist.destroy_process_group()
+    if how == "abort":
+        dist.distributed_c10d._abort_process_group()
+    elif how == "destroy":
+        dist.destroy_process_group()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["destroy", "exception", "abort"])
+def test_a_process_with_a_captured_step_ends(how: str):
+    """If false, the last line of a script, `dist.destroy_process_group()`, never returns."""
+    assert max(run_ranks(2, _ends, how)) < 10

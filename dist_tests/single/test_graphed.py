@@ -68,7 +68,7 @@ class Recorder:
             "Stream": lambda: stream,
             "current_stream": lambda: stream,
             "stream": contextlib.nullcontext,
-            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay),
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay, reset=lambda: None),
             "graph": self.capture,
         }.items():
             monkeypatch.setattr(torch.cuda, name, weight_proxy)
@@ -136,6 +136,30 @@ def test_a_step_is_warmed_up_captured_and_replayed(monkeypatch):
     # Three to warm up; the fourth and fifth are replays, as is the eighth, of a graph with the new
     # recipe.
     assert (recorder.captures, recorder.replays) == (2, 3)
+
+
+@pytest.mark.parametrize("end", ["destroy_process_group", "_abort_process_group"])
+def test_the_end_of_a_process_group_resets_captured_steps(monkeypatch, end: str):
+    """If false, NCCL waits for ever for the graph, whose collectives its communicator holds."""
+    recorder, ends = Recorder(monkeypatch), []
+    graph = SimpleNamespace(replay=recorder.replay, reset=lambda: ends.append("graph"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    c10d = torch.distributed.distributed_c10d
+    for module in (torch.distributed, c10d):  # torch's, and then ours around it
+        for name in ("destroy_process_group", "_abort_process_group"):
+            monkeypatch.setattr(module, name, lambda: ends.append("group"), raising=False)
+    torch_compat.wrap_ends_of_groups.cache_clear()
+    step = fq.graphed(lambda: {}, nn.Linear(2, 2), warmup=1)
+    recorder.step = step
+    for _ in range(3):
+        step()
+    assert (recorder.captures, recorder.replays) == (1, 2)
+    getattr(c10d, end)()
+    assert ends == ["graph", "group"]
+    step()
+    step()
+    assert recorder.captures == 2, "and the step is captured again"
+    torch_compat.wrap_ends_of_groups.cache_clear()
 
 
 def test_a_capture_that_fails_costs_no_step(monkeypatch):

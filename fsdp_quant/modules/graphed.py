@@ -52,7 +52,8 @@ def graphed(
     after `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning.
     A changed recipe, or a setting of the optimizer that is no tensor, is captured again; what else
     Python decides needs `reset()`. Where nothing can be captured all steps run eagerly: one warning
-    says why, and `why_eager` keeps it.
+    says why, and `why_eager` keeps it. `dist.destroy_process_group()` waits for graphs that hold
+    its collectives, so it resets this one first.
 
     Raises ValueError for a warmup below 1.
 
@@ -81,11 +82,13 @@ class GraphedStep:
 
     def __init__(self, step: Callable, model: nn.Module, optimizers: list[Optimizer], warmup: int):
         self._step, self._model, self._optimizers, self._warmup = step, model, optimizers, warmup
-        self._warned = False
+        self._warned, self._graph = False, None
         self.reset()
 
     def reset(self) -> None:
-        """Forget the graph: the next steps are eager, then one is captured again."""
+        """Destroy the graph: the next steps are eager, then one is captured again."""
+        if self._graph is not None:
+            self._graph.reset()
         self._graph, self._left, self.why_eager = None, self._warmup, self._refusal()
         for optimizer in self._optimizers if self.why_eager is None else ():
             _make_capturable(optimizer)
@@ -162,6 +165,7 @@ class GraphedStep:
             )
             return
         self._graph, self._captured = graph, self._facts()
+        torch_compat.reset_before_groups_end(self)
 
     def _facts(self) -> list:
         """Constants of a graph that may change: plans of layers, settings of optimizers."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,3 +87,36 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
+
+
+# The end of a process group #
+
+
+_CAPTURES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def reset_before_groups_end(capture: Any) -> None:
+    """Call `capture.reset()` before torch destroys or aborts a process group.
+
+    NCCL destroys a communicator only after every CUDA graph that captured its collectives, and
+    waits for ever for one that is alive: torch has no hook there, so its functions are wrapped.
+    """
+    _CAPTURES.add(capture)
+    wrap_ends_of_groups()
+
+
+@functools.cache
+def wrap_ends_of_groups() -> None:
+    def wrapped(end: Callable) -> Callable:
+        @functools.wraps(end)
+        def reset_captures(*args, **kwargs):
+            for capture in list(_CAPTURES):
+                capture.reset()
+            return end(*args, **kwargs)
+
+        return reset_captures
+
+    for name in ("destroy_process_group", "_abort_process_group"):
+        end = wrapped(getattr(dist.distributed_c10d, name))
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, end)
