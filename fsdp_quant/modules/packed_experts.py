@@ -103,19 +103,23 @@ def _is_of_transformers(module: nn.Module) -> bool:
 def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
     """Its forward gives silu(w1 x) * w3 x, times w2, of random data, but for what bf16 rounds."""
     experts, width, count = module.get_parameter(parts[0]).shape[0], 16, 3
+    options = {"dtype": torch.float32, "device": "cpu"}
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         w1, w3, w2 = (
-            torch.randn(experts, width, width, generator=random).bfloat16() for _ in parts
+            torch.randn(experts, width, width, generator=random, **options).bfloat16()
+            for _ in parts
         )
-        x = torch.randn(experts * count, width, generator=random).bfloat16() / 4
+        x = torch.randn(experts * count, width, generator=random, **options).bfloat16() / 4
         probe = object.__new__(type(module))
         weights = dict(zip(parts, (w1, w3, w2)))
         probe.__dict__ = module.__dict__ | {
             "_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}
         }
         try:
-            y = type(module).forward(probe, x, torch.full((experts,), count))
+            y = type(module).forward(
+                probe, x, torch.full((experts,), count, dtype=torch.int64, device="cpu")
+            )
         except Exception:  # of any kind: it is not what was thought
             return False
         rows = x.float().view(experts, count, width)
@@ -210,8 +214,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     experts = len(getattr(self, f"{first}_product").weight)
     gate = self._apply_gate if self.has_gate else self.act_fn
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
-    places = torch.arange(len(order), device=order.device)
+    ends = torch.searchsorted(
+        chosen, torch.arange(experts, dtype=torch.int64, device=chosen.device), right=True
+    ).int()
+    places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places)
     rows = _Routed.apply(hidden_states, order, back, copies)
     y = _product(self, last, gate(_product(self, first, rows, ends)), ends)

@@ -229,7 +229,9 @@ class TrainingSteps:
         """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
             with torch.inference_mode(False):
-                self._counts[device] = torch.tensor([self.next, self.open], device=device)
+                self._counts[device] = torch.tensor(
+                    [self.next, self.open], dtype=torch.int64, device=device
+                )
             torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
 

@@ -160,7 +160,9 @@ class FusedAdam(torch.optim.Optimizer):
         for name in MOMENTS:
             if in_codes:
                 codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-                scale = torch.zeros(compact.scale_shape(local.shape), device=local.device)
+                scale = torch.zeros(
+                    compact.scale_shape(local.shape), dtype=torch.float32, device=local.device
+                )
                 state[f"{name}_codes"] = _beside(p, codes)
                 state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
             else:

@@ -115,7 +115,7 @@ class WithMasters(Optimizer):
         if not isinstance(local, QuantizedWeight):
             return p
         if not p.requires_grad:  # a placeholder, so that later parameters keep their numbers
-            return nn.Parameter(torch.empty(0, device=p.device), requires_grad=False)
+            return nn.Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
         master = local.detach_master(self)
         parameter = nn.Parameter(
             torch_compat.dtensor_like(p, master) if isinstance(p, DTensor) else master
