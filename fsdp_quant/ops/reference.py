@@ -298,7 +298,7 @@ def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
     256 < fraction."""
     ratio, step, _ = _in_steps(v.abs(), element)
     low = ratio.floor()
-    up = bits + 0.5 < (ratio - low) * 256
+    up = bits.float() + 0.5 < (ratio - low) * 256
     return torch.copysign((low + up) * step, v)
 
 
