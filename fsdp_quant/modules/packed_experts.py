@@ -26,6 +26,7 @@ own, which quantizes, plans, counts and gathers it: `fully_shard` puts it into b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -167,6 +168,7 @@ class _Quantized(nn.Module):
 
     converted_from: type[nn.Module]
     packed_parts: tuple[str, ...]
+    packed_forward: Callable
 
 
 @functools.cache
@@ -185,19 +187,32 @@ def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -
         f"Quantized{cls.__name__}",
         (cls,),
         {
-            "forward": forward,
+            "forward": _with_names_of(cls, forward),
             "_apply": _apply,
             "__reduce_ex__": _reduce,
             "__module__": cls.__module__,
             "converted_from": cls,
             "packed_parts": parts,
+            "packed_forward": staticmethod(forward),
         },
     )
 
 
+def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
+    """`forward`, with the names that `cls.forward` gives its arguments."""
+    names, wanted = (list(inspect.signature(f).parameters)[1:] for f in (forward, cls.forward))
+    own_name = dict(zip(wanted, names))
+
+    @functools.wraps(cls.forward)
+    def named(self, *args, **kwargs):
+        return forward(self, *args, **{own_name.get(k, k): v for k, v in kwargs.items()})
+
+    return forward if names == wanted else named
+
+
 def _reduce(module: _Quantized, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, module.packed_parts, type(module).forward), *state
+    return _blank, (module.converted_from, module.packed_parts, module.packed_forward), *state
 
 
 def _blank(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> nn.Module:
@@ -225,8 +240,8 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
-def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
-    rows, ends = x.bfloat16(), counts.cumsum(0, dtype=torch.int32)
+def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    rows, ends = x.bfloat16(), num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     a, b = (_product(self, part, rows, ends) for part in self.packed_parts[:2])
     return _product(self, self.packed_parts[2], torch.nn.functional.silu(a) * b, ends).type_as(x)
 
