@@ -88,6 +88,74 @@ class Container(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
 
+class Averaging(torch.optim.SGD):
+    """Like schedule-free optimizers: eval() shows an average of all weights, train() the others."""
+
+    shows_average = False
+
+    def step(self, closure: Callable | None = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.detach(), 0.5)
+
+    def _show(self, average: bool) -> None:
+        if self.shows_average is not average:
+            for p in self.param_groups[0]["params"]:
+                shown = p.detach().clone()
+                p.data.copy_(self.state[p]["average"])  # which no version counter sees
+                self.state[p]["average"].copy_(shown)
+        self.shows_average = average
+
+    def train(self) -> None:
+        self._show(average=False)
+
+    def eval(self) -> None:
+        self._show(average=True)
+
+
+class Averaged(Container):
+    """Steps an `Averaging` as trainers do, so that forwards multiply averages."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.train()
+            optimizer.step()
+            optimizer.eval()
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM: gradients at the worst point near the weights; an optimizer inside steps."""
+
+    def __init__(self, params, lr: float, radius: float = 0.5):
+        super().__init__(params, {"lr": lr, "radius": radius})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad / p.grad.norm(), alpha=group["radius"])
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p].pop("old")
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Callable) -> None:
+        self.first_step(zero_grad=True)
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
 def in_backward(net: nn.Module, cls: type) -> list[torch.optim.Optimizer]:
     """An optimizer per parameter, which steps as its gradient arrives."""
     optimizers = {p: cls([p], lr=0.1) for p in net.parameters()}

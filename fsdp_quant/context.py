@@ -176,7 +176,9 @@ class StepState:
         tensor = self._copies.get(key)
         if tensor is None:
             with torch.inference_mode(False):
-                tensor = self._copies[key] = torch.tensor(self.values(offset), device=device)
+                tensor = self._copies[key] = torch.tensor(
+                    self.values(offset), dtype=torch.int64, device=device
+                )
             if offset == _DEFAULT_OFFSET:
                 self._kept[key] = tensor
         if key not in self._kept and torch_compat.is_captured(tensor):
@@ -249,7 +251,8 @@ class StepState:
                 # .data does not count a version: the backward of a compiled graph saved this
                 # tensor, and reads the step that is current when it runs
                 tensor.data.copy_(
-                    torch.tensor(self.values(offset), device="cpu"), non_blocking=True
+                    torch.tensor(self.values(offset), dtype=torch.int64, device="cpu"),
+                    non_blocking=True,
                 )
 
     def show(self, step: int) -> None:

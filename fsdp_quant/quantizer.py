@@ -311,9 +311,9 @@ class HybridQuantizer:
             # an identity storage is a view of its input, and `update` writes into it
             rows = rows.clone()
         if key is None and self.is_stochastic:
-            key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(
-                x.device
-            )
+            key = torch.zeros(5, dtype=torch.int64, device="cpu")
+            key[0] = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
+            key = key.to(x.device)
         storages, _ = self.storages(rows, key=key)
         return QuantizedTensor(storages.get(ROWWISE), storages.get(COLUMNWISE), shape=x.shape)
 

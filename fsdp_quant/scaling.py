@@ -423,8 +423,8 @@ class AmaxHistory:
         self.keep_when_skipped = keep_when_skipped
         # steps outside inference mode write them in place
         with torch.inference_mode(False):
-            self.amaxes = torch.zeros(scaling.length, device="cpu")
-            self.encode_scale = torch.zeros(1, device="cpu")
+            self.amaxes = torch.zeros(scaling.length, dtype=torch.float32, device="cpu")
+            self.encode_scale = torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
         """Move the history to a device. Does nothing for the meta device, so the values survive."""

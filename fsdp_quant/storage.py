@@ -79,7 +79,9 @@ class Storage(EncodedMatrix):
         scale = None
         if scale_shape is not None:
             scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        tensor_amax = torch.zeros(1, device=device) if fmt.tensor_scale else None
+        tensor_amax = None
+        if fmt.tensor_scale:
+            tensor_amax = torch.zeros(1, dtype=torch.float32, device=device)
         data = data if fmt.is_quantized else data.view(dtype)
         return cls(fmt, direction, shape, data, scale, tensor_amax, dtype)
 

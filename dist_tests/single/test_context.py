@@ -543,6 +543,83 @@ def test_histories_follow_their_definition(use: str, margin: int):
             m["fc"].weight.mul_(0.9)
 
 
+# Default dtypes and devices #
+
+
+def numbers_of_training(recipe: str) -> dict[str, Tensor]:
+    """What three steps leave behind: losses, weights, masters, moments, and random codes."""
+    restart()
+    random, options = torch.Generator().manual_seed(0), {"dtype": torch.bfloat16, "device": "cpu"}
+    with fq.quantized_model_init(recipe):
+        masters, flat = (
+            fq.Linear(64, 64, recipe=recipe, name=name, **options) for name in ("masters", "flat")
+        )
+    model = nn.ModuleDict(
+        {
+            "plain": fq.convert(nn.Sequential(nn.Linear(64, 64, **options)), recipe),
+            "experts": fq.GroupedLinear(2, 64, 64, recipe=recipe, name="experts", **options),
+            "mlp": fq.LayerNormMLP(64, 64, recipe=recipe, name="mlp", **options),
+            "masters": masters,
+            "flat": flat,
+        }
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            values = torch.randn(p.shape, generator=random, dtype=torch.float32, device="cpu")
+            p.copy_(values / 8)
+    weight, bias = flat.parameters()
+    sync = fq.hooks.plan_weight_sync([("flat", weight, fq.hooks.ShardMap((0, 64 * 64)))], None)
+    (master,) = sync.init_masters()
+    sync.refresh([master])
+    x = torch.randn(32, 64, generator=random, dtype=torch.float32, device="cpu").bfloat16()
+    others = [p for name, p in model.named_parameters() if not name.startswith(("masters", "flat"))]
+    optimizers = (
+        torch.optim.SGD([*others, bias], lr=0.1),
+        fq.optim.FusedAdam(masters.parameters(), lr=1e-2, moment_dtype=torch.float8_e4m3fn),
+    )
+    numbers = {}
+    for step in range(3):
+        for name, module in model.items():
+            y = module(x, [9, 23]) if name == "experts" else module(x)
+            numbers[f"{name} in step {step}"] = y.detach()
+            y.float().square().mean().backward()
+        master.sub_(weight.grad.float().reshape(-1), alpha=0.1)
+        sync.cast_([master])
+        sync.gather()
+        sync.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    del model["masters"]
+    numbers |= masters.state_dict() | {
+        name: p.detach() for name, p in model.named_parameters() if p is not weight
+    }
+    moments = optimizers[1].state_dict()["state"]
+    return numbers | {f"{i} {k}": v for i, of in moments.items() for k, v in of.items()}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "mxfp8/nvfp4", "fp8_block"])
+def test_a_training_does_not_depend_on_torchs_defaults(recipe: str):
+    """Otherwise a program that builds its model under torch.set_default_dtype or torch.device gets
+    other scales, moments and random codes, or an overflow in the second step."""
+    want = numbers_of_training(recipe)
+    for dtype, device in (
+        (torch.bfloat16, "cpu"),
+        (torch.float16, "cpu"),
+        (torch.float64, "cpu"),
+        (torch.float32, "meta"),
+    ):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                got = numbers_of_training(recipe)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            assert_same_bytes(value, want[name], f"{name} under {dtype} on {device}")
+
+
 def test_contexts_are_referenced_as_often_as_they_are_held():
     """If false, torch gives back references that it never took, and what a context was is freed
     while it is read."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, values
+from dist_tests.single.test_fuse import tiny
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -178,6 +180,34 @@ def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
     assert type(m[0]) is type(m[2]), "one class for all of them"
     with pytest.raises(ValueError, match="no nn.Linear to convert"):
         fq.convert(m, recipe)
+
+
+class NamedLinear(nn.Linear):
+    """Keeps the forward of nn.Linear."""
+
+
+@pytest.mark.parametrize(
+    "family", ["torch", "llama", "gpt2", "falcon", "mixtral", "gpt_oss", "llama4_text"]
+)
+def test_forwards_have_the_names_of_those_they_replace(family: str):
+    """Otherwise a program that calls a layer by keywords fails after fq.convert."""
+    if family == "torch":
+        plain = nn.ModuleList(
+            [nn.Linear(32, 32), NamedLinear(32, 32), nn.TransformerEncoderLayer(32, 4, 64)]
+        )
+    else:
+        plain = tiny(family)
+    net = fq.convert(copy.deepcopy(plain), "identity")
+    modules = dict(plain.named_modules())
+    pairs = {(type(modules[n]), type(m)) for n, m in net.named_modules() if n in modules}
+    assert any(ours is not theirs for theirs, ours in pairs)
+    for theirs, ours in pairs:
+        want = inspect.signature(theirs.forward).parameters
+        got = list(inspect.signature(ours.forward).parameters.values())
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in got[1:]):
+            continue  # any call goes on to the class's own forward, which judges it
+        assert [p.name for p in got[: len(want)]] == list(want), f"{ours} in place of {theirs}"
+        assert all(p.default is not p.empty for p in got[len(want) :])
 
 
 def test_falcons_layers_are_taken_by_name():

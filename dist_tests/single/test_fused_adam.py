@@ -196,6 +196,136 @@ def test_state_of_another_optimizer():
     assert str(c.state_dict()) == str(before), "a refused load changed the optimizer"
 
 
+def a_frozen_base(source, target, ps):
+    """Saved while all trained; loaded while the first is frozen, which trains again later."""
+    run(source, ps, range(2))
+    ps[0].requires_grad_(False)
+    target.load_state_dict(source.state_dict())
+    return range(2, 4)
+
+
+def a_state_without(source, target, ps):
+    """Loaded into an optimizer that has states of other parameters than the saved one."""
+    ps[0].requires_grad_(False)
+    run(source, ps[1:], range(2))
+    run(target, ps, range(2, 4))
+    target.load_state_dict(source.state_dict())
+    return range(4, 6)
+
+
+def an_empty_state(source, target, ps):
+    """A fresh optimizer's state starts anew."""
+    run(target, ps, range(2))
+    target.load_state_dict(source.state_dict())
+    return range(2, 4)
+
+
+def a_rate_in_a_tensor(source, target, ps):
+    """Saved by an optimizer whose rate a scheduler writes in place."""
+    for group in source.param_groups:
+        group["lr"] = torch.tensor(0.02)
+    run(source, ps, range(2))
+    target.load_state_dict(source.state_dict())
+    return range(2, 4)
+
+
+def a_hook_that_renames(source, target, ps):
+    """torch's way to load states by names: a hook reads and changes the state."""
+    run(source, ps, range(2))
+
+    def swap(optimizer, state):
+        assert all(isinstance(v["exp_avg"], torch.Tensor) for v in state["state"].values())
+        return state | {"state": {len(ps) - 1 - i: v for i, v in state["state"].items()}}
+
+    target.register_load_state_dict_pre_hook(swap)
+    saved = source.state_dict()
+    saved["state"] = {len(ps) - 1 - i: v for i, v in saved["state"].items()}
+    steps = []
+    target.register_load_state_dict_post_hook(
+        lambda o: steps.extend(float(o.state[p]["step"]) for p in ps)
+    )
+    target.load_state_dict(saved)
+    assert steps == [2.0] * len(ps)
+    return range(2, 4)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [a_frozen_base, a_state_without, an_empty_state, a_rate_in_a_tensor, a_hook_that_renames],
+)
+def test_a_state_loads_as_into_torchs_adamw(program):
+    """If false, moments of parameters that train later are dropped, or old ones are kept, which
+    torch.optim.AdamW does not, in the same program."""
+    results = []
+    for cls, options in ((fq.optim.FusedAdam, {}), (torch.optim.AdamW, {"foreach": False})):
+        ps = parameters()
+        source, target = (cls(ps, lr=lr, **options) for lr in (1e-2, 3e-2))
+        steps = program(source, target, ps)
+        for p in ps:
+            p.requires_grad_()
+        run(target, ps, steps)
+        results.append([(p, target.state[p]["step"], target.state[p]["exp_avg"]) for p in ps])
+    for (p, step, first), (q, step_of_q, first_of_q) in zip(*results):
+        assert float(step) == float(step_of_q)
+        assert_near(p, q)
+        assert_near(first, first_of_q)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.float8_e4m3fn])
+def test_a_base_that_trains_later_resumes(
+    dtype: torch.dtype, moments: torch.dtype, quantized: bool
+):
+    """If false, a run that was resumed while its base was frozen is not the run that went on."""
+
+    def build(trains: bool) -> tuple[nn.Module, fq.optim.FusedAdam]:
+        torch.manual_seed(0)
+        with fq.quantized_model_init("mxfp8"):
+            layer = (fq.Linear if quantized else nn.Linear)(64, 64, dtype=dtype)
+        # a quantized parameter gives its master to an optimizer that is made while it trains
+        layer.weight.requires_grad_(trains or quantized)
+        optimizer = fq.optim.FusedAdam(layer.parameters(), lr=1e-2, moment_dtype=moments)
+        layer.weight.requires_grad_(trains)
+        return layer, optimizer
+
+    def train(layer: nn.Module, optimizer, seed: int) -> None:
+        for p in layer.parameters():
+            p.grad = laws.values(*p.shape, seed=seed, dtype=p.dtype)
+        optimizer.step()
+
+    ours, first = build(trains=True)
+    train(ours, first, 0)
+    resumed, second = build(trains=False)
+    resumed.load_state_dict(ours.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    resumed.weight.requires_grad_()
+    for net, optimizer in ((ours, first), (resumed, second)):
+        train(net, optimizer, 1)
+    for name, value in ours.state_dict().items():
+        laws.assert_same_bytes(resumed.state_dict()[name], value, name)
+    for p, q in zip(ours.parameters(), resumed.parameters()):
+        for name, value in first.state[p].items():
+            laws.assert_same_bytes(second.state[q][name], value, name)
+
+
+@pytest.mark.parametrize("change", ["amsgrad", "shape"])
+def test_a_state_that_does_not_fit_changes_nothing(change: str):
+    """If false, another update runs in silence, or half of a state is loaded."""
+    ps = parameters()
+    source, target = torch.optim.AdamW(ps, amsgrad=change == "amsgrad"), fq.optim.FusedAdam(ps)
+    run(source, ps, range(1))
+    saved = source.state_dict()
+    if change == "shape":
+        saved["state"][len(ps) - 1]["exp_avg"] = torch.ones(1)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(
+        ValueError, match="amsgrad=True, which" if change == "amsgrad" else "wanted"
+    ):
+        target.load_state_dict(saved)
+    assert str(target.state_dict()) == str(before), "a refused load changed the optimizer"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -411,6 +411,25 @@ def test_operators_that_tests_and_benches_name_are_declared():
         assert named <= declared, f"{path.name} names {named - declared}"
 
 
+CREATES = frozenset(
+    f"torch.{name}"
+    for name in (
+        "arange as_tensor empty empty_strided eye full linspace logspace normal ones rand randint "
+        "randn randperm range scalar_tensor tensor zeros"
+    ).split()
+)
+
+
+def test_every_tensor_is_created_with_a_dtype_and_a_device():
+    """Otherwise torch.set_default_dtype and torch.set_default_device change our numbers."""
+    for source, node in ((source, node) for source in SOURCES for node in ast.walk(TREES[source])):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CREATES:
+            options = {keyword.arg for keyword in node.keywords}
+            assert None in options or {"dtype", "device"} <= options, (
+                f"fsdp_quant/{source}:{node.lineno}: {ast.unparse(node)} takes torch's defaults"
+            )
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_bare_assert(source: str):
     """Otherwise a check disappears under python -O, and a user reads a line of code instead of a

@@ -20,7 +20,16 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.lockstep import plain
-from dist_tests.optimizers import CASES, Container, convert, in_backward, step_once
+from dist_tests.optimizers import (
+    CASES,
+    Averaged,
+    Averaging,
+    Container,
+    SharpnessAware,
+    convert,
+    in_backward,
+    step_once,
+)
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 K = 64  # 8-bit optimizers leave tensors below 4096 elements in fp32
@@ -198,6 +207,83 @@ def test_containers_of_optimizers() -> None:
         container = Container([of([p], lr=0.02) for p in net.parameters()])
         results.append((train(net, container), container))
     assert_same_run(*nets, *(outputs for outputs, _ in results))
+
+
+# What a class has beside a step #
+
+
+def _averages(net: nn.Module, cls: type, step: int, optimizer) -> tuple[Tensor, object]:
+    optimizer = optimizer or Averaged([cls(net.parameters(), lr=0.3)])
+    return step_once(net, optimizer, x_of(step), False), optimizer
+
+
+def _sharpens(net: nn.Module, cls: type, step: int, optimizer) -> tuple[Tensor, object]:
+    optimizer = optimizer or cls(net.parameters(), lr=0.1)
+    outputs = []
+    for update in (optimizer.first_step, optimizer.second_step):
+        outputs.append(net(x_of(step)))
+        outputs[-1].square().mean().backward()
+        update(zero_grad=True)
+    assert all(p.grad is None for p in net.parameters())
+    return torch.stack(outputs).detach(), optimizer
+
+
+def _sharpens_with_a_closure(net, cls: type, step: int, optimizer) -> tuple[Tensor, object]:
+    optimizer = optimizer or cls(net.parameters(), lr=0.1)
+    outputs = []
+
+    def evaluate() -> None:
+        outputs.append(net(x_of(step)))
+        outputs[-1].square().mean().backward()
+
+    evaluate()
+    optimizer.step(evaluate)
+    optimizer.zero_grad()
+    return torch.stack(outputs).detach(), optimizer
+
+
+METHODS = {
+    "train and eval": (_averages, Averaging),
+    "first_step and second_step": (_sharpens, SharpnessAware),
+    "a closure after a write": (_sharpens_with_a_closure, SharpnessAware),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    # amaxes of the weights that a step leaves enter a history, although eval() hides them
+    [(n, r) for n in METHODS for r in RECIPES if (n, r) != ("train and eval", "fp8_delayed")],
+)
+def test_methods_of_the_class_move_masters_and_codes(name: str, recipe: str) -> None:
+    """If false, trainers look for a method, find none and go on with other weights than the
+    optimizer's, or a forward after it multiplies codes of the weights before."""
+    program, cls = METHODS[name]
+    nets, results = [build(recipe, quantized) for quantized in (True, False)], []
+    for net, kind in zip(nets, (fq.optim.wrap(cls), cls)):
+        outputs, optimizer = [], None
+        for step in range(3):
+            fq.begin_step(step)
+            y, optimizer = program(net, kind, step, optimizer)
+            outputs.append(y)
+        results.append((outputs, optimizer))
+    assert_same_run(*nets, *(outputs for outputs, _ in results))
+
+
+def test_an_optimizer_of_wrap_is_one_of_the_class() -> None:
+    """If false, a program that asks for the class, or reads and sets its attributes, goes another
+    way than with the class itself."""
+    net, cls = build("mxfp8/nvfp4", True), fq.optim.wrap(Averaging)
+    optimizer = cls(net.parameters(), lr=0.1)
+    assert issubclass(cls, Averaging) and isinstance(optimizer, torch.optim.SGD)
+    assert not hasattr(optimizer, "first_step")
+    train(net, optimizer, range(1))
+    optimizer.eval()
+    assert optimizer.shows_average and optimizer.inner.shows_average
+    optimizer.shows_average = False
+    assert not optimizer.inner.shows_average
+    optimizer.inner.note = 1  # an attribute of the object, not of its class
+    optimizer.note += 1
+    assert optimizer.inner.note == 2 and "note" not in vars(optimizer)
 
 
 # Settings, schedules, scalers, checkpoints #

@@ -72,12 +72,16 @@ def fingerprint(
             first, buffer = first + 1, buffer[1:]
         words = _words(buffer, packed=name == "data")
         salt = zlib.crc32(f"{storage.direction.value}.{name}".encode()) << 31
-        column = part[1] * words.shape[1] + torch.arange(words.shape[1], device=words.device)
+        column = part[1] * words.shape[1] + torch.arange(
+            words.shape[1], dtype=torch.int64, device=words.device
+        )
         step = max(1, _CHUNK_WORDS // max(1, words.shape[1]))
         width = words.shape[1] * parts[1]
         for start in range(0, words.shape[0], step):
             piece = words[start : start + step]
-            row = first + start + torch.arange(piece.shape[0], device=words.device)
+            row = (
+                first + start + torch.arange(piece.shape[0], dtype=torch.int64, device=words.device)
+            )
             total += _mixed(piece ^ _mixed(row[:, None] * width + column + salt)).sum()
     return total
 

@@ -129,7 +129,7 @@ def _verify_folder(path: Path, found: Verified) -> None:
 def _read_one(path: Path, key: str, stored: object) -> Any:
     state: dict[str, Any] = {key: None}
     if isinstance(stored, TensorStorageMetadata):
-        state[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        state[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     load(state, checkpoint_id=path, no_dist=True)
     return state[key]
 

@@ -173,7 +173,7 @@ def _scale_per_element(storage: Storage) -> Tensor:
         return reference.scale_of_each(
             s.scale, s.tensor_amax, s.fmt, s.direction, s.padded_shape, s.row0
         )
-    ones = torch.ones((), device=s.scale.device).expand(s.padded_shape)
+    ones = torch.ones((), dtype=torch.float32, device=s.scale.device).expand(s.padded_shape)
     powers = _powers_of_two(s.scale.device)[s.scale.int()]
     return reference.scaled_by_block(ones, powers, s.fmt, s.direction, s.row0)
 
@@ -182,7 +182,7 @@ def _scale_per_element(storage: Storage) -> Tensor:
 def _powers_of_two(device: torch.device) -> Tensor:
     """Return the values of the 256 e8m0 codes. Indexing this table is one operator per tensor;
     decoding is ten."""
-    return reference.power_of_two(torch.arange(256, dtype=torch.uint8)).to(device)
+    return reference.power_of_two(torch.arange(256, dtype=torch.uint8, device=device))
 
 
 def _scale_range(scale: Tensor, zero: Tensor) -> dict[tuple[str, ...], Tensor]:
@@ -229,8 +229,14 @@ def _sampled(
 def _row_index(groups: int, wanted: int, size: int, first: int, device: torch.device) -> Tensor:
     """Return the row indices of `wanted` groups, chosen from `groups` of `size` rows each from row
     `first` on."""
-    chosen = (torch.arange(wanted, dtype=torch.float64) * _GOLDEN % 1.0 * groups).long()
-    return (first + chosen[:, None] * size + torch.arange(size)).flatten().to(device)
+    chosen = (
+        torch.arange(wanted, dtype=torch.float64, device="cpu") * _GOLDEN % 1.0 * groups
+    ).long()
+    return (
+        (first + chosen[:, None] * size + torch.arange(size, dtype=torch.int64, device="cpu"))
+        .flatten()
+        .to(device)
+    )
 
 
 def on_host(measured: Sequence[Measured]) -> list[OnHost]:
@@ -273,7 +279,7 @@ def combined(parts: Sequence[OnHost]) -> OnHost:
     def of(rows: list[Row], fields: Mapping[str, Callable[[Tensor], Tensor]]) -> Row:
         values = {name: [row[name] for row in rows] for name in fields}
         return {
-            name: combine(torch.tensor(values[name], dtype=torch.float64)).item()
+            name: combine(torch.tensor(values[name], dtype=torch.float64, device="cpu")).item()
             for name, combine in fields.items()
         }
 

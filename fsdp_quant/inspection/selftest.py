@@ -77,13 +77,19 @@ def quantizers() -> dict[str, Quantizer]:
     return {repr(q): q for q in chosen}
 
 
+def gaussian(rows: int, cols: int) -> Tensor:
+    """Return fp32 values [rows, cols] on the CPU, the same in every process."""
+    random = torch.Generator("cpu").manual_seed(cols)
+    return torch.randn(rows, cols, generator=random, dtype=torch.float32, device="cpu")
+
+
 def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
     """(kind, bf16 values on the CPU)."""
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[1]), device="cpu")
+    x = gaussian(*shape)
     special = x.clone()
-    special.view(-1)[:: max(x.numel() // 7, 1)] = torch.tensor(float("inf"))
+    special.view(-1)[:: max(x.numel() // 7, 1)] = float("inf")
     special.view(-1)[-1] = float("nan")
-    powers = torch.linspace(-120, 120, x.numel()).view(shape).exp2()
+    powers = torch.linspace(-120, 120, x.numel(), dtype=x.dtype, device=x.device).view(shape).exp2()
     for kind, values in (
         ("gauss", x),
         ("zeros", torch.zeros_like(x)),
@@ -114,7 +120,7 @@ def _difference(got: Storage, want: Storage) -> str | None:
 
 
 def compare_codes(report: Report, device: torch.device) -> None:
-    key = torch.tensor([7, 1, 99, 0, 0])
+    key = torch.tensor([7, 1, 99, 0, 0], dtype=torch.int64, device="cpu")
     for (name, q), direction, shape in itertools.product(quantizers().items(), Direction, SHAPES):
         for kind, x in inputs(shape):
             what = f"{name} {direction.value} {list(shape)} {kind}"
@@ -133,7 +139,9 @@ def compare_codes(report: Report, device: torch.device) -> None:
 def ties() -> Iterable[tuple[str, str, Tensor]]:
     """Yield (name, format, values [rows, blocks of 32]). Blocks that test e2m1 codes have scale
     1."""
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = (
+        torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    )
     small = numbers[numbers.abs() <= 6]
     rows = torch.nn.functional.pad(small, (0, -len(small) % 31)).view(-1, 31)
     of_32 = torch.nn.functional.pad(rows, (1, 0), value=6.0)
@@ -144,7 +152,7 @@ def ties() -> Iterable[tuple[str, str, Tensor]]:
     yield "e2m1 of every bf16 up to 6", "mxfp4", of_32
     yield "e2m1 of every bf16 up to 6", "nvfp4", torch.cat([largest, of_16])
     amaxes = numbers[: 1 << 15]
-    powers = 448 * torch.arange(-140, 120).float().exp2()
+    powers = 448 * torch.arange(-140, 120, dtype=torch.float32, device="cpu").exp2()
     around = torch.cat(
         [powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)]
     )
@@ -157,7 +165,7 @@ def compare_ties(report: Report, device: torch.device) -> None:
         q = Quantizer(format_of(name))
         for direction in Direction:
             values = x if direction is ROWWISE else x.t().contiguous()
-            want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64))
+            want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64, device="cpu"))
             report.add(
                 "ties",
                 f"{what}, {name} {direction.value}",
@@ -167,10 +175,7 @@ def compare_ties(report: Report, device: torch.device) -> None:
 
 def compare_products(report: Report, device: torch.device) -> None:
     m, n, k = PRODUCT
-    a, b = (
-        torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
-        for rows in (m, n)
-    )
+    a, b = (gaussian(rows, k).to(torch.bfloat16) for rows in (m, n))
     chosen = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
     for of_a, of_b in itertools.product(chosen, chosen):
         left, right = of_a.storage(a.to(device), ROWWISE), of_b.storage(b.to(device), ROWWISE)

@@ -41,7 +41,7 @@ def spread(x: Tensor, groups: TokenGroups) -> Tensor:
     """Rows of x [tokens, cols] where groups begin at multiples of 128, zeros behind each: [128 *
     tiles, cols]."""
     moved = (groups.padded - groups.offsets)[group_of(groups, x)]
-    places = torch.arange(len(x), device=x.device) + moved
+    places = torch.arange(len(x), dtype=torch.int64, device=x.device) + moved
     filled = x.new_zeros(len(groups.sources) * native.TILE, x.shape[1])
     return filled.index_copy_(0, places, x)
 

@@ -194,7 +194,9 @@ class NormPattern(NamedTuple):
                 "there"
             )
         names = [self.weight] if bias is None else [self.weight, self.bias]
-        small = {n: nn.Parameter(torch.randn(weight.shape[0]).to(dtype)) for n in names}
+        small = {
+            n: nn.Parameter(torch.randn(weight.shape[0], dtype=dtype, device="cpu")) for n in names
+        }
         probe = copy.copy(module)
         probe.__dict__["_parameters"] = module._parameters | small
         return probe, weight.shape[0], list(small.values())
@@ -466,8 +468,9 @@ def _is_exact(
     probe: nn.Module, pattern: Pattern, width: int, parameters: list[Tensor], dtype: torch.dtype
 ) -> bool:
     # slopes and tails of an activation; eps of a norm
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(4, 1, 1)
-    x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
+    options = {"dtype": torch.float32, "device": "cpu"}
+    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0], **options).view(4, 1, 1)
+    x, dy = ((torch.randn(4, 8, width, **options) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     outputs = (probe.forward(x), pattern.run(probe, x))
     results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]

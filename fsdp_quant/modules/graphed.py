@@ -191,7 +191,9 @@ def _make_capturable(optimizer: Optimizer) -> None:
             continue
         group["capturable"] = True
         if not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+            group["lr"] = torch.tensor(
+                group["lr"], dtype=torch.float32, device=group["params"][0].device
+            )
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             if isinstance(state.get("step"), Tensor):

@@ -402,7 +402,7 @@ class GroupedLinear(HasWeight):
             for layer, weight in zip(layers if own else layers[: len(weights)], cycle(weights))
         ]
         on_host = not isinstance(sizes, Tensor)
-        ends = torch.tensor(sizes, device="cpu").cumsum(0) if on_host else sizes
+        ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0) if on_host else sizes
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         biases = [bias for _, bias in held if bias is not None]

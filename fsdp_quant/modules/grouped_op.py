@@ -428,5 +428,5 @@ def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | 
 
 def bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
     """Sum dy [tokens, N] over the tokens of each group: [E, N]."""
-    experts = torch.arange(groups.groups, device=dy.device)
+    experts = torch.arange(groups.groups, dtype=torch.int64, device=dy.device)
     return (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy

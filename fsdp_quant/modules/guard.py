@@ -87,7 +87,7 @@ def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     guard = layer.guard
     if guard is None or guard.device != device:
         with torch.inference_mode(False):
-            layer.guard = guard = torch.zeros(len(PRODUCTS), 2, device=device)
+            layer.guard = guard = torch.zeros(len(PRODUCTS), 2, dtype=torch.float32, device=device)
         _GUARDED.add(layer)
     return guard
 

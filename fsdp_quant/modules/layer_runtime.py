@@ -177,7 +177,9 @@ class GraphTensors:
             axis = TensorParallel(group, state.tensor_dim == 0)
             self.ids = axis.slot_ids(layer.name, state.shape, device)
             with torch.inference_mode(False):
-                self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
+                self.rank = torch.tensor(
+                    [axis.data_parallel_rank, group.rank()], dtype=torch.int64, device=device
+                )
         executed = {of for dtype in FLOATING for of in (plan, plan.on(dtype, device))}
         # which asks C++, now and not in a trace
         resolved = [of.resolved(dtype, device) for of in executed for dtype in FLOATING]

@@ -57,22 +57,22 @@ class Linear(BaseLinear):
 
     def forward(
         self,
-        x: Tensor,
+        input: Tensor,  # as nn.Linear calls it
         handed: Handed | None = None,
         *,
         residual: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """residual + scale * (x W^T + b), the product rounded to its dtype first.
+        """residual + scale * (input W^T + b), the product rounded to its dtype first.
 
-        handed:  what the module that computed x hands over with it.
+        handed:  what the module that computed the input hands over with it.
         """
         weight = self.weight
         if self.parallel is not None or isinstance(weight, DTensor):
-            return finished(forward_among_ranks(self, x), residual, scale)
+            return finished(forward_among_ranks(self, input), residual, scale)
         if handed is None and (by_input := self.runtime.handed_by_input) is not None:
-            handed = by_input.of(x)
-        return self.times(x, weight, self.bias, handed, residual, scale)
+            handed = by_input.of(input)
+        return self.times(input, weight, self.bias, handed, residual, scale)
 
     def times(
         self,

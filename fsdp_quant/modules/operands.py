@@ -61,7 +61,8 @@ def record_amaxes(
 
 def slot_ids(name: str) -> Tensor:
     """int64 [3]: ids of a module's slots, which key their random bits."""
-    return torch.tensor([tensor_id(f"{name}.{slot}") for slot in SLOTS], device="cpu")
+    ids = [tensor_id(f"{name}.{slot}") for slot in SLOTS]
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def slot_key(

@@ -26,6 +26,7 @@ own, which quantizes, plans, counts and gathers it: `fully_shard` puts it into b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -103,19 +104,23 @@ def _is_of_transformers(module: nn.Module) -> bool:
 def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
     """Its forward gives silu(w1 x) * w3 x, times w2, of random data, but for what bf16 rounds."""
     experts, width, count = module.get_parameter(parts[0]).shape[0], 16, 3
+    options = {"dtype": torch.float32, "device": "cpu"}
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         w1, w3, w2 = (
-            torch.randn(experts, width, width, generator=random).bfloat16() for _ in parts
+            torch.randn(experts, width, width, generator=random, **options).bfloat16()
+            for _ in parts
         )
-        x = torch.randn(experts * count, width, generator=random).bfloat16() / 4
+        x = torch.randn(experts * count, width, generator=random, **options).bfloat16() / 4
         probe = object.__new__(type(module))
         weights = dict(zip(parts, (w1, w3, w2)))
         probe.__dict__ = module.__dict__ | {
             "_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}
         }
         try:
-            y = type(module).forward(probe, x, torch.full((experts,), count))
+            y = type(module).forward(
+                probe, x, torch.full((experts,), count, dtype=torch.int64, device="cpu")
+            )
         except Exception:  # of any kind: it is not what was thought
             return False
         rows = x.float().view(experts, count, width)
@@ -163,6 +168,7 @@ class _Quantized(nn.Module):
 
     converted_from: type[nn.Module]
     packed_parts: tuple[str, ...]
+    packed_forward: Callable
 
 
 @functools.cache
@@ -181,19 +187,32 @@ def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -
         f"Quantized{cls.__name__}",
         (cls,),
         {
-            "forward": forward,
+            "forward": _with_names_of(cls, forward),
             "_apply": _apply,
             "__reduce_ex__": _reduce,
             "__module__": cls.__module__,
             "converted_from": cls,
             "packed_parts": parts,
+            "packed_forward": staticmethod(forward),
         },
     )
 
 
+def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
+    """`forward`, with the names that `cls.forward` gives its arguments."""
+    names, wanted = (list(inspect.signature(f).parameters)[1:] for f in (forward, cls.forward))
+    own_name = dict(zip(wanted, names))
+
+    @functools.wraps(cls.forward)
+    def named(self, *args, **kwargs):
+        return forward(self, *args, **{own_name.get(k, k): v for k, v in kwargs.items()})
+
+    return forward if names == wanted else named
+
+
 def _reduce(module: _Quantized, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, module.packed_parts, type(module).forward), *state
+    return _blank, (module.converted_from, module.packed_parts, module.packed_forward), *state
 
 
 def _blank(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> nn.Module:
@@ -210,8 +229,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     experts = len(getattr(self, f"{first}_product").weight)
     gate = self._apply_gate if self.has_gate else self.act_fn
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
-    places = torch.arange(len(order), device=order.device)
+    ends = torch.searchsorted(
+        chosen, torch.arange(experts, dtype=torch.int64, device=chosen.device), right=True
+    ).int()
+    places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places)
     rows = _Routed.apply(hidden_states, order, back, copies)
     y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
@@ -219,8 +240,8 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
-def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
-    rows, ends = x.bfloat16(), counts.cumsum(0, dtype=torch.int32)
+def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    rows, ends = x.bfloat16(), num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     a, b = (_product(self, part, rows, ends) for part in self.packed_parts[:2])
     return _product(self, self.packed_parts[2], torch.nn.functional.silu(a) * b, ends).type_as(x)
 

@@ -126,9 +126,8 @@ class BoundaryIds:
     def __init__(self, name: str):
         self.name = name
         with torch.inference_mode(False):
-            self.ids = torch.tensor(
-                [tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu"
-            )
+            ids = [tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES]
+            self.ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
         STEP.prepare(self.ids.device)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -171,7 +170,7 @@ class Quantize(nn.Module):
         self._sides, self._ids = sides, BoundaryIds(name)
 
     def _apply(self, fn, recurse: bool = True) -> Quantize:
-        device = fn(torch.empty(0, device=self._ids.ids.device)).device
+        device = fn(torch.empty(0, dtype=torch.float32, device=self._ids.ids.device)).device
         if device.type != "meta":
             self._ids.on(device)
         return super()._apply(fn, recurse)

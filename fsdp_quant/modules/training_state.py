@@ -109,7 +109,7 @@ class _Sharing:
         ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
         device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
         current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
-        none = torch.zeros(1, device=device)
+        none = torch.zeros(1, dtype=torch.float32, device=device)
         slots = [(name, side) for name in names for side in _SIDES]
         shared = reduce_amaxes([current.get(slot, none) for slot in slots], self._group)
         torch_compat.copy_all(

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from ..context import STEP
+from ..optim.wrapped import optimizers_inside
 from ..recipe import Schedule
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
@@ -229,7 +230,9 @@ class TrainingSteps:
         """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
             with torch.inference_mode(False):
-                self._counts[device] = torch.tensor([self.next, self.open], device=device)
+                self._counts[device] = torch.tensor(
+                    [self.next, self.open], dtype=torch.int64, device=device
+                )
             torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
 
@@ -492,20 +495,6 @@ def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
             yield local
 
 
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and all optimizers in its attributes, also in containers there."""
-    found = [optimizer]
-    for one in found:  # the loop appends to `found`
-        for name, value in vars(one).items():
-            if name in ("state", "param_groups"):
-                continue
-            value = list(value.values()) if isinstance(value, dict) else value
-            for inner in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(inner, Optimizer) and inner not in found:
-                    found.append(inner)
-    return found
-
-
 def _check_masters(optimizer: Optimizer) -> None:
     """Raise ValueError for quantized parameters whose masters no (inner) optimizer holds."""
     holders = None
@@ -516,7 +505,7 @@ def _check_masters(optimizer: Optimizer) -> None:
                 continue
             if local.is_held_by([optimizer]):
                 continue
-            holders = holders or _with_inner(optimizer)
+            holders = holders or optimizers_inside(optimizer)
             if not local.is_held_by(holders):
                 raise ValueError(
                     f"{local.state.name} is a quantized parameter, and this "

@@ -43,7 +43,12 @@ def _exact_blocks(element: Element, own_error: float) -> _Exact:
     """Of blocks with e8m0 scales: exact while their least step is on the grid of e4m3. The largest
     magnitude of the next smaller blocks is at most one code below `least`."""
     below = 2.0**-10 / element.least_step
-    return _Exact(32, int(cast_codes(torch.tensor(element.max * below), E4M3)) + 1, own_error)
+    return _Exact(
+        32,
+        int(cast_codes(torch.tensor(element.max * below, dtype=torch.float32, device="cpu"), E4M3))
+        + 1,
+        own_error,
+    )
 
 
 # 28 is the code of 6 * 2^-3 * 2^-3: the largest magnitude of an e2m1 block whose scale is 2^-3.
@@ -124,9 +129,8 @@ def _energies(
     """(squares of the values, mean squares of what anchoring may have lost) of the lines of a
     probe."""
     numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
-    lines = torch.tensor(
-        [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device
-    )
+    rows = [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers]
+    lines = torch.tensor(rows, dtype=torch.int64, device=data.device)
     values = decode_codes(data[lines], fmt, data.shape[1])
     step = torch.full_like(values, fmt.element.least_step)
     if fmt.block[1] is not None and scale is not None:

@@ -298,7 +298,7 @@ def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
     256 < fraction."""
     ratio, step, _ = _in_steps(v.abs(), element)
     low = ratio.floor()
-    up = bits + 0.5 < (ratio - low) * 256
+    up = bits.float() + 0.5 < (ratio - low) * 256
     return torch.copysign((low + up) * step, v)
 
 
@@ -363,7 +363,7 @@ def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
     element = fmt.element
     if element.dtype is not None:
         return data.view(element.dtype).float()
-    table = torch.tensor(_values(element), device=data.device)
+    table = torch.tensor(_values(element), dtype=torch.float32, device=data.device)
     return table[unpack(data, element.bits)[:, :cols].int()]
 
 
@@ -397,7 +397,8 @@ def scale_of_each(
     """All that each element's code is multiplied by, fp32 [rows, cols]."""
     factor = decode_scale(scale, fmt)
     factor = factor if tensor_amax is None else factor * tensor_decode_scale(tensor_amax, fmt)
-    return scaled_by_block(torch.ones(shape, device=scale.device), factor, fmt, direction, row0)
+    ones = torch.ones(shape, dtype=torch.float32, device=scale.device)
+    return scaled_by_block(ones, factor, fmt, direction, row0)
 
 
 def decode(
@@ -428,9 +429,8 @@ def has_scales_of(scale: Tensor, fmt: Format) -> bool:
         return True
     values = decode_scale(scale, fmt)
     significand = torch.frexp(values).mantissa * 2.0
-    return bool(
-        torch.isin(significand[values != 0], torch.tensor(allowed, device=scale.device)).all()
-    )
+    steps = torch.tensor(allowed, dtype=torch.float32, device=scale.device)
+    return bool(torch.isin(significand[values != 0], steps).all())
 
 
 def bf16_product(a: Tensor, b: Tensor) -> Tensor:

@@ -109,13 +109,14 @@ def random_bytes(shape: Sequence[int], direction: Direction, key: Tensor) -> Ten
     seed, step, ident, micro_batch, origin = key.unbind()
     row0, col0 = origin & ((1 << _COL0) - 1), origin >> _COL0
     row, col = (
-        start + torch.arange(n, device=key.device) for start, n in ((row0, rows), (col0, cols))
+        start + torch.arange(n, dtype=torch.int64, device=key.device)
+        for start, n in ((row0, rows), (col0, cols))
     )
     outer, contraction, start = (row, col, col0) if direction is ROWWISE else (col, row, row0)
     # Blocks of 16 along the contraction that the elements fall in; one more than needed when the
     # start cuts a block.
     first = start // 16
-    blocks = first + torch.arange(len(contraction) // 16 + 2, device=key.device)
+    blocks = first + torch.arange(len(contraction) // 16 + 2, dtype=torch.int64, device=key.device)
     words = philox4x32(
         (blocks[None, :], outer[:, None], step & _MASK, stream_of(ident, direction, micro_batch)),
         (seed & _MASK, (seed >> 32) & _MASK),

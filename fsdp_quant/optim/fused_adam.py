@@ -17,6 +17,7 @@ bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from . import compact
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = tuple(f"{name}_{part}" for name in MOMENTS for part in ("codes", "scale"))  # 8-bit moments
 MASTERS = ("master", "remainder")
+STORING = ("moment_dtype", "store_param_remainders")  # settings that say how a state is stored
 STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
 # of p.
@@ -128,6 +130,11 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict) -> None:
+        """Restore a copy, or copy the states that `load_state_dict` passes into this one's."""
+        saved = {p: s.values for p, s in state["state"].items() if isinstance(s, _Saved)}
+        if saved:
+            self._load(saved, state["param_groups"])
+            state = {**state, "state": self.state}
         super().__setstate__(state)
         self._held = {}
 
@@ -139,34 +146,13 @@ class FusedAdam(torch.optim.Optimizer):
                 self._start(p, group)
 
     def _start(self, p: Tensor, group: dict) -> dict:
-        """The state of a parameter, complete from the start, so that a checkpoint can load into
-        it."""
+        """Complete the state of a parameter, before its first step, so that a checkpoint can load
+        into it."""
         state, local = self.state[p], local_of(p)
-        if state:
-            return state
-        if not local.is_floating_point():
-            raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
-        on_device = local.device if group["capturable"] else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)
-        if isinstance(local, QuantizedWeight):
+        if not state:
+            state.update(_new_state(p, group))
+        if isinstance(local, QuantizedWeight) and "master" not in state:
             state["master"] = _beside(p, local.detach_master(self))
-        elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
-            remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
-            state["remainder"] = _beside(p, remainder, (*p.shape, 2))
-        elif local.dtype is not torch.float32:
-            state["master"] = _beside(p, values_of(local).detach().float())
-        dtype = group["moment_dtype"]
-        in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
-        for name in MOMENTS:
-            if in_codes:
-                codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-                scale = torch.zeros(compact.scale_shape(local.shape), device=local.device)
-                state[f"{name}_codes"] = _beside(p, codes)
-                state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
-            else:
-                stored = torch.float32 if dtype is torch.float8_e4m3fn else dtype
-                zeros = torch.zeros(local.shape, dtype=stored, device=local.device)
-                state[name] = _beside(p, zeros)
         return state
 
     @torch.no_grad()
@@ -215,43 +201,114 @@ class FusedAdam(torch.optim.Optimizer):
         }
         return packed | {"state": state}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy into the existing state tensors; nothing is rounded to a parameter's dtype, or
-        moved.
+        """Copy into the existing state tensors; nothing is rounded to a parameter's dtype.
 
+        As with torch.optim.AdamW, frozen parameters take their states too, one without a saved
+        state starts anew, and settings are the saved ones, but for how states are stored.
         Converts between moments as codes and as values. Raises ValueError, before any change, if a
         parameter's state lacks a moment, the step, or the master or remainder of a low-precision
-        parameter.
+        parameter, or has another shape, and for settings that FusedAdam does not have.
         """
-        own = dict(self.state)
-        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        ids = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
-        loaded = []
-        for i, p in zip(ids, params):
-            saved, state = state_dict["state"].get(i), own.get(p, {})
-            if saved is None:
-                continue
-            saved = _as_stored(saved, state)
-            needed = state.keys() - (
-                {"master"} if isinstance(local_of(p), QuantizedWeight) else set()
+
+        def hide_states(_, state_dict: dict) -> dict:
+            """From torch, which would round them to their parameters' dtypes."""
+            ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+            states = {i: _Saved(state_dict["state"].get(i)) for i in ids}
+            return {**state_dict, "state": states}
+
+        hook = self.register_load_state_dict_pre_hook(hide_states)  # behind those of others
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def _load(self, saved: dict[Tensor, dict | None], groups: list[dict]) -> None:
+        """Copy saved states, and complete the saved settings in `groups`."""
+        states: list[tuple[Tensor, dict, dict]] = []
+        for group, loaded in zip(self.param_groups, groups):
+            for name in ("amsgrad", "maximize"):
+                if loaded.get(name):
+                    raise ValueError(f"the saved state is of {name}=True, which FusedAdam has not")
+            for p in group["params"]:
+                state, values = self.state.get(p), saved[p]
+                if values is not None:
+                    state = state or _new_state(p, group)
+                    values = _as_stored(values, state)
+                    _check_saved(p, state, values)
+                    states.append((p, state, values))
+                elif state:
+                    states.append((p, state, _new_state(p, group)))
+        for group, loaded in zip(self.param_groups, groups):
+            keeps = {k: v for k, v in group.items() if k in STORING or k not in loaded}
+            loaded.update(keeps)
+        for p, state, values in states:
+            self.state[p] = state
+            for name in state.keys() & values.keys():
+                tensor, value = local_of(state[name]), values[name]
+                if isinstance(value, Tensor):
+                    tensor.copy_(local_of(value).view_as(tensor))
+                else:
+                    tensor.fill_(value)
+        for group in groups:
+            for p in group["params"]:
+                if group["capturable"] and (state := self.state.get(p)):
+                    state["step"] = state["step"].to(p.device)
+
+
+@dataclass(eq=False)
+class _Saved:
+    """What a state dict has of a parameter, or None."""
+
+    values: dict | None
+
+
+def _check_saved(p: Tensor, state: dict, saved: dict) -> None:
+    """Raise ValueError unless `state` can be filled with the values of `saved`."""
+    needed = state.keys() - ({"master"} if isinstance(local_of(p), QuantizedWeight) else set())
+    if not needed <= saved.keys():
+        raise ValueError(
+            f"the saved state of a parameter {list(p.shape)} has {sorted(saved)}, and FusedAdam "
+            f"needs {sorted(needed)}; save it with FusedAdam, or start without its state"
+        )
+    for name in state.keys() & saved.keys():
+        value, tensor = saved[name], local_of(state[name])
+        if isinstance(value, Tensor) and local_of(value).shape != tensor.shape and name != "step":
+            raise ValueError(
+                f"the saved {name} of a parameter {list(p.shape)} is {list(local_of(value).shape)},"
+                f" wanted {list(tensor.shape)}: it is of another model, or of another cut of it"
             )
-            if not needed <= saved.keys():
-                raise ValueError(
-                    f"the saved state of parameter {i} {list(p.shape)} has {sorted(saved)}, and "
-                    f"FusedAdam needs {sorted(needed)}; save it with FusedAdam, or start without "
-                    "its state"
-                )
-            loaded.append((state, saved))
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state.update(own)
-        for state, saved in loaded:
-            for name, tensor in state.items():
-                if name in saved:
-                    value = saved[name]
-                    local_of(tensor).copy_(
-                        local_of(value) if isinstance(value, Tensor) else torch.tensor(value)
-                    )
+
+
+def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
+    """The state of a parameter before its first step, but for the master of a quantized one."""
+    local = local_of(p)
+    if not local.is_floating_point():
+        raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
+    on_device = local.device if group["capturable"] else "cpu"
+    state = {"step": torch.zeros((), dtype=torch.float32, device=on_device)}
+    if isinstance(local, QuantizedWeight):
+        pass
+    elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
+        remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
+        state["remainder"] = _beside(p, remainder, (*p.shape, 2))
+    elif local.dtype is not torch.float32:
+        state["master"] = _beside(p, values_of(local).detach().float())
+    dtype = group["moment_dtype"]
+    in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
+    for name in MOMENTS:
+        if in_codes:
+            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+            blocks = compact.scale_shape(local.shape)
+            scale = torch.zeros(blocks, dtype=torch.float32, device=local.device)
+            state[f"{name}_codes"] = _beside(p, codes)
+            state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
+        else:
+            stored = torch.float32 if dtype is torch.float8_e4m3fn else dtype
+            zeros = torch.zeros(local.shape, dtype=stored, device=local.device)
+            state[name] = _beside(p, zeros)
+    return state
 
 
 def _as_stored(saved: dict, state: dict) -> dict:
@@ -401,7 +458,7 @@ def _scalars_on_host(
     numbers = [max(int(step), 1) for step in steps]
     row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
     beta1, beta2 = group["betas"]
-    rows = [_scalars(group, group["lr"], beta1**n, beta2**n) for n in row_of]
+    rows = [_scalars(group, float(group["lr"]), beta1**n, beta2**n) for n in row_of]
     return torch.tensor(rows, dtype=torch.float32, device="cpu"), [row_of[n] for n in numbers]
 
 

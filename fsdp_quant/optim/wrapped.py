@@ -11,14 +11,18 @@ masters in place of quantized parameters. One step:
 Settings of both optimizers are equal before and after each step, and `state[p]` is the inner
 optimizer's state of p or of its master, so schedulers, clipping, GradScaler and checkpoints see
 what they see of `cls`. The model's state dict stores the masters, under the names of the weights.
+Whatever else `cls` has (`train`, `eval`, `first_step`, attributes) is the inner optimizer's: a
+method runs on the masters and their gradients as a step does, and codes follow what it wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -46,9 +50,12 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     the fp32 master of each quantized parameter that requires grad, and encode it after each step;
     other parameters go to `optimizer_cls` unchanged. Create them after `fully_shard` and
     initialization. Their state dict is that of `optimizer_cls`, with states of masters in fp32.
-    `optimizer.inner` is the optimizer of `optimizer_cls`; compile the update of masters by
-    `optimizer.inner.step = torch.compile(optimizer.inner.step)`. After calling a method of it that
-    writes parameters outside of a step, call `fq.sync(model)`.
+    They are instances of `optimizer_cls`, with its methods and attributes: a method that writes
+    parameters (`eval()` of an averaging optimizer) writes masters, and the next forward multiplies
+    their codes. Every rank must call such a method. `optimizer.inner` is the optimizer of
+    `optimizer_cls`; compile the update of masters by
+    `optimizer.inner.step = torch.compile(optimizer.inner.step)`. After calling a method of `inner`
+    that writes parameters outside of a step, call `fq.sync(model)`.
 
     Returns FusedAdam, which has its own masters, unchanged. Raises ValueError for anything but a
     subclass of torch.optim.Optimizer.
@@ -60,7 +67,50 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
         )
     if issubclass(optimizer_cls, (FusedAdam, WithMasters)):
         return optimizer_cls
-    return type(f"{optimizer_cls.__name__}WithMasters", (WithMasters,), {"wraps": optimizer_cls})
+    forwarded = {
+        name: _forwarded(name, value)
+        for base in reversed(optimizer_cls.__mro__)
+        if not issubclass(Optimizer, base)
+        for name, value in vars(base).items()
+        if name not in vars(WithMasters)
+        and not isinstance(value, (classmethod, staticmethod))
+        and not (name.startswith("_") and hasattr(Optimizer, name))
+        and not name.startswith("__")
+    }
+    return type(
+        f"{optimizer_cls.__name__}WithMasters",
+        (WithMasters, optimizer_cls),
+        forwarded | {"wraps": optimizer_cls},
+    )
+
+
+def _forwarded(name: str, value: object) -> object:
+    """What an attribute of the wrapped class is on the class of `wrap`: the inner optimizer's."""
+    if not inspect.isfunction(value):
+        return property(
+            lambda self: getattr(self.inner, name),
+            lambda self, new: setattr(self.inner, name, new),
+        )
+
+    @functools.wraps(value)
+    def forward(self: WithMasters, *args, **kwargs):
+        return self._call(getattr(self.inner, name), *args, **kwargs)
+
+    return forward
+
+
+def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and all optimizers in its attributes, also in containers there."""
+    found = [optimizer]
+    for one in found:  # the loop appends to `found`
+        for name, value in vars(one).items():
+            if name in ("state", "param_groups"):
+                continue
+            value = list(value.values()) if isinstance(value, dict) else value
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(inner, Optimizer) and inner not in found:
+                    found.append(inner)
+    return found
 
 
 class WithMasters(Optimizer):
@@ -79,14 +129,29 @@ class WithMasters(Optimizer):
 
     def __init__(self, params: ParamsT, *args, **kwargs):
         self._masters: dict[Tensor, tuple[QuantizedWeight, nn.Parameter, Tensor]] = {}
-        super().__init__(params, {})
+        Optimizer.__init__(self, params, {})  # the next class is `wraps`
         groups = self.param_groups
         self.inner = self._with_masters(groups, lambda inside: self.wraps(inside, *args, **kwargs))
         self.defaults = self.inner.defaults
         self._pull()
 
+    def __getattr__(self, name: str):
+        if name in _OF_GRAD_SCALER or "inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(self.inner, name)
+        return functools.partial(self._call, value) if inspect.isroutine(value) else value
+
+    def __setattr__(self, name: str, value) -> None:
+        """Set an attribute that only the inner optimizer has there."""
+        inner = self.__dict__.get("inner")
+        is_own = name in self.__dict__ or hasattr(type(self), name) or name in _OF_GRAD_SCALER
+        is_inner = inner is not None and not is_own and hasattr(inner, name)
+        object.__setattr__(inner if is_inner else self, name, value)
+
+    __getstate__, __setstate__ = Optimizer.__getstate__, Optimizer.__setstate__
+
     def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
+        Optimizer.add_param_group(self, param_group)
         if "inner" not in self.__dict__:
             return
         try:
@@ -115,7 +180,7 @@ class WithMasters(Optimizer):
         if not isinstance(local, QuantizedWeight):
             return p
         if not p.requires_grad:  # a placeholder, so that later parameters keep their numbers
-            return nn.Parameter(torch.empty(0, device=p.device), requires_grad=False)
+            return nn.Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
         master = local.detach_master(self)
         parameter = nn.Parameter(
             torch_compat.dtensor_like(p, master) if isinstance(p, DTensor) else master
@@ -128,25 +193,63 @@ class WithMasters(Optimizer):
     @torch_compat.never_compiled  # the inner step may be compiled
     def step(self, closure: Callable | None = None):
         """Step the inner optimizer. A step hook then encodes quantized parameters."""
+        with self._entered():
+            if closure is None:
+                return self.inner.step()
+            return self.inner.step(self._evaluate(closure))
+
+    @torch_compat.never_compiled
+    def _call(self, method: Callable[..., _T], *args, **kwargs) -> _T | WithMasters:
+        """Call a method of the inner optimizer. If it stepped, this is a step for hooks too."""
+        stepped: list[Optimizer] = []
+        hooks = [
+            optimizer.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
+            for optimizer in optimizers_inside(self.inner)
+        ]
+        try:
+            with self._entered(writes_all=True):
+                result = method(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if stepped:
+            self._run_hooks()
+        return self if result is self.inner else result
+
+    @Optimizer.profile_hook_step
+    def _run_hooks(self) -> None:
+        """Run the hooks of a step that the inner optimizer made."""
+
+    @contextlib.contextmanager
+    def _entered(self, writes_all: bool = False) -> Iterator[None]:
+        """Give masters the gradients inside, and the weights what the inner optimizer did.
+
+        writes_all:  it may write masters without gradients too, and gradients.
+        """
         self._push()
         self._copy_gradients()
         try:
-            return (
-                self.inner.step() if closure is None else self.inner.step(self._evaluate(closure))
-            )
+            yield
         finally:
+            written = [p for p in self._masters if writes_all or p.grad is not None]
+            self._return_gradients(writes_all)
             for _, parameter, _ in self._masters.values():
                 parameter.grad = None
-            self._mark_written()
+            self._mark_written(written)
             self._pull()
 
     def _evaluate(self, closure: Callable) -> Callable:
-        """The closure for an inner optimizer, which may write masters between two calls of it."""
-        calls = itertools.count()
+        """The closure for an inner optimizer, which may write masters before a call of it."""
+
+        def versions() -> list[int]:
+            return [local_of(parameter)._version for _, parameter, _ in self._masters.values()]
+
+        before, calls = versions(), itertools.count()
 
         def evaluate():
-            if next(calls):
-                self._mark_written()  # the forward inside encodes the masters again
+            if next(calls) or versions() != before:
+                self._return_gradients()
+                self._mark_written(list(self._masters))  # the forward inside encodes them again
             with torch.enable_grad():
                 loss = closure()
             self._copy_gradients()
@@ -161,11 +264,19 @@ class WithMasters(Optimizer):
             parameter.grad = None if p.grad is None else p.grad.to(torch.float32)
 
     @torch.no_grad()
-    def _mark_written(self) -> None:
+    def _return_gradients(self, values: bool = False) -> None:
+        """Drop gradients that the inner optimizer dropped. values: copy those that it changed."""
+        for p, (_, parameter, _) in self._masters.items():
+            if parameter.grad is None:
+                p.grad = None
+            elif values and p.grad is not None and parameter.grad is not p.grad:
+                p.grad.copy_(parameter.grad)
+
+    @torch.no_grad()
+    def _mark_written(self, written: list[Tensor]) -> None:
         """Note writes of masters that torch may not have counted (a compiled step, a kernel)."""
-        for p, (weight, parameter, master) in self._masters.items():
-            if p.grad is None:
-                continue
+        for p in written:
+            weight, parameter, master = self._masters[p]
             if local_of(parameter).data_ptr() != master.data_ptr():  # its memory was replaced
                 master.copy_(local_of(parameter))
             weight.state.mark_written()

@@ -172,7 +172,8 @@ class ExpertDispatch:
         self._under_way.append((route, gradients, x.shape))
         sizes = route.splits
         if isinstance(splits, Tensor):
-            sizes = torch.tensor(sizes, device="cpu").cumsum(0).to(splits.device, splits.dtype)
+            counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+            sizes = counts.cumsum(0).to(splits.device, splits.dtype)
         return Dispatch.apply(rows, route, tokens.hybrid, tokens.directions), sizes, *rest
 
     @torch_compat.never_compiled

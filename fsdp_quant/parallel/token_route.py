@@ -59,10 +59,13 @@ class TokenRoute:
         shifts = itertools.accumulate(
             (full - n for full, n in zip(self.sent, self.counts)), initial=0
         )
-        shift = torch.tensor(list(shifts)[:-1], device="cpu").repeat_interleave(
-            torch.tensor(self.counts, device="cpu")
+        first, counts = (
+            torch.tensor(rows, dtype=torch.int64, device="cpu")
+            for rows in (list(shifts)[:-1], self.counts)
         )
-        return (shift + torch.arange(len(shift), device="cpu")).to(device, non_blocking=True)
+        shift = first.repeat_interleave(counts)
+        places = torch.arange(len(shift), dtype=torch.int64, device="cpu")
+        return (shift + places).to(device, non_blocking=True)
 
     def spread(self, buffers: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """What the ranks' buffers hold for the experts of this rank, by expert, then by rank; in
@@ -198,9 +201,13 @@ def _counts_of(splits: Sequence[int] | Tensor, experts: int) -> Tensor:
     """Token counts per expert, int [E]. Malformed splits become all -1, which the check after the
     exchange rejects on every rank."""
     try:
-        counts = splits if isinstance(splits, Tensor) else torch.tensor(list(splits), device="cpu")
+        counts = (
+            splits
+            if isinstance(splits, Tensor)
+            else torch.tensor(list(splits), dtype=None, device="cpu")
+        )
     except (TypeError, ValueError, RuntimeError):
-        counts = torch.empty(0)
+        counts = torch.empty(0, dtype=torch.int64, device="cpu")
     if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype is torch.bool:
-        return torch.full((experts,), -1, device="cpu")
+        return torch.full((experts,), -1, dtype=torch.int64, device="cpu")
     return counts.diff(prepend=counts.new_zeros(1)) if isinstance(splits, Tensor) else counts

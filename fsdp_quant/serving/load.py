@@ -200,7 +200,8 @@ def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Fi
             )
         if (piece.matrix, piece.rows) == (None, None):
             return values.to(like.dtype)
-        whole = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole
+        if whole is None:
+            whole = torch.empty(like.shape, dtype=like.dtype, device="cpu")
         source.slice_of(whole, piece).copy_(values)
     if whole is None:
         raise ValueError(f"the file has no tensor of {source.name}")

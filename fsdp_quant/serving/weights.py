@@ -168,7 +168,7 @@ def _as_transformers_saves(
         shape = source.tensor.shape
         rows = shape[: 2 if len(shape) == 3 else 1]
         end = first[-1] + rows.numel()
-        numbers = torch.arange(first[-1], end)
+        numbers = torch.arange(first[-1], end, dtype=torch.int64, device="cpu")
         numbered[source.name] = numbers.view((*rows, *[1] * (len(shape) - len(rows))))
         first.append(end)
     found: dict[Source, list[Slice]] = {}

@@ -231,7 +231,7 @@ class GatheredWeight:
             if buffer.halo_index is not None:
                 halo[buffer.name] = (
                     output.view(-1, buffer.row_bytes),
-                    torch.tensor(buffer.halo_index, device=device),
+                    torch.tensor(buffer.halo_index, dtype=torch.int64, device=device),
                 )
                 inner[buffer.name] = replicated.pop(buffer.name)
             else:

@@ -81,7 +81,7 @@ class _Root:
             torch_compat.end_failed_pass(module)
 
 
-_NOTHING = torch.empty(0, device="cpu")
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # per FSDP2 state context
 _ROOTS: weakref.WeakKeyDictionary[object, _Root] = weakref.WeakKeyDictionary()
 _AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compared their models

@@ -161,7 +161,7 @@ class _Group:
         """int32 [tiles, 4] per launch: index, tile row, tile column, work; in strips of four
         rows."""
         for second in (False, True):
-            parts = [torch.empty(0, 4, dtype=torch.int32)]
+            parts = [torch.empty(0, 4, dtype=torch.int32, device="cpu")]
             for index, sides in enumerate(self.sides):
                 one = next(s for s in sides if s is not None)
                 if one.start == one.end:
@@ -171,7 +171,8 @@ class _Group:
                     for d, s in enumerate(sides)
                     if s is not None
                 ]
-                work = torch.tensor([sum(of) for of in zip(*sides_work)], dtype=torch.int32)
+                counts = [sum(of) for of in zip(*sides_work)]
+                work = torch.tensor(counts, dtype=torch.int32, device="cpu")
                 rows, cols = _in_order(len(work), ceil_div(one.weight.shape[1], TILE))
                 laid = torch.stack(
                     (torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1
@@ -189,7 +190,8 @@ class _Group:
 @functools.lru_cache(maxsize=64)
 def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
     """int32 (row, column) of every tile; consecutive tiles write adjacent memory."""
-    rows, cols = torch.arange(down).repeat(right), torch.arange(right).repeat_interleave(down)
+    tiles = torch.arange(down * right, dtype=torch.int64, device="cpu")
+    rows, cols = tiles % down, tiles // down
     order = ((rows // 4) * (4 * right) + cols * 4 + rows % 4).argsort()
     return rows[order].int(), cols[order].int()
 
@@ -205,8 +207,8 @@ class _Runs:
     encodings: list[Encoding] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     masters: dict[int, int] = field(default_factory=dict)
-    table: Tensor = field(default_factory=lambda: torch.empty(0))
-    chunks: Tensor = field(default_factory=lambda: torch.empty(0))
+    table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    chunks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def add(
         self,
@@ -229,9 +231,8 @@ class _Runs:
 
     def lay(self, device: torch.device) -> None:
         counts = [ceil_div(row[5], CHUNK) for row in self.rows]
-        runs = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-        chunks = torch.cat([torch.arange(n) for n in counts])
-        self.chunks = torch.stack((runs, chunks), 1).int().to(device)
+        chunks = [(run, chunk) for run, n in enumerate(counts) for chunk in range(n)]
+        self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2)
 
 
 class CastPlan:
@@ -256,9 +257,10 @@ class CastPlan:
         self._address, self._moved = address, moved
         self._groups: dict[tuple, _Group] = {}
         self._sides: list[_Side] = []
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         for index, weight in enumerate(weights):
             sides: dict[Direction, _Side] = {}
-            for fragment in weight.fragments(torch.empty(0), rank):
+            for fragment in weight.fragments(nothing, rank):
                 for encoding in fragment.encodings:
                     if encoding.fmt.is_quantized:
                         sides[encoding.direction] = _Side(weight, encoding, rank, dense)
@@ -281,7 +283,7 @@ class CastPlan:
             for side in self._sides:
                 side.collect(reserve)
         self._of_parts, self._shared, size = used
-        self._arena = torch.zeros(size, device=device)
+        self._arena = torch.zeros(size, dtype=torch.float32, device=device)
         self._delayed = [s.weight for s in self._sides if s.weight.quantizer.delayed_directions]
         for group in self._groups.values():
             group.lay_tiles(device)
@@ -380,7 +382,7 @@ class CastPlan:
                 one = next(s for s in sides if s is not None)
                 head = [0, one.start, one.end, *_packed(*self._weights[index].shape, 0, 0)]
                 rows.append(head + self._side_row(sides[0]) + self._side_row(sides[1]))
-            table = torch.tensor(rows, dtype=torch.int64)
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu")
             self._tables.append((group, table, table))
         for side in self._sides:
             self._lay_scales(side)
@@ -438,7 +440,7 @@ class CastPlan:
                     runs.rows[row][6] = runs.rows[row][6] & ~1 | (
                         masters[index].element_size() == 2
                     )
-                runs.table = torch.tensor(runs.rows, dtype=torch.int64).to(self._device)
+                runs.table = torch.tensor(runs.rows, dtype=torch.int64, device=self._device)
 
     def _update(self, masters: Sequence[Tensor]) -> None:
         histories = [

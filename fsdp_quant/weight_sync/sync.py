@@ -181,8 +181,8 @@ class WeightSync:
             )
         masters = self._checked(masters)
         if skip is not None:
-            flag = torch.as_tensor(skip, device=self._device)
-            skip = flag.reshape(()) != 0
+            flag = torch.as_tensor(skip, dtype=torch.bool, device=self._device)
+            skip = flag.reshape(())
         self._roll(skip)
         self._cast(masters, skip)
         self.applied += 1 if skip is None else ~skip

@@ -61,7 +61,7 @@ class StagedScales(NamedTuple):
         if dense and scale_shape is not None:
             scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         if fmt.tensor_scale:
-            tensor_amax = torch.zeros(1, device=device)
+            tensor_amax = torch.zeros(1, dtype=torch.float32, device=device)
         return StagedScales(scale, tensor_amax)
 
 
@@ -100,7 +100,9 @@ class SyncedWeight:
             for d, e in self.encoded.items()
         }
         self.amaxes = {
-            d: torch.zeros((1,) if e.fmt.tensor_scale else (1, 1), device=self.device)
+            d: torch.zeros(
+                (1,) if e.fmt.tensor_scale else (1, 1), dtype=torch.float32, device=self.device
+            )
             for d, e in self.quantizer.encodings.items()
             if self.gathers_values and self.spans_parts(e)
         }

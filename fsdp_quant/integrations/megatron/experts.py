@@ -96,7 +96,7 @@ class _GroupedLinear(GroupedLinear):
 
     @torch.compiler.disable
     def forward(
-        self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor
+        self, x: Tensor, m_splits: Sequence[int] | Tensor
     ) -> tuple[Tensor, list[Tensor | None] | None]:
         biases = [
             getattr(self, f"bias{e}") if self.use_bias else None for e in range(self.num_gemms)
@@ -105,9 +105,9 @@ class _GroupedLinear(GroupedLinear):
             weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
             layer.give(weight, None if self.skip_bias_add else bias)
             layer.training = self.training
-        if isinstance(tokens_per_expert, Tensor):
-            tokens_per_expert = tokens_per_expert.tolist()
-        y = super().forward(x, tokens_per_expert)
+        if isinstance(m_splits, Tensor):
+            m_splits = m_splits.tolist()
+        y = super().forward(x, m_splits)
         return y, biases if self.use_bias and self.skip_bias_add else None
 
     backward_dw = ParallelLinear.backward_dw

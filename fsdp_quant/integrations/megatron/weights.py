@@ -133,9 +133,9 @@ def new_weight(
             with tracker.fork(*names) if tracker.is_initialized() else contextlib.nullcontext():
                 init_method(weight)
         return weight
-    weight = nn.Parameter(torch.empty(local, dtype=config.params_dtype))
+    weight = nn.Parameter(torch.empty(local, dtype=config.params_dtype, device="cpu"))
     if config.perform_initialization:
-        whole = torch.empty(shape, dtype=torch.float32)
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         init_method(whole)
         runs = whole.to(config.params_dtype).split(local[dim] // stride, dim)[rank::ranks]
         with torch.no_grad():

@@ -39,7 +39,7 @@ def with_index(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
-    return torch.empty(0, device=device).device
+    return torch.empty(0, dtype=torch.float32, device=device).device
 
 
 def stream_of(device: torch.device) -> tuple[int, bool]:
@@ -85,7 +85,9 @@ def dtensor_like(like: DTensor, local: Tensor, shape: Sequence[int] | None = Non
 
     shape:  of the whole tensor (default: of `like`).
     """
-    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    stride = like.stride()
+    if shape is not None:
+        stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
     meta = TensorMeta(torch.Size(like.shape if shape is None else shape), stride, local.dtype)
     return DTensor(
         local, DTensorSpec(like._spec.mesh, like._spec.placements, meta), requires_grad=False
