@@ -105,8 +105,6 @@ def tensors_of(
 # Last parts of the names of a weight's tensors.
 CODES = ("weight_packed", "weight")
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_SCALE_DTYPES = {"e8m0": (torch.uint8, torch.float8_e8m0fnu), "e4m3": (torch.float8_e4m3fn,)}
 
 
 class Scales(NamedTuple):
@@ -157,18 +155,17 @@ def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None
             "nvfp4"
         )
     shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
+    kinds = [kind for kind in KINDS.values() if (kind.format.bits == 4) == packed]
     fits = [
         kind
-        for kind in KINDS.values()
-        if (kind.format.bits == 4) == packed
-        and scale.dtype in _SCALE_DTYPES.get(kind.format.scale, _FLOATS)
-        and tuple(scale.shape) in _scale_shapes(kind, shape)
+        for kind in kinds
+        if scale.dtype in kind.scale_dtypes and tuple(scale.shape) in kind.scale_shapes(shape)
     ]
     if not fits:
         wanted = [
-            f"{list(of[-1])} {_SCALE_DTYPES.get(k.format.scale, _FLOATS)[0]} ({k.name})"
-            for k in KINDS.values()
-            if (k.format.bits == 4) == packed and (of := _scale_shapes(k, shape))
+            f"{list(shapes[-1])} {kind.scale_dtypes[0]} ({kind.name})"
+            for kind in kinds
+            if (shapes := kind.scale_shapes(shape))
         ]
         raise ValueError(
             f"{name}: {role} is {list(scale.shape)} {scale.dtype}, and a weight {list(shape)} of "
@@ -179,7 +176,7 @@ def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None
     read = kind.format
     check_range(name, role, scale, above_zero=read.has_fp32_scales)
     scale = scale.float() if read.has_fp32_scales else scale.view(torch.uint8)
-    scale = scale.reshape(read.scale_shape(shape, ROWWISE))
+    scale = scale.reshape(read.scale_shape(shape, ROWWISE) or ())
     if fmt is not None:
         read, scale = fmt, _scale_as(fmt, scale, kind, shape[0], name)
     if not kind.is_two_level:
@@ -203,19 +200,6 @@ def _either(name: str, tensors: dict[str, Tensor], roles: tuple[str, ...]) -> tu
             f"{name}: a weight has one of {' and '.join(roles)}, got {', '.join(tensors)}"
         )
     return found[0], tensors[found[0]]
-
-
-def _scale_shapes(kind: Kind, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """The shapes in which files have the scales of a weight [N, K]; empty: no whole blocks."""
-    blocks = kind.format.scale_shape(shape, ROWWISE)
-    if blocks is None:
-        return []
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "tensor": [(), (1, 1), (1,)],
-        "channel": [(shape[0],), (shape[0], 1)],
-        "block": [(blocks[0], 1, blocks[1], 1), blocks],
-    }
-    return shapes.get(kind.name, [blocks])
 
 
 def check_range(name: str, role: str, scale: Tensor, above_zero: bool = False) -> None:

@@ -259,8 +259,8 @@ def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
         is_counted = rank == 0
     if not is_counted or not tensor.is_floating_point() or tensor.element_size() == 1:
         return torch.zeros(2, dtype=torch.int64)
-    if has_codes_alone(source):
-        values = local_of(tensor).storage_for(ROWWISE).dequantize()
+    if has_codes_alone(source) and (codes := codes_of(source)) is not None:
+        values = codes.dequantize()
     else:
         values = local_of(saved_plain(tensor, tensor.detach())).detach()
     seen, is_finite = values, values.isfinite()
