@@ -31,6 +31,8 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
+from .options import Option, check, choice, flag, integer
+
 _T = TypeVar("_T")
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -178,6 +180,28 @@ FP8_EXACT_LARGEST = 384.0
 FP8_EXACT_OPERAND = 0.125
 
 
+def _is_block(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(size is None or integer(1).accepts(size) for size in value)
+    )
+
+
+_FORMAT_OPTIONS = {
+    "element": Option(
+        "an Element, such as fq.format_of('mxfp8').element", lambda v: isinstance(v, Element)
+    ),
+    "block": Option("two sizes >= 1, each an integer or None", _is_block),
+    "scale": choice(*SCALE_BYTES),
+    "pow2": flag(),
+    "scale_rounding": choice("up", "floor"),
+    "tensor_scale": flag(),
+    "rotated": flag(),
+    "scale_rule": choice(*SCALE_RULES),
+}
+
+
 @value_class
 class Format:
     """The meaning of the bytes of one storage; hashable, compared by value.
@@ -208,17 +232,10 @@ class Format:
     scale_rule: str = "nearest"
 
     def __post_init__(self):
-        if self.scale not in SCALE_BYTES:
-            raise ValueError(f"scale kind must be one of {sorted(SCALE_BYTES)}, got {self.scale!r}")
-        if self.scale_rounding not in ("up", "floor"):
-            raise ValueError(f"scale_rounding must be 'up' or 'floor', got {self.scale_rounding!r}")
+        check(self, _FORMAT_OPTIONS, f"{self.name}: ")
         if self.scale_rounding == "floor" and self.scale != "e8m0":
             raise ValueError(
                 f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}"
-            )
-        if self.scale_rule not in SCALE_RULES:
-            raise ValueError(
-                f"scale_rule must be one of {', '.join(SCALE_RULES)}, got {self.scale_rule!r}"
             )
         if self.scale_rule != "nearest" and not (self.tensor_scale and self.element == E2M1):
             raise ValueError(

@@ -20,6 +20,7 @@ from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of
 from .ops import dispatch
 from .ops.dispatch import Statistics
 from .ops.layout import COMPACT
+from .options import check, choice, flag, number
 from .scaling import DelayedScaling
 from .storage import Storage, encoded_matrix, to_layout, to_storage
 from .tensor.quantized_tensor import QuantizedTensor
@@ -32,6 +33,13 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 def _encoding(*fields) -> Encoding:
     """One object per value, so that caches find it without a comparison."""
     return Encoding(*fields)
+
+
+_OPTIONS = {
+    "rounding": choice("nearest", "stochastic"),
+    "rotation": flag(),
+    "eps": number(0.0, 3.4e38),
+}
 
 
 @value_class
@@ -58,8 +66,7 @@ class Quantizer:
 
     def __post_init__(self):
         fmt = format_of(self.fmt)
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+        check(self, _OPTIONS)
         if self.scaling != "current" and not isinstance(self.scaling, DelayedScaling):
             raise ValueError(
                 f"scaling must be 'current' or DelayedScaling(...), got {self.scaling!r}"

@@ -36,9 +36,18 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, SCALE_RULES, Format, canonical_text, family_of, format_of
+from .formats import FAMILIES, Format, canonical_text, family_of, format_of
+from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
-from .roles import BACKWARD_OVERRIDES, QUANTIZED_TYPES, Role, default_override, matches, overridden
+from .recipe_options import (
+    RECIPE_OPTIONS,
+    check_names,
+    num_layers,
+    read_arguments,
+    several,
+    step_at,
+)
+from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
@@ -96,15 +105,7 @@ class Recipe:
             )
         if self.backward_override == "environment":
             object.__setattr__(self, "backward_override", default_override())
-        if self.backward_override not in BACKWARD_OVERRIDES:
-            raise ValueError(
-                f"backward_override must be one of {BACKWARD_OVERRIDES}, got "
-                f"{self.backward_override!r}"
-            )
-        if self.accuracy not in ("fast", "exact"):
-            raise ValueError(f"accuracy must be 'fast' or 'exact', got {self.accuracy!r}")
-        if not 0.0 <= self.tail <= 1.0:
-            raise ValueError(f"tail is a share of the layers between 0 and 1, got {self.tail}")
+        check(self, RECIPE_OPTIONS, f"{self.name}: ")
         _RECIPES[self.key] = self
 
     def __setstate__(self, state: dict) -> None:
@@ -164,6 +165,7 @@ class Recipe:
 
 
 _RECIPES: dict[str, Recipe] = {}  # by key, of this process
+_OPTIONS = [f.name for f in fields(Recipe)[3:]]
 
 
 def recipe_of(key: str) -> Recipe:
@@ -204,8 +206,7 @@ class PerLayer:
                     "last="
                 )
         for what, count, _ in self._ends:
-            if count < 1:
-                raise ValueError(f"per_layer({what}=): a number of layers is positive, got {count}")
+            num_layers(what, count)
 
     @property
     def _ends(self) -> list[tuple[str, int, Recipe]]:
@@ -268,16 +269,23 @@ def per_layer(
 
     Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
     """
+    if not isinstance(named, Mapping) and named is not None:
+        raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
     rules = tuple(
-        (pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe))
+        (
+            text().read("per_layer(named=): a pattern", pattern),
+            as_recipe(recipe, f"per_layer({pattern!r})", Recipe),
+        )
         for pattern, recipe in (named or {}).items()
     )
-    return PerLayer(
-        as_recipe(default, "per_layer(default)", Recipe),
-        rules,
-        None if first is None else (first[0], as_recipe(first[1], "per_layer", Recipe)),
-        None if last is None else (last[0], as_recipe(last[1], "per_layer", Recipe)),
-    )
+    ends: list[tuple[int, Recipe] | None] = []
+    for what, end in (("first", first), ("last", last)):
+        if end is not None:
+            count, recipe = several(f"per_layer({what}=)", end, "number of layers, recipe")
+            recipe = as_recipe(recipe, f"per_layer({what}=)", Recipe)
+            end = num_layers(what, count), recipe
+        ends.append(end)
+    return PerLayer(as_recipe(default, "per_layer(default)", Recipe), rules, *ends)
 
 
 @dataclass(frozen=True)
@@ -295,7 +303,9 @@ class Schedule:
         for recipe in self.phases:
             _check_recipe("schedule", recipe, PerLayer)
         for start, stop, recipe in self.switches:
-            if start < 0 or (stop is not None and stop <= start):
+            for step in (start, start if stop is None else stop):
+                integer(0).read("schedule: a step", step)
+            if stop is not None and stop <= start:
                 raise ValueError(f"schedule: {recipe} from step {start} to {stop} runs in no step")
         for (start, stop, recipe), (later, _, other) in zip(self.switches, self.switches[1:]):
             if stop is None or later < stop:
@@ -338,24 +348,15 @@ def schedule(
     for fractions of an unknown total.
     """
 
-    def step_of(at: float | None) -> int | None:
-        if at is None or at == 1.0 and isinstance(at, float):
-            return None
-        if not isinstance(at, float):
-            return int(at)
-        if total_steps is None or not 0.0 <= at < 1.0:
-            raise ValueError(
-                f"schedule: {at} is a fraction of the steps; give total_steps=, and fractions from "
-                "0.0 to 1.0"
-            )
-        return math.ceil(at * total_steps - 1e-9)
-
     ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []
-    for start, stop, recipe in switches:
-        first = step_of(start)
+    for switch in switches:
+        words = "first step, step after the last or None, recipe"
+        start, stop, recipe = several("schedule: a switch", switch, words)
+        first = step_at(start, total_steps)
         if first is None:
             raise ValueError("schedule: a range needs a first step; the end has none")
-        ranges.append((first, step_of(stop), as_recipe(recipe, "schedule", Recipe, PerLayer)))
+        recipe = as_recipe(recipe, "schedule", Recipe, PerLayer)
+        ranges.append((first, step_at(stop, total_steps), recipe))
     ranges.sort(key=lambda switch: switch[0])
     return Schedule(as_recipe(base, "schedule", Recipe, PerLayer), tuple(ranges))
 
@@ -453,16 +454,9 @@ def _quantizer(
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     families = family_of(forward), family_of(backward)  # refuses unknown names
-    known = [f.name for f in fields(Recipe)[3:]]
-    if unknown := ", ".join(sorted(options.keys() - set(known))):
-        raise ValueError(
-            f"{name} has no option {unknown}; options of all recipes: {', '.join(known)}"
-        )
+    check_names(name, options, _OPTIONS)
+    arguments = read_arguments(name, backward, arguments)
     rule = arguments.get("scale_rule")
-    if rule is not None and rule not in SCALE_RULES:
-        raise ValueError(
-            f"{name}: scale_rule must be one of {', '.join(SCALE_RULES)}, got {rule!r}"
-        )
     if rule is not None and not any(family.vector.tensor_scale for family in families):
         raise ValueError(
             f"{name}({forward!r}, {backward!r}) has no 4-bit format, whose scales "
@@ -470,9 +464,8 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
         )
     if options.get("boundary_slots"):
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
-    given = {"forward": forward, "backward": backward}
-    given |= {k: v for k, v in arguments.items() if v is not None}
-    return Recipe(name, by_families, tuple(sorted(given.items())), **options)
+    arguments |= {"forward": forward, "backward": backward}
+    return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 
 
 def identity(**options) -> Recipe:
@@ -553,6 +546,7 @@ def custom(qfactory: Callable, **options) -> Recipe:
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), fq.CustomRecipe(factory))
     """
     name = getattr(qfactory, "__qualname__", "custom")
+    check_names(name, options, _OPTIONS)
     return Recipe(name, qfactory, **options)
 
 

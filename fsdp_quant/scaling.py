@@ -26,6 +26,7 @@ from .formats import Encoding, ceil_div, value_class
 from .ops import dispatch, flat_codes, reference
 from .ops.dispatch import Statistics
 from .ops.reference import known
+from .options import check, choice, integer
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -372,12 +373,20 @@ def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Stati
 # Delayed scaling #
 
 
+# A margin of 17 binades shifts every e4m3 element below the smallest one.
+_DELAYED_OPTIONS = {
+    "length": integer(1),
+    "margin": integer(0, 16),
+    "use": choice("max", "newest"),
+}
+
+
 @dataclass(frozen=True)
 class DelayedScaling:
     """Derive per-tensor scales from a history of amaxes.
 
     length:    number of steps in the history.
-    margin:    headroom of the scale: 2^margin.
+    margin:    headroom of the scale: 2^margin, 0 to 16.
     use:       "max": the largest amax of the history; "newest": its newest amax.
 
     >>> fq.recipes.fp8_delayed().hybrid(fq.Role("linear", "input")).rowwise.scaling
@@ -389,10 +398,7 @@ class DelayedScaling:
     use: str = "max"
 
     def __post_init__(self):
-        if self.length < 1:
-            raise ValueError(f"the history must hold at least one step, got length={self.length}")
-        if self.use not in ("max", "newest"):
-            raise ValueError(f"use must be 'max' or 'newest', got {self.use!r}")
+        check(self, _DELAYED_OPTIONS)
 
     def __str__(self) -> str:
         return f"{self.use} of {self.length}" + (f", margin {self.margin}" if self.margin else "")

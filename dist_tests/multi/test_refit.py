@@ -123,9 +123,13 @@ def test_pieces_of_ranks_are_the_file_of_one_process(tmp_path):
 
 def _refused(rank: int, world: int) -> list[str]:
     own = fq.convert(nn.ModuleList(nn.Linear(32, 32) for _ in range(1 + rank)), RECIPES["mxfp8"])
-    messages = []
+    messages, infinite = [], sharded(built("mxfp8"))
+    for name, weight in infinite.named_parameters():
+        if name.endswith("up_proj.weight") and rank == world - 1:
+            weight.detach().to_local().view(-1)[0] = float("inf")
     for model, options in (
         (sharded(built("mxfp8")), {"bucket_size": "-1"}),
+        (infinite, {}),
         (sharded(built("mxfp4/fp8_block")), {"format": "modelopt"}),
         (sharded(built("nvfp4")), {}),
         (own, {}),
@@ -141,11 +145,16 @@ def _refused(rank: int, world: int) -> list[str]:
 def test_what_cannot_be_streamed_is_refused_on_every_rank():
     """If false, a rank waits in a gather for one that has raised."""
     first, second = run_ranks(2, _refused)
-    assert first == second and len(first) == 4
-    for message, want in zip(
-        first, ("bucket_size", "does not hold", "share_scales=True", "would write other tensors")
-    ):
-        assert want in message
+    wanted = (
+        "bucket_size",
+        "1 elements of layers.0.up_proj.weight, 1 elements of layers.1.up_proj.weight are infinite",
+        "does not hold",
+        "share_scales=True",
+        "would write other tensors",
+    )
+    assert first == second and len(first) == len(wanted)
+    for message, want in zip(first, wanted):
+        assert want in message, message
 
 
 def _tensor_parallel(rank: int, world: int) -> dict[str, str]:

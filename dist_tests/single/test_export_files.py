@@ -186,6 +186,132 @@ def test_merged_layers_get_one_second_level_scale(tmp_path):
         assert error < 0.12, (name, error)
 
 
+# Names that servers merge, by the class whose `packed_modules_mapping`, `stacked_params_mapping`
+# (vLLM, SGLang) or `params_map` (TensorRT-LLM) has them; "|" separates groups of one module.
+SERVERS_MERGE = {
+    "vLLM Qwen3_5Model, linear_attn": "in_proj_qkv in_proj_z | in_proj_b in_proj_a",
+    "SGLang Qwen3_5ForCausalLM, linear_attn": "in_proj_qkv in_proj_z | in_proj_b in_proj_a",
+    "vLLM Qwen3_5Model, self_attn": "q_proj k_proj v_proj",
+    "vLLM BertModel": "query key value",
+    "SGLang XLMRobertaBaseModel": "query key value",
+    "vLLM DistilBertModel": "q_lin k_lin v_lin",
+    "vLLM NomicBertModel": "fc11 fc12",
+    "vLLM LlamaForCausalLM, mlp": "gate_proj up_proj",
+    "vLLM MixtralForCausalLM, experts": "w1 w3",
+    "vLLM QWenLMHeadModel, mlp": "w2 w1",
+    "vLLM ExaoneForCausalLM, mlp": "c_fc_0 c_fc_1",
+    "vLLM DeepseekV2Model, MLA": "q_a_proj kv_a_proj_with_mqa",
+    "vLLM DeepseekV2Model, indexer": "wk weights_proj",
+    "vLLM DeepseekV4ForCausalLM, attn": "wq_a wkv",
+    "vLLM DeepseekV4ForCausalLM, compressor": "wkv wgate",
+    "vLLM KimiLinearModel, KDA": "q_proj k_proj v_proj b_proj f_a_proj",
+    "vLLM KimiLinearModel, gated MLA": "q_a_proj kv_a_proj_with_mqa g_proj",
+    "vLLM Glm5NextForConditionalGeneration, KDA": "q_proj k_proj v_proj b_proj f_a_proj g_a_proj",
+    "vLLM Qwen4ExpForCausalLM": "key_proj value_proj",
+    "vLLM WhisperForConditionalGeneration, self_attn": "q_proj k_proj v_proj",
+    "vLLM WhisperForConditionalGeneration, encoder_attn": "k_proj v_proj",
+    "vLLM-Omni ZImageTransformer2DModel": "to_q to_k to_v | w1 w3",
+    "diffusers' added keys": "add_q_proj add_k_proj add_v_proj",
+    "TensorRT-LLM DecoderModelForCausalLM": "q_proj k_proj v_proj | gate_proj up_proj",
+    "Llama's own names": "wq wk wv | w1 w3",
+}
+
+
+@pytest.mark.parametrize("server", SERVERS_MERGE)
+def test_layers_that_servers_merge_share_their_scale_and_format(server, tmp_path):
+    """If false, a server decodes a layer by the scale of another, or refuses the file: layers of
+    one group have one second-level scale, and one format.
+    """
+    groups = [of.split() for of in SERVERS_MERGE[server].split("|")]
+    parts = [part for group in groups for part in group]
+    where = server.rpartition(", ")[2] if server.endswith("_attn") else "block"
+    queries = ["q_proj"] if where == "encoder_attn" else []  # which stay apart
+
+    def built(skip: str = "") -> nn.Module:
+        block = nn.ModuleDict({n: nn.Linear(64, 32, bias=False) for n in [*queries, *parts]})
+        block["other"] = nn.Linear(64, 32, bias=False)
+        net = fq.convert(nn.ModuleDict({where: block}), "nvfp4", skip=[f"*.{skip}"] if skip else ())
+        with torch.no_grad():
+            for i, layer in enumerate(block.values()):
+                layer.weight.fill_(1 + i)
+        return net
+
+    with pytest.raises(ValueError, match="servers multiply them as one layer"):
+        fq.export(built(), tmp_path / "none")
+    fq.export(built(), tmp_path / "shared", share_scales=True)
+    fq.export(built(), tmp_path / "apart", share_scales=False)
+    shared, apart = (
+        {n.split(".")[1]: t.item() for n, t in read(tmp_path / folder)[0].items() if "global" in n}
+        for folder in ("shared", "apart")
+    )
+    for group in groups:
+        assert {shared[part] for part in group} == {min(apart[part] for part in group)}, group
+    for alone in ("other", *queries):
+        assert shared[alone] == apart[alone], alone
+    assert len(set(apart.values())) == len(apart)
+    with pytest.raises(ValueError, match=rf"{where}.{parts[-1]} \(high precision\)"):
+        fq.export(built(skip=parts[-1]), tmp_path / "mixed", share_scales=True)
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "fp8", "modelopt"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp4"])
+def test_merged_layers_and_experts_have_one_format(recipe, target, tmp_path):
+    """If false, a server refuses the file when it starts: not all shards of a merged layer, or of
+    the experts that one grouped GEMM multiplies, have a format.
+    """
+    first = {"q_proj": "q_proj", "k_proj": "q_proj", "v_proj": "q_proj", "experts.0.w2": "experts"}
+    for skipped, named in first.items():
+        net = nn.Module()
+        net.q_proj, net.k_proj, net.v_proj = (nn.Linear(128, 128, bias=False) for _ in range(3))
+        net.experts = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(128, 128, bias=False) for n in ("w1", "w2", "w3")})
+            for _ in range(2)
+        )
+        try:
+            fq.export(fq.convert(net, recipe), tmp_path / f"{skipped} whole", target)
+        except ValueError as error:
+            assert "does not hold" in str(error)
+            return
+        parent, _, name = skipped.rpartition(".")
+        net.get_submodule(parent)._modules[name] = nn.Linear(128, 128, bias=False)
+        with pytest.raises(ValueError, match=rf"{skipped} \(high precision\).*{named}"):
+            fq.export(net, tmp_path / skipped, target)
+        assert not (tmp_path / skipped).exists()
+        fq.export(net, tmp_path / skipped, target, share_scales=False)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "mxfp8", "nvfp4"])
+def test_infinities_are_refused_by_every_writer(recipe, tmp_path):
+    """If false, a server computes with finite numbers where this model computes NaN; whatever
+    writes names the weight and counts its elements.
+    """
+    net, frozen = converted(recipe), converted("mxfp8")
+    fq.freeze(frozen.requires_grad_(False))
+    with torch.no_grad():
+        net.up.weight[3, 5], net.up.weight[7, 9] = float("inf"), float("nan")
+    writers = [
+        lambda **options: fq.export(net, tmp_path / "out", **options),
+        lambda **options: fq.refit(net, **options),
+        lambda **options: fq.refit(net, sharded=True, **options),
+    ]
+    for write in writers:
+        for format in ("compressed-tensors", "dequantized"):
+            with pytest.raises(ValueError, match="^2 elements of up.weight are infinite or NaN"):
+                write(format=format, share_scales=False)
+    assert not (tmp_path / "out").exists()
+    with torch.no_grad():
+        net.up.weight[3, 5] = net.up.weight[7, 9] = 0
+        net.head.weight[0, 0] = float("-inf")  # high precision: the file shows it
+        net.up.bias[1] = 1e5
+    fq.export(net, tmp_path / "plain")
+    assert read(tmp_path / "plain")[0]["head.weight"][0, 0].item() == float("-inf")
+    with pytest.raises(ValueError, match="^1 elements of up.bias are too large for dtype="):
+        fq.export(net, tmp_path / "half", dtype=torch.float16)
+    frozen.up.weight.rowwise.scale[2, 1] = 255  # NaN
+    with pytest.raises(ValueError, match="^32 elements of up.weight are infinite or NaN"):
+        fq.export(frozen, tmp_path / "out")
+
+
 # Files #
 
 

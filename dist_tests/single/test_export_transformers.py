@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.single.test_export import K, N, Net, codes, converted
+from dist_tests.single.test_export import HELD, K, N, Net, codes, converted
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.ops import reference
 from fsdp_quant.serving.layouts import read_storage
@@ -293,6 +293,11 @@ def test_gpt_oss_checkpoints_are_read(tmp_path):
     fq.from_pretrained_quantized(model, tmp_path)
     for name, tensor in want.items():
         laws.assert_same_bytes(model.state_dict()[name], tensor.contiguous(), name)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    for change in (lambda t: t.mT, lambda t: t.flatten(1), lambda t: t.float(), lambda t: t | 255):
+        save_file(state | {name: change(state[name]).contiguous()}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="down_proj.*scales"):
+            fq.from_pretrained_quantized(model, tmp_path)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
@@ -362,6 +367,69 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
     integers = stored("integers", {"up.weight": torch.zeros(N, K // 8, dtype=torch.int32)})
     with pytest.raises(ValueError, match="no format that this reads"):
         fq.from_pretrained_quantized(Net(), integers)
+
+
+LAYOUTS = {  # of scales, as other writers or a server may have them
+    "transposed": lambda t: t.flatten(1).t().contiguous(),
+    "flat": lambda t: t.flatten(),
+    "padded": lambda t: torch.cat([t.flatten(1), t.flatten(1)], 1),
+    "a dimension more": lambda t: t[None],
+    "integers": lambda t: t.float().to(torch.int32),
+    "float64": lambda t: t.double(),
+}
+EXCLUDED = {  # values of scales, by their dtype
+    torch.uint8: [255],
+    torch.float8_e4m3fn: [-1.0, float("nan")],
+    torch.float32: [-1.0, 0.0, float("nan"), float("inf")],
+}
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "modelopt", "fp8"])
+@pytest.mark.parametrize("fmt", HELD)
+def test_scales_of_another_layout_are_refused_by_name(fmt, target, tmp_path):
+    """If false, a model trains on from other weights in silence: shape, dtype, sign and range of
+    scales are facts of a format. Nothing of the model is changed.
+    """
+    try:
+        fq.export(converted(fmt, Net(rows=128, cols=384)), tmp_path, target)
+    except ValueError as error:
+        assert "does not hold" in str(error)
+        return
+    file, net = tmp_path / "model.safetensors", Net(rows=128, cols=384)
+    tensors, before = load_file(file), {n: t.clone() for n, t in net.state_dict().items()}
+
+    def refused(changed: dict[str, Tensor], part: str, strict: bool = True) -> None:
+        save_file(tensors | changed, file)
+        with pytest.raises(ValueError, match=rf"up.*{part}"):
+            fq.from_pretrained_quantized(net, tmp_path, strict=strict)
+            pytest.fail(f"{fmt} {target}: {part} was read")
+        for key, value in before.items():
+            laws.assert_same_bytes(net.state_dict()[key], value, f"{part} {key}")
+
+    scales = {n: t for n, t in tensors.items() if "scale" in n}
+    assert len(scales) == 1 + fmt.startswith("nvfp4")
+    for name, scale in scales.items():
+        part = name.rpartition(".")[2]
+        for layout, change in LAYOUTS.items():
+            if scale.numel() > 1 or layout in ("integers", "float64"):
+                if (layout, scale.dim()) not in (("flat", 1), ("transposed", 1), ("padded", 1)):
+                    other = change(scale)
+                    is_channel = fmt == "fp8_row" and other.shape == (128,)
+                    if not is_channel:  # [N] and [N, 1] are both in use
+                        refused({name: other}, part)
+        for value in EXCLUDED[scale.dtype]:
+            other = scale.clone().float()
+            other.view(-1)[-1] = value
+            refused({name: other.to(scale.dtype)}, part)
+    kept = "weight_packed" if "up.weight_packed" in tensors else "weight"
+    doubled = "weight_scale" if "up.weight_scale_inv" in tensors else "weight_scale_inv"
+    refused({"up.weight_zero_point": torch.zeros(1)}, "weight_zero_point", strict=False)
+    refused({f"up.{doubled}": torch.ones(1)}, doubled, strict=False)
+    swapped = {"weight": "weight_packed", "weight_packed": "weight"}[kept]
+    refused({f"up.{swapped}": tensors[f"up.{kept}"].clone()}, swapped, strict=False)
+    refused({f"up.{kept}": tensors[f"up.{kept}"].t().contiguous()}, "weight", strict=False)
+    if len(scales) == 1:
+        refused({"up.weight_scale_2": torch.ones(())}, "weight_scale_2", strict=False)
 
 
 def test_quantized_parameters_take_loaded_values(tmp_path):

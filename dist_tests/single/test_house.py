@@ -19,13 +19,14 @@ ROOT = PACKAGE.parent
 
 # Imports point from a later floor to an earlier one, or stay on a floor.
 FLOORS = (
+    ("options",),
     ("formats", "counters"),
     ("ops",),
     ("scaling", "encoded_matrix", "gemm_operand", "storage"),
     ("gemm",),
     ("tensor",),
     ("quantizer",),
-    ("roles", "recipe", "checkpoint"),
+    ("roles", "recipe_options", "recipe", "checkpoint"),
     ("context", "optim"),
     ("modules", "memory", "weight_sync"),
     ("parallel",),

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -432,10 +433,10 @@ def test_unknown_names_list_the_known_ones():
         ValueError, match="unknown format family 'mxfp5'; known families: .*fp8_block.*mxfp8"
     ):
         recipes.hybrid("mxfp8", "mxfp5")
-    with pytest.raises(ValueError, match="unknown element 'e3m4'"):
-        fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.fp8_current(grad_element="e3m4"))
+    with pytest.raises(ValueError, match="grad_element must be 'e4m3' or 'e5m2', got 'e3m4'"):
+        recipes.fp8_current(grad_element="e3m4")
     with pytest.raises(ValueError, match="scale_rounding must be 'up' or 'floor', got 'down'"):
-        fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.mxfp8(scale_rounding="down"))
+        recipes.mxfp8(scale_rounding="down")
     with pytest.raises(
         ValueError, match="tensor_type must be one of input, weight, grad_output.*'wieght'"
     ):
@@ -445,23 +446,119 @@ def test_unknown_names_list_the_known_ones():
     assert recipes.by_name("nvfp4", tail=0.5) == recipes.nvfp4(tail=0.5)
 
 
-def test_bad_options_are_refused():
-    """Otherwise an option that means nothing is silently dropped."""
-    with pytest.raises(ValueError, match="backward_override must be one of .*'bf16'"):
-        recipes.mxfp8(backward_override="bf16")
-    with pytest.raises(ValueError, match="accuracy must be 'fast' or 'exact', got 'slow'"):
-        recipes.mxfp8(accuracy="slow")
-    for tail in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=f"between 0 and 1, got {tail}"):
-            recipes.nvfp4(tail=tail)
-    with pytest.raises(
-        ValueError, match="mxfp8 has no option colour; options of all recipes: backward_override, "
-    ):
-        recipes.mxfp8(colour="red")
-    with pytest.raises(ValueError, match="length=0"):
-        recipes.fp8_delayed(length=0)
-    with pytest.raises(ValueError, match="'max' or 'newest', got 'min'"):
-        recipes.fp8_delayed(use="min")
+_ELEMENT = format_of("mxfp8").element
+BAD_OPTIONS = {  # of what has options: values that mean nothing
+    recipes.mxfp8: {
+        "backward_override": ["bf16", False, 0],
+        "accuracy": ["slow", True, None],
+        "anchor_tolerance": [-0.1, float("nan"), True, "0.1"],
+        "save_original_input": [1, "yes"],
+        "strict": [1, "no", None],
+        "require_native": [0, None],
+        "compute_dtype": [torch.int8, torch.complex64, torch.float64, torch.float8_e4m3fn, "bf16"],
+        "tail": [-0.1, 1.1, float("nan"), True, "0.5", None],
+        "boundary_slots": [1, True],
+        "scale_rounding": ["down", True],
+        "colour": ["red"],
+    },
+    recipes.nvfp4: {"tail": [True, 2], "scale_rule": ["exact", 1]},
+    recipes.fp8_current: {"pow2": [1, "yes"], "grad_element": ["e2m1", "e3m4", 5]},
+    recipes.fp8_row: {"pow2": [0]},
+    recipes.mxfp6: {"grad_element": ["e5m2"]},
+    recipes.fp8_delayed: {
+        "length": [0, -1, 1.5, True, "8", None],
+        "margin": [-3, 17, 0.5, True, None],
+        "use": ["min", None, 1],
+        "strict": [1],
+    },
+    DelayedScaling: {"length": [1.5], "margin": [-3], "use": [1]},
+    functools.partial(recipes.hybrid, "mxfp8", "nvfp4"): {"tail": [True], "scale_rule": [1]},
+    functools.partial(fq.CustomRecipe, everything_mxfp8): {
+        "compute_dtype": ["bf16"],
+        "tail": [True],
+        "colour": ["red"],
+    },
+    functools.partial(fq.Recipe, "own", everything_mxfp8): {
+        "compute_dtype": [torch.int8],
+        "arguments": [{"fmt": "mxfp8"}, ("fmt", "mxfp8")],
+    },
+    functools.partial(recipes.per_layer, "mxfp8"): {
+        "first": [2, (0, "bf16"), (True, "bf16"), (1.5, "bf16")],
+        "last": [("1", "bf16")],
+        "named": [["head"], {3: "bf16"}],
+    },
+    functools.partial(recipes.PerLayer, recipes.mxfp8()): {"first": [(True, recipes.bf16())]},
+    functools.partial(Quantizer, "fp8_row"): {
+        "rounding": [None],
+        "rotation": [1],
+        "eps": [-1.0, float("nan"), True],
+    },
+    functools.partial(Format, "own", _ELEMENT, (1, 64), "e8m0"): {
+        "pow2": [1],
+        "rotated": [1],
+        "tensor_scale": [None],
+        "scale_rounding": ["down"],
+        "scale_rule": ["exact"],
+    },
+    functools.partial(Format, "own", scale="e8m0"): {
+        "element": ["e4m3"],
+        "block": [[1, 64], (1, -64), (1, 6.5), (1, True), (1, 2, 3), 64],
+    },
+}
+
+
+@pytest.mark.parametrize("make", BAD_OPTIONS, ids=lambda m: getattr(m, "func", m).__qualname__)
+def test_options_that_mean_nothing_are_refused_where_they_are_written(make):
+    """Otherwise an option computes garbage in silence, or fails late in a forward that no one
+    connects with it."""
+    for name, values in BAD_OPTIONS[make].items():
+        rest = {"element": _ELEMENT, "block": (1, 64)} if "block" in BAD_OPTIONS[make] else {}
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                make(**rest | {name: value})
+                pytest.fail(f"{name}={value!r} was accepted")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        (True, None, "bf16"),
+        ("1", None, "bf16"),
+        (-1, None, "bf16"),
+        (0.5, None, "bf16"),
+        (0, float("nan"), "bf16"),
+        (0, "bf16"),
+        0,
+    ],
+)
+def test_switches_of_schedules_are_steps_or_fractions(switch):
+    """Otherwise a schedule switches at a step that nobody meant."""
+    with pytest.raises(ValueError, match="schedule"):
+        recipes.schedule("mxfp8", switch)
+    for total in (0, 2.5, True):
+        with pytest.raises(ValueError, match="total_steps"):
+            recipes.schedule("mxfp8", (0.5, None, "bf16"), total_steps=total)
+    with pytest.raises(ValueError, match="schedule"):
+        recipes.Schedule(recipes.mxfp8(), ((1.5, None, recipes.bf16()),))
+
+
+def test_numpy_numbers_are_those_numbers():
+    """Otherwise a sweep over np.arange has other recipes than one over range, or none."""
+    pairs = [
+        (recipes.fp8_delayed(length=np.int64(16)), recipes.fp8_delayed(length=16)),
+        (recipes.nvfp4(tail=np.float32(0.5)), recipes.nvfp4(tail=0.5)),
+        (recipes.mxfp8(strict=np.bool_(False)), recipes.mxfp8(strict=False)),
+        (
+            recipes.per_layer("mxfp8", first=(np.int32(2), "bf16")),
+            recipes.per_layer("mxfp8", first=(2, "bf16")),
+        ),
+        (
+            recipes.schedule("mxfp8", (np.int64(3), np.float32(0.5), "bf16"), total_steps=8),
+            recipes.schedule("mxfp8", (3, 4, "bf16")),
+        ),
+    ]
+    for numpy, plain in pairs:
+        assert numpy == plain and numpy.fingerprint() == plain.fingerprint()
 
 
 # backward_override as a rewrite #

@@ -563,7 +563,7 @@ def test_history_survives_a_checkpoint():
 @pytest.mark.parametrize(
     "options,words",
     [
-        ({"length": 0}, "at least one step, got length=0"),
+        ({"length": 0}, "length must be an integer >= 1, got 0"),
         ({"use": "mean"}, "'max' or 'newest', got 'mean'"),
     ],
 )

@@ -119,7 +119,7 @@ def test_rules_that_take_nothing_or_too_much_are_refused():
         assert named(m) == {}
     for call, message in (
         (lambda: recipes.per_layer(MX, {"up": 4}), r"per_layer\('up'\) wants a recipe, got 4"),
-        (lambda: recipes.per_layer(MX, first=(0, NV)), "positive, got 0"),
+        (lambda: recipes.per_layer(MX, first=(0, NV)), "an integer >= 1, got 0"),
         (
             lambda: recipes.per_layer(MX, {"up": recipes.nvfp4(tail=0.5)}),
             "tail belongs to the default",

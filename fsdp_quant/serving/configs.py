@@ -18,6 +18,9 @@ class Scheme(NamedTuple):
     kind: Kind
     inputs: str
 
+    def __str__(self) -> str:
+        return f"{self.kind.name}, {self.inputs} inputs"
+
 
 _FLOAT = {"type": "float", "symmetric": True}  # in compressed-tensors' words
 
@@ -98,8 +101,8 @@ def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[st
     if len(alike) > 1:
         (one, a), (other, b) = list(alike.items())[-1:-3:-1]
         raise ValueError(
-            f"{a} and {b} differ ({one.kind.name}, {one.inputs} and {other.kind.name}, "
-            f"{other.inputs} inputs), and format={target!r} has one scheme for all layers; use "
+            f"{a} and {b} differ ({one} and {other}), and format={target!r} has one scheme for all "
+            "layers; use "
             "format='compressed-tensors', or leave the layers of one out by skip="
         )
     return (_modelopt if target == "modelopt" else _fp8)(next(iter(alike)), ignore)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,36 +18,24 @@ from torch.distributed.fsdp import FSDPModule
 from ..formats import ROWWISE
 from ..storage import Storage
 from ..tensor.agreement import agree
-from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.torch_compat import in_state_dict, local_of
+from ..tensor.torch_compat import device_of, in_state_dict
 from . import configs, layouts
 from .configs import Scheme
 from .kinds import TARGETS, Kind
+from .merged import expert_layers, merged_layers
 from .weights import (
     Slice,
     Source,
     codes_of,
     encoded,
+    has_codes_alone,
     master_of,
     matrix_of,
+    num_lost,
     sources_of,
     statistics_of,
 )
 from .writer import Planned, Writer, in_files, size_of
-
-# Layers of one input that servers multiply as one: of transformers (the last are DeepSeek's), of
-# Llama's own names and of ours.
-_MERGED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("wq", "wk", "wv"),
-    ("w1", "w3"),
-    ("q", "k", "v"),
-    ("gate", "up"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-
 
 T = TypeVar("T")
 
@@ -89,10 +77,10 @@ def export(
     input_amax:  largest magnitude of a layer's input, by the layer's name in the checkpoint:
              servers then scale inputs statically, as NVFP4 inputs must be; without it they are
              scaled dynamically, and those of nvfp4 stay high precision.
-    share_scales:  servers multiply q, k and v (gate and up) as one layer, with one second-level
-             scale of nvfp4. True: such layers are quantized again, with the largest scale among
-             them. False: written as they are trained, for readers that keep layers apart. None:
-             refused where their scales differ.
+    share_scales:  servers multiply q, k and v (gate and up, and others) as one layer, with one
+             format and one second-level scale of nvfp4. True: such layers are quantized again, with
+             the largest scale among them; several formats are refused. False: written as they are
+             trained, for readers that keep layers apart. None: refused where they differ.
     names:   names in the checkpoint from names in the model; default: as transformers saves its
              models, else the same names.
 
@@ -101,9 +89,10 @@ def export(
     when all are whole. Packed experts are written one by one, as "experts.E.NAME.weight".
 
     Raises ValueError, on every rank and before anything is written, for a weight that the format
-    does not hold, for a model without quantized layers, for a folder that holds a checkpoint, and
-    where ranks hold other weights; NotImplementedError for experts, and for parts of weights
-    without DTensor, that are spread over ranks.
+    does not hold, for infinities and NaN in quantized weights, for merged layers that differ, for a
+    model without quantized layers, for a folder that holds a checkpoint, and where ranks hold other
+    weights; NotImplementedError for experts, and for parts of weights without DTensor, that are
+    spread over ranks.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "served")
@@ -218,7 +207,8 @@ def exported(
     config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
     planned = [_planned(source, part, format) for source, part in every]
     _check_ranks(planned)
-    shared = _shared_amaxes(every, share_scales, tensor_amax or _tensor_amax)
+    _check_values(parts)
+    shared = _shared_amaxes(every, schemes, share_scales, tensor_amax or _tensor_amax)
     return Exported(format, parts, planned, shared, config)
 
 
@@ -233,6 +223,30 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
         "model of all)"
     )
     agree(facts, [world], None, remedy, "ranks would write other tensors")
+
+
+def _check_values(parts: dict[Source, list[Part]]) -> None:
+    """Raise ValueError on every rank for values that no file holds (`num_lost`). One SUM all-reduce
+    of a number per weight."""
+    device = device_of(dist.group.WORLD) if dist.is_initialized() else torch.device("cpu")
+    lost = torch.stack([num_lost(source, of[0].dtype).to(device) for source, of in parts.items()])
+    if dist.is_initialized():
+        dist.all_reduce(lost)
+    counts = {source.name: of for source, of in zip(parts, lost.tolist())}
+    for i, (cause, remedy) in enumerate(
+        (
+            (
+                "infinite or NaN: their blocks decode to NaN here, and to numbers on some servers",
+                "",
+            ),
+            ("too large for dtype=", ", or pass another dtype="),
+        )
+    ):
+        if listed := [f"{of[i]} elements of {name}" for name, of in counts.items() if of[i]]:
+            raise ValueError(
+                f"{', '.join(listed[:4])}{', ...' * (len(listed) > 4)} are {cause}; mend the "
+                f"weights{remedy}"
+            )
 
 
 def _on_first_rank(run: Callable[[], T]) -> T | None:
@@ -352,47 +366,58 @@ def _ignored(
 
 def _shared_amaxes(
     every: list[tuple[Source, Part]],
+    schemes: dict[str, Scheme],
     share: bool | None,
     tensor_amax: Callable[[Source, int | None], Tensor | None],
 ) -> dict[tuple[Source, int | None], Tensor]:
-    """The common tensor amax of matrices that servers merge and whose amaxes differ."""
-    by_layer = {
-        part.layer: (source, part.slice.matrix)
-        for source, part in every
-        if part.kind and part.kind.is_two_level
-    }
+    """The common tensor amax of matrices that servers merge and whose amaxes differ.
+
+    Raises ValueError for merged layers of several schemes, and for other amaxes if `share` is None.
+    """
+    weights = {part.layer: (source, part) for source, part in every if len(part.shape) in (2, 3)}
+    if share is False or not schemes:
+        return {}
+    shapes = {layer: part.shape for layer, (_, part) in weights.items()}
+    merged = merged_layers({layer: shape[-1] for layer, shape in shapes.items()})
     shared: dict[tuple[Source, int | None], Tensor] = {}
-    for layer in by_layer if share is not False else ():
-        parent, _, own = layer.rpartition(".")
-        for merged in (of for of in _MERGED if of[0] == own):
-            layers = [
-                name for part in merged if (name := f"{parent}.{part}".lstrip(".")) in by_layer
-            ]
-            keys = list(dict.fromkeys(by_layer[name] for name in layers))
-            found = map(tensor_amax, *zip(*keys))
-            amaxes = torch.cat([amax.reshape(1).cpu() for amax in found if amax is not None])
-            if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
-                continue
-            if share is None:
+    for layers in (*merged, *expert_layers(shapes)):
+        formats = dict.fromkeys(schemes.get(layer) for layer in layers)
+        if len(formats) > 1:
+            raise ValueError(_several_formats(layers, schemes))
+    for layers in merged:
+        scheme = schemes.get(layers[0])
+        if scheme is None or not scheme.kind.is_two_level:
+            continue
+        keys = [(source, part.slice.matrix) for source, part in map(weights.__getitem__, layers)]
+        keys = list(dict.fromkeys(keys))
+        found = map(tensor_amax, *zip(*keys))
+        amaxes = torch.cat([amax.reshape(1).cpu() for amax in found if amax is not None])
+        if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
+            continue
+        if share is None:
+            raise ValueError(
+                f"{', '.join(layers)} have tensor scales of their own, and servers multiply "
+                "them as one layer with one; pass share_scales=True to quantize them again "
+                "with the largest, or False for a reader that keeps them apart"
+            )
+        for key in keys:
+            if has_codes_alone(key[0]):
                 raise ValueError(
-                    f"{', '.join(layers)} have tensor scales of their own, and servers multiply "
-                    "them as one layer with one; pass share_scales=True to quantize them again "
-                    "with the largest, or False for a reader that keeps them apart"
+                    f"{key[0].name} holds codes alone, which cannot be given the scale of "
+                    "other layers"
                 )
-            for key in keys:
-                if _has_codes_alone(key[0]):
-                    raise ValueError(
-                        f"{key[0].name} holds codes alone, which cannot be given the scale of "
-                        "other layers"
-                    )
-                shared[key] = amaxes.amax().reshape(1)
+            shared[key] = amaxes.amax().reshape(1)
     return shared
 
 
-def _has_codes_alone(source: Source) -> bool:
-    weight = local_of(source.tensor)
-    return type(weight) is QuantizedTensor or (
-        isinstance(weight, QuantizedWeight) and weight.state.weight_sync is not None
+def _several_formats(layers: Sequence[str], schemes: dict[str, Scheme]) -> str:
+    words = {layer: str(schemes.get(layer, "high precision")) for layer in layers}
+    first = {word: layer for layer, word in reversed(words.items())}
+    listed = ", ".join(f"{layer} ({word})" for word, layer in reversed(first.items()))
+    return (
+        f"{listed} have formats of their own, and servers multiply {', '.join(layers[:6])} "
+        f"{'..., ' * (len(layers) > 6)}as one layer with one; give them one by fq.set_recipe or "
+        "skip=, or pass share_scales=False for a reader that keeps them apart"
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..formats import FORMATS, Format, format_of
+import torch
+
+from ..formats import FORMATS, ROWWISE, Format, format_of
 
 # target of `fq.export` -> field of `Kind` without which the target does not hold a format
 _NEEDED = {"compressed-tensors": "weights", "modelopt": "algorithms", "fp8": "fp8"}
@@ -54,6 +56,26 @@ class Kind:
     def takes_input_amax(self) -> bool:
         """A server may quantize inputs with an amax of the checkpoint."""
         return self.format.spans_tensor
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """That scales have in files, ours first."""
+        if self.format.has_fp32_scales:
+            return torch.float32, torch.bfloat16, torch.float16
+        two_level = (torch.float8_e4m3fn,)
+        return two_level if self.is_two_level else (torch.uint8, torch.float8_e8m0fnu)
+
+    def scale_shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+        """That scales of a weight [N, K] have in files, ours last; empty: no whole blocks."""
+        blocks = self.format.scale_shape(shape, ROWWISE)
+        if blocks is None:
+            return []
+        shapes: dict[str, list[tuple[int, ...]]] = {
+            "tensor": [(), (1, 1), (1,)],
+            "channel": [(shape[0],), (shape[0], 1)],
+            "block": [(blocks[0], 1, blocks[1], 1), blocks],
+        }
+        return shapes.get(self.name, [blocks])
 
     def rows_per_scale(self, fmt: Format) -> int:
         """Rows of a server's scales that one block row of `fmt`, a `written` format, becomes."""

@@ -21,6 +21,8 @@ Model Optimizer, export/quant_utils.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -105,6 +107,16 @@ CODES = ("weight_packed", "weight")
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
 
 
+class Scales(NamedTuple):
+    """What the tensors of a weight say beside its codes: format, [N, K], scales of that format,
+    tensor amax."""
+
+    fmt: Format
+    shape: tuple[int, int]
+    scale: Tensor
+    tensor_amax: Tensor | None
+
+
 def read_storage(
     name: str,
     tensors: dict[str, Tensor],
@@ -112,69 +124,94 @@ def read_storage(
     device: torch.device | str,
     fmt: Format | None = None,
 ) -> Storage:
-    """The rowwise codes of a weight [N, K] from the tensors of `tensors_of`.
+    """The rowwise codes of a weight [N, K] from the tensors of `tensors_of`; see `read_scales`.
 
-    tensors:  by the last part of their names, at least codes and a scale.
     dtype:    that the storage decodes to.
+    """
+    fmt, shape, scale, amax = read_scales(name, tensors, fmt)
+    data = _either(name, tensors, CODES)[1].view(torch.uint8).to(device).contiguous()
+    amax = None if amax is None else amax.to(device)
+    return Storage(fmt, ROWWISE, shape, data, scale.to(device).contiguous(), amax, dtype)
+
+
+def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None) -> Scales:
+    """The format and scales of a weight [N, K] from the tensors of `tensors_of`.
+
+    tensors:  by the last part of their names; codes may be on the meta device.
     fmt:      of a recipe, whose options (powers of two, square blocks) the scales must satisfy;
               None: read what the file has.
 
     A second-level scale that no tensor amax encodes to exactly is off by one fp32 ulp.
-    Raises ValueError, naming the weight, for tensors of another format.
+    Raises ValueError, naming the tensor, for another shape or dtype than the format has, for
+    negative and non-finite scales, and for tensors that the format lacks.
     """
-    codes = tensors.get("weight_packed", tensors.get("weight"))
-    scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
-    packed = codes is not None and codes.dtype in (torch.uint8, torch.int8)
-    if (
-        codes is None
-        or scale is None
-        or codes.dim() != 2
-        or not (packed or codes.dtype is torch.float8_e4m3fn)
-    ):
+    _, codes = _either(name, tensors, CODES)
+    role, scale = _either(name, tensors, SCALES[:2])
+    packed = codes.dtype in (torch.uint8, torch.int8)
+    if codes.dim() != 2 or not (packed or codes.dtype is torch.float8_e4m3fn):
         got = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors.items())
         raise ValueError(
             f"{name}: no format that this reads has {got}; it reads fp8 (e4m3), mxfp8, mxfp4 and "
             "nvfp4"
         )
     shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        kind, scale = KINDS["mxfp4" if packed else "mxfp8"], scale.view(torch.uint8)
-    elif packed:
-        kind, scale = KINDS["nvfp4"], scale.to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        # Of a small weight several, which decode alike.
-        fits = ["tensor"] if scale.numel() == 1 else []
-        fits += ["channel"] if scale.shape in ((shape[0],), (shape[0], 1)) else []
-        fits += ["block"]
-        wanted = None if fmt is None else kind_of(fmt)
-        name_of = wanted.name if wanted is not None and wanted.name in fits else fits[0]
-        kind, scale = KINDS[name_of], scale.float()
-    read = kind.format
-    blocks = read.scale_shape(shape, ROWWISE)
-    if blocks is None or scale.numel() != blocks[0] * blocks[1]:
+    kinds = [kind for kind in KINDS.values() if (kind.format.bits == 4) == packed]
+    fits = [
+        kind
+        for kind in kinds
+        if scale.dtype in kind.scale_dtypes and tuple(scale.shape) in kind.scale_shapes(shape)
+    ]
+    if not fits:
+        wanted = [
+            f"{list(shapes[-1])} {kind.scale_dtypes[0]} ({kind.name})"
+            for kind in kinds
+            if (shapes := kind.scale_shapes(shape))
+        ]
         raise ValueError(
-            f"{name} is {list(shape)}: {kind.name} has scales {list(blocks or ())}, the file has "
-            f"{list(scale.shape)}"
+            f"{name}: {role} is {list(scale.shape)} {scale.dtype}, and a weight {list(shape)} of "
+            f"{codes.dtype} has scales {' or '.join(wanted)}"
         )
-    scale = scale.reshape(blocks)
+    # Of a small weight several kinds, which decode alike.
+    kind = fits[0] if fmt is None or (own := kind_of(fmt)) not in fits else own
+    read = kind.format
+    check_range(name, role, scale, above_zero=read.has_fp32_scales)
+    scale = scale.float() if read.has_fp32_scales else scale.view(torch.uint8)
+    scale = scale.reshape(read.scale_shape(shape, ROWWISE) or ())
     if fmt is not None:
         read, scale = fmt, _scale_as(fmt, scale, kind, shape[0], name)
-    amax = None
-    if kind.is_two_level:
-        second, inverse = (tensors.get(n) for n in ("weight_scale_2", "weight_global_scale"))
-        if second is not None and inverse is None:
-            decode = second.float()
-        elif inverse is not None and second is None:
-            decode = reference.divide(1.0, inverse.float())
-        else:
-            raise ValueError(
-                f"{name}: {kind.name} has one of weight_scale_2 and weight_global_scale, got "
-                f"{', '.join(tensors)}"
-            )
-        amax = _amax_of(decode.reshape(1), read)
-    data = codes.view(torch.uint8).to(device).contiguous()
-    amax = None if amax is None else amax.to(device)
-    return Storage(read, ROWWISE, shape, data, scale.to(device).contiguous(), amax, dtype)
+    if not kind.is_two_level:
+        if beside := [n for n in SCALES[2:] if n in tensors]:
+            raise ValueError(f"{name}: {kind.name} has no second-level scale, got {beside[0]}")
+        return Scales(read, shape, scale, None)
+    role, second = _either(name, tensors, SCALES[2:])
+    if second.numel() != 1 or second.dtype is not torch.float32:
+        raise ValueError(f"{name}: {role} is {list(second.shape)} {second.dtype}; wanted one fp32")
+    second = second.reshape(1)
+    check_range(name, role, second, above_zero=True)
+    decode = second if role == "weight_scale_2" else reference.divide(1.0, second)
+    return Scales(read, shape, scale, _amax_of(decode, read))
+
+
+def _either(name: str, tensors: dict[str, Tensor], roles: tuple[str, ...]) -> tuple[str, Tensor]:
+    """The one tensor of these roles. Raises ValueError for none and for two."""
+    found = [role for role in roles if role in tensors]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name}: a weight has one of {' and '.join(roles)}, got {', '.join(tensors)}"
+        )
+    return found[0], tensors[found[0]]
+
+
+def check_range(name: str, role: str, scale: Tensor, above_zero: bool = False) -> None:
+    """Raise ValueError unless scales are finite and not negative."""
+    values = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
+    values = values.float()
+    bad = ~(values.isfinite() & (values > 0 if above_zero else values >= 0))
+    if bad.any():
+        raise ValueError(
+            f"{name}: {role} holds {values[bad][0].item()} ({int(bad.sum())} of {bad.numel()} "
+            f"scales); scales are finite and {'positive' if above_zero else 'not negative'}"
+        )
 
 
 def _amax_of(decode: Tensor, fmt: Format) -> Tensor:

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..checkpoint.files import installed
-from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction
+from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
 from ..modules.linear import Linear
 from ..modules.operands import weight_storages
 from ..storage import Storage
@@ -22,7 +23,7 @@ from ..tensor.torch_compat import in_state_dict, local_of
 from . import layouts
 from .layouts import read_storage
 from .weights import Slice, Source, sources_of
-from .writer import INDEX, SINGLE
+from .writer import DTYPES, INDEX, SINGLE
 
 # Of layers, but of no weight that a model here has: scales of inputs and of caches.
 _UNREAD = (
@@ -34,6 +35,9 @@ _UNREAD = (
     "q_scale",
     "weight_shape",
 )
+
+
+_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Files:
@@ -49,8 +53,12 @@ class Files:
             files = [SINGLE]
         else:
             raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}")
-        opened = [safe_open(path / name, "pt") for name in files]
-        self._file = {name: file for file in opened for name in file.keys()}
+        self._file: dict[str, Any] = {}
+        for file in files:
+            opened = safe_open(path / file, "pt")
+            if twice := self._file.keys() & set(opened.keys()):
+                raise ValueError(f"{min(twice)} is in two files of {path}, one of which is {file}")
+            self._file |= dict.fromkeys(opened.keys(), opened)
         self.names = set(self._file)
 
     def __contains__(self, name: str) -> bool:
@@ -59,6 +67,22 @@ class Files:
     def of(self, named: dict[str, str]) -> dict[str, Tensor]:
         """The tensors of these names, by the same keys."""
         return {key: self._file[name].get_tensor(name) for key, name in named.items()}
+
+    def described(self, named: dict[str, str]) -> dict[str, Tensor]:
+        """The same, with values of scales alone: others are on the meta device."""
+        found = {}
+        for key, name in named.items():
+            part = self._file[name].get_slice(name)
+            dtype = _DTYPE_OF.get(part.get_dtype())
+            if key in (*layouts.SCALES, "scales"):
+                found[key] = self._file[name].get_tensor(name)
+            elif dtype is None:
+                raise ValueError(
+                    f"{name} is {part.get_dtype()} in the file, which this does not read"
+                )
+            else:
+                found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        return found
 
 
 # What the files have of each slice: names of tensors by role.
@@ -90,9 +114,9 @@ def from_pretrained_quantized(
 
     Every rank must call it alike, and reads the files itself.
 
-    Raises ValueError, naming the tensors: before anything is changed for what is missing or
-    unexpected, and for frozen layers that are sharded or that keep histories; as it is read for a
-    weight of another format.
+    Raises ValueError, naming the tensor, before anything is changed: for what is missing or
+    unexpected, for frozen layers that are sharded or that keep histories, and for shapes, dtypes
+    and scales (transposed, flattened, negative, infinite, NaN) of another format or layout.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "codes")
@@ -113,6 +137,9 @@ def from_pretrained_quantized(
     _check_names(model, files, where, strict)
     for source in sources:
         _check_weight(source, where[source], source in keeps)
+        for piece, tensors in where[source]:
+            fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if source in keeps else None
+            _check_tensors(source, piece, files.described(tensors), fmt)
     with torch.no_grad():
         for source, found in where.items():
             if source in keeps:
@@ -140,6 +167,13 @@ def _check_names(model: nn.Module, files: Files, where: Found, strict: bool) -> 
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     tied = {in_state_dict(name) for name, _ in every}
     unread = sorted(n for n in files.names - used - tied if n.rpartition(".")[2] not in _UNREAD)
+    quantized = {
+        s.name.removesuffix(".weight") for of in where.values() for s, f in of if len(f) > 1
+    }
+    for name in sorted(files.names - used):
+        layer, _, part = name.rpartition(".")
+        if layer in quantized and part.startswith("weight_") and part not in _UNREAD:
+            raise ValueError(f"{name} is of a quantized weight, in no format that this reads")
     for names, why in ((missing, "are not in the files"), (unread, "are of no parameter")):
         if strict and names:
             raise ValueError(
@@ -178,6 +212,33 @@ def _check_weight(source: Source, found: list[tuple[Slice, dict[str, str]]], kee
         )
 
 
+def _check_tensors(
+    source: Source, piece: Slice, tensors: dict[str, Tensor], fmt: Format | None
+) -> None:
+    """Raise ValueError unless these tensors are a weight of the model's shape.
+
+    tensors:  of `Files.described`.
+    fmt:      that the scales must have; None: any.
+    """
+    if "blocks" in tensors:
+        shape = _shape_of_gpt_oss(piece.name, **tensors)
+    elif len(tensors) > 1:
+        shape = layouts.read_scales(piece.name, tensors, fmt).shape
+    else:
+        ((role, tensor),) = tensors.items()
+        shape = tuple(tensor.shape)
+        if tensor.element_size() == 1 and source.tensor.is_floating_point():
+            raise ValueError(
+                f"{piece.name} is {tensor.dtype} in the file, without scales that this reads: "
+                f"{role}"
+            )
+    if shape != source.shape_of(piece):
+        raise ValueError(
+            f"{piece.name} is {list(shape)} in the file and {list(source.shape_of(piece))} in the "
+            "model"
+        )
+
+
 def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Files) -> Tensor:
     """The whole tensor from all its slices."""
     like, whole = source.tensor, None
@@ -188,16 +249,6 @@ def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Fi
             (values,) = files.of(tensors).values()
         else:
             values = read_storage(piece.name, files.of(tensors), like.dtype, "cpu").dequantize()
-        if tuple(values.shape) != source.shape_of(piece):
-            raise ValueError(
-                f"{piece.name} is {list(values.shape)} in the file and "
-                f"{list(source.shape_of(piece))} in the model"
-            )
-        if values.element_size() == 1 and like.is_floating_point():
-            raise ValueError(
-                f"{piece.name} is {values.dtype} in the file, without scales that this reads: "
-                f"{', '.join(tensors)}"
-            )
         if (piece.matrix, piece.rows) == (None, None):
             return values.to(like.dtype)
         if whole is None:
@@ -206,6 +257,19 @@ def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Fi
     if whole is None:
         raise ValueError(f"the file has no tensor of {source.name}")
     return whole
+
+
+def _shape_of_gpt_oss(name: str, blocks: Tensor, scales: Tensor) -> tuple[int, ...]:
+    """[E, K, N] of the tensors that `_of_gpt_oss` reads."""
+    *lead, size = blocks.shape
+    dtypes = (blocks.dtype, scales.dtype)
+    if len(lead) != 3 or size != 16 or [*scales.shape] != lead or {*dtypes} != {torch.uint8}:
+        raise ValueError(
+            f"{name}: mxfp4 experts have blocks [E, N, K / 32, 16] and scales [E, N, K / 32] of "
+            f"uint8, got {list(blocks.shape)} {dtypes[0]} and {list(scales.shape)} {dtypes[1]}"
+        )
+    layouts.check_range(name, "scales", scales)
+    return lead[0], lead[2] * 32, lead[1]
 
 
 def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,11 +302,6 @@ def _freeze(source: Source, piece: Slice, found: dict[str, str], files: Files) -
     plan, quantizer = layer.plan.on(weight.dtype, weight.device), layer._weight_state.quantizer
     fmt, tensors = quantizer.rowwise.fmt, files.of(found)
     rowwise = read_storage(piece.name, tensors, weight.dtype, weight.device, fmt)
-    if rowwise.shape != tuple(weight.shape):
-        raise ValueError(
-            f"{piece.name} is {list(rowwise.shape)} in the file and {list(weight.shape)} in the "
-            "model"
-        )
     columnwise = quantizer.columnwise_of(rowwise)
     codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
     laid = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)

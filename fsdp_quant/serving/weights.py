@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -231,6 +232,42 @@ def codes_of(source: Source) -> Storage | None:
     sharded = storage_tensors(storage, managed.registered, state.shape[0])
     whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sharded.items()}
     return storage.with_buffers(whole, shape=tuple(state.shape), row0=0)
+
+
+def has_codes_alone(source: Source) -> bool:
+    """No master is there to be quantized again."""
+    weight = local_of(source.tensor)
+    return type(weight) is QuantizedTensor or (
+        isinstance(weight, QuantizedWeight) and weight.state.weight_sync is not None
+    )
+
+
+@torch.no_grad()
+def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
+    """int64 [2]: elements of this rank that no file in `dtype` holds: infinities and NaN of a
+    quantized weight, whose block they destroy, and finite values that `dtype` cannot represent.
+
+    The sum over all ranks is that of the whole weight.
+    """
+    tensor, rank = source.tensor, dist.get_rank() if dist.is_initialized() else 0
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh.get_coordinate()
+        is_counted = place is not None and not any(
+            rank for rank, p in zip(place, tensor.placements) if p.is_replicate()
+        )
+    else:
+        is_counted = rank == 0
+    if not is_counted or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return torch.zeros(2, dtype=torch.int64)
+    if has_codes_alone(source) and (codes := codes_of(source)) is not None:
+        values = codes.dequantize()
+    else:
+        values = local_of(saved_plain(tensor, tensor.detach())).detach()
+    seen, is_finite = values, values.isfinite()
+    for layer in source.layers[:1]:
+        seen = seen.to(layer._weight_state.compute_dtype or seen.dtype)
+    is_too_large = is_finite & ~seen.to(dtype).isfinite()
+    return torch.stack([(~is_finite).sum() * bool(source.layers), is_too_large.sum()])
 
 
 def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:

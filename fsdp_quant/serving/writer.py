@@ -21,7 +21,7 @@ from torch import Tensor
 from ..checkpoint.files import sync
 
 # Names of the format (safetensors).
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -113,7 +113,7 @@ class Writer:
                     f"two weights are named {tensor.name} in the checkpoint; check what names= "
                     "returns"
                 )
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in DTYPES:
                 raise ValueError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
             seen.add(tensor.name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class Writer:
         for tensor in of:
             ends.append(ends[-1] + tensor.nbytes)
             header[tensor.name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": DTYPES[tensor.dtype],
                 "shape": tensor.shape,
                 "data_offsets": ends[-2:],
             }
