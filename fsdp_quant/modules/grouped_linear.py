@@ -251,6 +251,10 @@ class GroupedLinear(HasWeight):
         """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
+    @property
+    def _matrix_layers(self) -> Sequence[Linear]:
+        return self._linears
+
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one, without gradients; of a sharded weight the shard."""
         with torch.no_grad():

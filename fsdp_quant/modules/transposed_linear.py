@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..tensor.weight_state import WeightState
 from .grouped_linear import Expert
 from .linear import Linear
 
@@ -31,6 +32,7 @@ class TransposedLinear(nn.Module):
     bias: nn.Parameter | None
     _layer: Expert
     source = "weight"  # the parameter that products read
+    transposed = True
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Give the module its layer, which is no submodule."""
@@ -41,6 +43,14 @@ class TransposedLinear(nn.Module):
     def layer(self) -> Linear:
         """The `fq.Linear` of it, over the values of now."""
         return self._layer
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self._layer.runtime.weight_state
+
+    @property
+    def _matrix_layers(self) -> list[Linear]:
+        return [self._layer]
 
     def read(self) -> Tensor:
         """The weight [out, in] that products multiply."""
