@@ -56,7 +56,7 @@ def hold(model: nn.Module) -> Iterator[None]:
             )
     place = _place_of_entry()
     for state, weight in states.items():
-        state.held = Held(lambda weight=weight: weight.local, place)
+        state.held = Held(lambda weight=weight: weight.parameter, place)
     try:
         yield
     finally:

@@ -96,6 +96,16 @@ def check_model(managed: ManagedParam) -> None:
         _AGREED.add(shared)
 
 
+def check_model_of(module: nn.Module, attribute: str) -> bool:
+    """`check_model` for a parameter that FSDP2 gathers in high precision, so by no hook of ours;
+    False: no `fully_shard` manages it."""
+    every = torch_compat.all_managed_params()
+    managed = next((m for m in every if (module, attribute) in m.owners), None)
+    if managed is not None:
+        check_model(managed)
+    return managed is not None
+
+
 def is_new_root() -> bool:
     """Some root has begun its first forward without a comparison of its model."""
     return any(root not in _AGREED for root in torch_compat.roots())

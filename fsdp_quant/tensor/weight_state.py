@@ -26,7 +26,7 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
 from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
-from .torch_compat import ManagedParam
+from .torch_compat import ManagedParam, local_of
 
 _T = TypeVar("_T")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
@@ -331,7 +331,7 @@ def storage_of(
 class Held:
     """The codes of one weight inside `fq.hold`.
 
-    parameter:  returns the local parameter as it is now, whose writes torch counts.
+    parameter:  returns the registered parameter, whose writes torch counts.
     place:      where the context was entered.
     codes:      by all that decides them besides the values.
     """
@@ -349,8 +349,10 @@ class Held:
         Raises StaleWeightError if the parameter was written since the first use.
         """
         parameter = self._parameter()
-        source = values_of(parameter)
-        counts = [0 if t.is_inference() else t._version for t in (parameter, source)]
+        local = local_of(parameter)
+        source = values_of(local)
+        # DTensor's operators count a write of a sharded parameter on one of these
+        counts = [0 if t.is_inference() else t._version for t in (parameter, local, source)]
         version = source.data_ptr(), *counts
         if self._version is None:
             self._version = version
