@@ -4,6 +4,7 @@ of weights forget none of them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -45,24 +46,16 @@ def _packed() -> nn.Module:
     return Routed(experts, splits=True)
 
 
-def _of_transformers(family: str) -> nn.Module:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    config = CONFIG_MAPPING[family](
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_local_experts=2,
-        num_experts_per_tok=2,
-        pad_token_id=0,
+def _of_transformers(family: str, name: str) -> nn.Module:
+    module = importlib.import_module(f"transformers.models.{family}")
+    config = getattr(module, f"{name}Config")(
+        hidden_size=WIDTH, intermediate_size=WIDTH, num_local_experts=2, num_experts_per_tok=2
     )
-    experts = AutoModelForCausalLM.from_config(config).model.layers[0].mlp.experts
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    experts = getattr(module, f"{name}Experts")(config)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return Routed(experts.float(), splits=False)
+    return Routed(experts, splits=False)
 
 
 def _conv1d() -> nn.Module:
@@ -74,8 +67,8 @@ def _conv1d() -> nn.Module:
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 32)),
     "packed": _packed,
-    "mixtral": lambda: _of_transformers("mixtral"),
-    "gpt_oss": lambda: _of_transformers("gpt_oss"),
+    "mixtral": lambda: _of_transformers("mixtral", "Mixtral"),
+    "gpt_oss": lambda: _of_transformers("gpt_oss", "GptOss"),
     "Conv1D": _conv1d,
     "attention": Attention,
 }

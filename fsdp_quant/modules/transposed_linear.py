@@ -8,7 +8,6 @@ the weight as `fq.Linear` multiplies its own, by a layer that is no module of th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
@@ -35,7 +34,6 @@ class TransposedLinear(nn.Module):
     _layer: Expert
     source = "weight"  # the parameter that products read
     transposed = True
-    _ranks_agree = False
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Give the module its layer, which is no submodule."""
@@ -64,8 +62,7 @@ class TransposedLinear(nn.Module):
         return self.read().detach(), None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self._ranks_agree or torch.compiler.is_compiling()):
-            self._ranks_agree = check_model_of(self, self.source)
+        check_model_of(self, self.source)
         return self._layer.times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
