@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[dict, str]] = {
     "rows": ({"rows": 96}, "[96, 64] torch.float32 of mxfp8("),
     "a layer more": ({"layers": 3}, "2.weight, [{rows}, {rows}] torch.float32 of mxfp8("),
     "another build": ({}, "of another day on rank"),
-    "by step": ({"recipe": OTHERS["by step"]}, ""),  # which runs the same now
+    "by step": ({"recipe": OTHERS["by step"]}, " of schedule("),  # which runs the same now
 }
 
 

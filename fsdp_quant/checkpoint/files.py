@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from ..formats import ROWWISE
 from ..storage import rebuild_storage
 from ..tensor import torch_compat
+from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from .weights import prepared, storage_tensors
 
@@ -122,7 +123,7 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
     replaced: dict[int, str] = {}
     if codes:
         for w in prepared(model):
-            if w.piece.state.quantizer.rowwise.fmt.is_quantized:
+            if w.piece.state.quantizer.rowwise.fmt.is_quantized and not w.transposed:
                 replaced[id(w.piece.state)] = name = torch_compat.in_state_dict(w.name)
                 storage = w.storage(ROWWISE)
                 whole = storage_tensors(storage, w.like, w.rows)
@@ -150,13 +151,10 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
 
 def _states_by_name(model: nn.Module) -> dict[str, int]:
     """State dict name -> id of the weight's state, also for tied names."""
-    modules = model.named_modules(remove_duplicate=False)
-    states = (
-        (f"{name}.weight".lstrip("."), getattr(module, "_weight_state", None))
-        for name, module in modules
-    )
+    states = {id(w.parameter): id(w.state) for w in quantized_weights(model)}
+    named = model.named_parameters(remove_duplicate=False)
     return {
-        torch_compat.in_state_dict(name): id(state) for name, state in states if state is not None
+        torch_compat.in_state_dict(name): states[id(p)] for name, p in named if id(p) in states
     }
 
 

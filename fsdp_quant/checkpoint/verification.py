@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -184,28 +185,29 @@ def _reproduces(
 ) -> bool | None:
     """One of the recipes quantizes the checkpoint's values of a weight to codes of this
     fingerprint; None: the values are not in it."""
-    stem, _, expert = (
-        (weight, "", "") if weight.rpartition(".")[2] == "weight" else weight.rpartition(".")
-    )
-    places = [
-        p
-        for p, value in values.items()
-        if callable(value) and f".{'.'.join(p)}".endswith(f".{stem}")
-    ]
+    parameter, _, last = weight.rpartition(".")
+    parameter, expert = (parameter, last) if last.isdigit() else (weight, "")
+    module = parameter.rpartition(".")[0]
+    # the product of packed experts is a module inside the one that has the parameter
+    ends = f".{parameter}", f".{parameter.removesuffix('_product.weight')}"
+    named = {p: ".".join(p) for p, value in values.items() if callable(value)}
+    places = [p for p, name in named.items() if f".{name}".endswith(ends)]
     if not places:
         return None
-    place = min(places, key=lambda p: len(".".join(p)))  # longer ones are of other modules
+    place = min(places, key=lambda p: len(named[p]))  # longer ones are of other modules
     master = values[place]()[int(expert)] if expert else values[place]()
-    for recipe in candidates:
-        hybrid = recipe.hybrid(recipes.Role("linear", "weight", stem.removesuffix(".weight")))
+    layer = f"{module}.{expert}" if expert else module
+    # a state does not say which weights are stored [K, N]
+    for recipe, matrix in itertools.product(candidates, (master, master.t())):
+        hybrid = recipe.hybrid(recipes.Role("linear", "weight", module))
         if hybrid is None:
             continue
-        state = WeightState(weight, hybrid, tuple(master.shape), recipe.compute_dtype)
+        state = WeightState(weight, hybrid, tuple(matrix.shape), recipe.compute_dtype)
         for d in hybrid.delayed_directions:
-            history = histories.get(f"{stem.removesuffix('weight')}weight.{d.value}")
+            history = histories.get(f"{layer}.weight.{d.value}".lstrip("."))
             if history is not None:
                 state.history(weight, "weight", d, hybrid.side(d)).load_state_dict(history)
-        piece = Piece(state, master, RowCuts((0, len(master))), 0)
+        piece = Piece(state, matrix, RowCuts((0, len(matrix))), 0)
         storages = LocalWeight(weight, piece, None, {}).storages()
         if sum(int(fingerprint(s)) for s in storages) % 2**64 == saved % 2**64:
             return True

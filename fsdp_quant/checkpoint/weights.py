@@ -17,6 +17,7 @@ from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import cuts_and_rank
+from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
@@ -35,6 +36,8 @@ class LocalWeight:
     experts:     (ranks that hold other matrices of the packed weight, matrices per rank), or None.
     codes:       of a weight without high-precision values here: its optimizer is gone, a trainer
                  has its masters (`fq.hooks`), or `fq.freeze` dropped them.
+    transposed:  the model stores it [.., K, N]; files of codes leave it out.
+    sharded:     the DTensor of a weight whose shards are no rows: each rank gathers it to encode.
     """
 
     name: str
@@ -43,6 +46,8 @@ class LocalWeight:
     statistics: dict
     experts: tuple[dist.ProcessGroup, int] | None = None
     codes: QuantizedTensor | None = None
+    transposed: bool = False
+    sharded: DTensor | None = None
 
     @property
     def rows(self) -> int:
@@ -71,13 +76,18 @@ class LocalWeight:
         return None if self.managed is None else self.managed.registered
 
     def storage(self, direction: Direction) -> Storage:
-        """Encode these rows as a gather would. `prepared` must have run on every rank."""
+        """Encode these rows as a gather would. `prepared` must have run on every rank, and every
+        rank must call it."""
         if self.codes is not None:
             return self.codes.storage_for(direction)
-        state, values = self.piece.state, self.piece.values
+        piece, state = self.piece, self.piece.state
+        if self.sharded is not None:
+            whole = self.sharded.full_tensor().detach()
+            piece = piece._replace(values=whole.mT if self.transposed else whole)
+        values = piece.values
         dtype = state.compute_dtype or values.dtype
         statistics = self.statistics.get((state.name, direction))
-        shard = Shard(self.piece, direction, dtype, statistics, records=False)
+        shard = Shard(piece, direction, dtype, statistics, records=False)
         with torch.no_grad(), counters.uncounted():
             (encoded,) = encode_shards([shard], self.device)
         encoding = state.quantizer.encodings[direction]
@@ -96,31 +106,36 @@ class LocalWeight:
 def prepared(model: nn.Module) -> list[LocalWeight]:
     """The quantized weights of a model, each once, with the statistics that encoding them needs.
     Every rank must call it."""
-    managed = {owner: m for m in torch_compat.managed_params_of(model) for owner in m.owners}
-    found: dict[WeightState, tuple[str, Sharded]] = {}
-    for prefix, module in model.named_modules():
-        state, parameter = getattr(module, "_weight_state", None), module._parameters.get("weight")
-        if state is None or parameter is None or getattr(module, "transposed", False):
-            continue
-        m = managed.get((module, "weight"))
-        local = torch_compat.local_of(parameter if m is None else m.registered)
-        found.setdefault(
-            state, (f"{prefix}.weight" if prefix else "weight", Sharded(local, state, m))
-        )
-    shared = [s for _, s in found.values() if s.managed is not None or s.state.spans_parts]
+    found = [(w, Sharded(_rows(w), w.state, _cut_rows(w))) for w in quantized_weights(model)]
+    shared = [s for _, s in found if s.managed is not None or s.state.spans_parts]
     reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
-    for state, (name, (local, _, m, _)) in found.items():
+    for weight, (local, state, m, _) in found:
         cuts, rank = cuts_and_rank(m, local.shape[0])
         group, count = state.tensor_group if state.packed else None, cuts.rows
         experts, first = (None, 0) if group is None else ((group, count), group.rank() * count)
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, cuts, rank, every=True)
-        of = m, state.statistics or {}, experts, codes
+        is_whole = m is None and isinstance(weight.parameter, DTensor)
+        sharded = weight.parameter if is_whole and state.tensor_group is None else None
+        of = m, state.statistics or {}, experts, codes, weight.is_transposed, sharded
         for e, piece in enumerate(pieces, first):
-            weights.append(LocalWeight(f"{name}.{e}" if state.packed else name, piece, *of))
+            weights.append(
+                LocalWeight(f"{weight.name}.{e}" if state.packed else weight.name, piece, *of)
+            )
     return weights
+
+
+def _cut_rows(weight: ModelWeight) -> ManagedParam | None:
+    """`fully_shard` of a weight, if its shards are rows or matrices of [.., N, K]."""
+    is_matrix = weight.is_transposed and not weight.state.packed
+    return None if is_matrix else weight.managed
+
+
+def _rows(weight: ModelWeight) -> Tensor:
+    """This rank's local tensor as [.., N, K]."""
+    return weight.local.mT if weight.is_transposed else weight.local
 
 
 def _only_codes(local: Tensor) -> QuantizedTensor | None:
@@ -181,11 +196,12 @@ def code_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The codes of every quantized weight for `dcp.save`: "name.direction.buffer" -> DTensor, or a
     plain tensor if it is whole.
 
-    Leaves out directions that are not encoded from the master. Every rank must call it.
+    Leaves out directions that are not encoded from the master, and weights that are stored
+    transposed. Every rank must call it.
     """
     found: dict[str, Tensor] = {}
     for w in prepared(model):
-        for storage in w.storages():
+        for storage in w.storages() if not w.transposed else ():
             prefix = f"{w.name}.{storage.direction.value}"
             tensors = storage_tensors(storage, w.like, w.rows)
             found |= {f"{prefix}.{name}": t for name, t in tensors.items()}

@@ -275,6 +275,8 @@ def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     SCHEDULED.pop(model, None)
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
+    for layer in (layer for unit in converted_units(model).values() for layer in unit):
+        layer.runtime.schedule = recipe if isinstance(recipe, Schedule) else None
     count_steps(model, model in SCHEDULED)
 
 

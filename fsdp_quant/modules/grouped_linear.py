@@ -23,6 +23,7 @@ from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.root_statistics import check_model_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
@@ -251,6 +252,10 @@ class GroupedLinear(HasWeight):
         """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
+    @property
+    def _matrix_layers(self) -> Sequence[Linear]:
+        return self._linears
+
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one, without gradients; of a sharded weight the shard."""
         with torch.no_grad():
@@ -281,6 +286,8 @@ class GroupedLinear(HasWeight):
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
         where they are on the host, else before an optimizer step or in a later call.
         """
+        if self.transposed:
+            check_model_of(self, "weight")
         compiling, plan = torch.compiler.is_compiling(), None
         if compiling and isinstance(splits, Tensor):
             whole = self._goes_into_graphs and not isinstance(self.weight, DTensor)

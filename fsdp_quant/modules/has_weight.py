@@ -7,6 +7,7 @@ FSDP2 registers a parameter by `setattr`: when it shards it, and at each gather 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class HasWeight(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed = False
+
+    @property
+    def _matrix_layers(self) -> Sequence[Any]:
+        """The `fq.Linear` of each matrix of the weight (`tensor.model_weights`)."""
+        return [self]
 
     def set_weight_state(self, state: WeightState) -> None:
         raise NotImplementedError

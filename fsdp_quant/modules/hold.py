@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator
 
@@ -14,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from ..formats import COLUMNWISE, ROWWISE
 from ..tensor.fsdp_hooks import managed_of
+from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
-from ..tensor.weight_state import WeightState
+from ..tensor.weight_state import Held, WeightState
 from .operands import weight_storages
 from .steps import converted_modules
 
@@ -42,14 +44,19 @@ def hold(model: nn.Module) -> Iterator[None]:
     ...     for _ in range(4):  # micro-batches: the weight is quantized once
     ...         model(x).sum().backward()
     """
-    states = _states_of(model)
-    if not states:
+    weights = quantized_weights(model)
+    if not weights:
         raise ValueError("fq.hold found no fq.Linear; call fq.convert(model, recipe) first")
-    inside = next((state.name for state in states if state.held is not None), None)
-    if inside is not None:
-        raise ValueError(f"fq.hold: {inside} is held already; enter the context once")
+    states = {state: w for w in weights for state in (w.state, *w.state.matrices)}
     for state in states:
-        state.held = {}
+        if state.held is not None:
+            raise ValueError(
+                f"fq.hold: {state.name} is held already, by the context that was entered at "
+                f"{state.held.place}; leave that one first (close its generator, if nothing will)"
+            )
+    place = _place_of_entry()
+    for state, weight in states.items():
+        state.held = Held(lambda weight=weight: weight.parameter, place)
     try:
         yield
     finally:
@@ -57,10 +64,12 @@ def hold(model: nn.Module) -> Iterator[None]:
             state.held = None
 
 
-def _states_of(model: nn.Module) -> list[WeightState]:
-    states = [getattr(m, "_weight_state", None) for m in model.modules()]
-    states += [m.runtime.weight_state for m in converted_modules(model).values()]
-    return list(dict.fromkeys(state for state in states if state is not None))
+def _place_of_entry() -> str:
+    """"file:line" of the code that enters `hold`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"] in (__name__, contextlib.__name__):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @torch.no_grad()

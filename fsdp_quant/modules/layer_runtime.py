@@ -18,7 +18,7 @@ from torch import Tensor
 from ..context import STEP
 from ..ops.capability import arch_of
 from ..quantizer import FLOATING
-from ..recipe import Recipe, as_recipe
+from ..recipe import Recipe, Schedule, as_recipe
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -45,10 +45,12 @@ class LayerRuntime(Runtime):
     graphs:        the tensors that compiled graphs of the layer receive.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
+    schedule:      of the recipes of its model, which ranks compare; None: it follows none.
     frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
                    that has references).
     """
 
+    schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
 
     def __init__(
@@ -76,7 +78,7 @@ class LayerRuntime(Runtime):
         self.boundary_ids = BoundaryIds(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = ("graphs", "input_owner", "boundary_ids", "ids", "frozen")
+        not_saved = ("graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule")
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:

@@ -45,6 +45,7 @@ class MultiheadAttention(TransposedLinear):
     in_proj_weight: nn.Parameter
     out_proj: nn.Linear
     source = "in_proj_weight"
+    transposed = False
 
     def read(self) -> Tensor:
         # no parameter of `fully_shard`, which gathers those as codes

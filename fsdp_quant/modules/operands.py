@@ -184,6 +184,7 @@ def weight_storages(
     values = values_of(weight).detach()
     state = _state_of(state, plan, values)
     encoded: dict[Direction, Storage] = {}
+    encoded_by, delayed = (plan.weight, plan.compute_dtype), plan.weight.delayed_directions
 
     def encode(direction: Direction) -> Storage:
         if direction not in encoded:
@@ -194,7 +195,7 @@ def weight_storages(
         return {
             d: held(
                 state,
-                ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)),
+                (d, dtype, layouts[d], *encoded_by, records and bool(delayed)),
                 values,
                 lambda d=d: to_layout(
                     storage_of(plan.weight, d, plan.compute_dtype, encode), layouts[d]

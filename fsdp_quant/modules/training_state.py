@@ -21,6 +21,7 @@ from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, DelayedScaling, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
+from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_weight import QuantizedWeightState
 from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
@@ -175,16 +176,23 @@ def _rank() -> list[int]:
     return [0, 1]
 
 
-def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
-    """`checkpoint.fingerprints` by these names of the modules."""
-    weights = {
-        f"{n}.weight".lstrip("."): f"{called}.weight".lstrip(".") for n, called in names.items()
-    }
-    found = {}
-    for name, value in fingerprints(model).items():
-        owner, _, expert = (name, "", "") if name in weights else name.rpartition(".")
-        found[f"{weights[owner]}.{expert}" if expert else weights[owner]] = value
-    return found
+def _codes(
+    model: nn.Module, names: Mapping[str, str], saved: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """`checkpoint.fingerprints` by these names of the modules.
+
+    saved:  of a state that is compared; files of earlier versions lack attention and transposed
+            weights, which are left out then.
+    """
+    weights, codes = {weight.name: weight for weight in quantized_weights(model)}, {}
+    for key, value in fingerprints(model).items():
+        weight = weights.get(key) or weights[key.rpartition(".")[0]]  # or a matrix of it
+        owner = f"{names[weight.path]}.{weight.attribute}".lstrip(".")
+        name = f"{owner}{key.removeprefix(weight.name)}"
+        is_late = weight.is_transposed or weight.attribute != "weight"
+        if saved is None or name in saved or not is_late:
+            codes[name] = value
+    return codes
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
@@ -483,6 +491,6 @@ def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
     """Weights whose codes have another fingerprint than saved: the same on every rank."""
     if saved.codes is None:
         return []
-    found = _codes(model, saved.names)
+    found = _codes(model, saved.names, saved.codes)
     names = [name for name in found if saved.codes.get(name) != found[name]]
     return names if len(names) <= 5 else [*names[:5], f"{len(names) - 5} more"]

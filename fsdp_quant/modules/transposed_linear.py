@@ -11,6 +11,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..tensor.root_statistics import check_model_of
+from ..tensor.weight_state import WeightState
 from .grouped_linear import Expert
 from .linear import Linear
 
@@ -31,6 +33,7 @@ class TransposedLinear(nn.Module):
     bias: nn.Parameter | None
     _layer: Expert
     source = "weight"  # the parameter that products read
+    transposed = True
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Give the module its layer, which is no submodule."""
@@ -42,6 +45,14 @@ class TransposedLinear(nn.Module):
         """The `fq.Linear` of it, over the values of now."""
         return self._layer
 
+    @property
+    def _weight_state(self) -> WeightState:
+        return self._layer.runtime.weight_state
+
+    @property
+    def _matrix_layers(self) -> list[Linear]:
+        return [self._layer]
+
     def read(self) -> Tensor:
         """The weight [out, in] that products multiply."""
         return self.weight.t()
@@ -51,6 +62,7 @@ class TransposedLinear(nn.Module):
         return self.read().detach(), None
 
     def forward(self, x: Tensor) -> Tensor:
+        check_model_of(self, self.source)
         return self._layer.times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:

@@ -49,7 +49,8 @@ class LocalTensors:
     @functools.cached_property
     def _weights(self) -> dict[WeightState, LocalWeight]:
         """Collective: every rank must call it."""
-        return {weight.piece.state: weight for weight in prepared(self._model)}
+        weights = (weight for weight in prepared(self._model) if not weight.transposed)
+        return {weight.piece.state: weight for weight in weights}
 
     def check(self, checkpoint: Exported) -> None:
         """Raise NotImplementedError, on every rank, unless `fully_shard` alone cuts the weights."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
+from .model_weights import quantized_weights
 from .torch_compat import ManagedParam
 
 _INT31 = 2**31 - 1
@@ -157,12 +158,8 @@ def axes_of(model: nn.Module) -> list[tuple[dist.ProcessGroup, ...]]:
     found = dict.fromkeys(
         tuple(mesh.get_all_groups()) for mesh in dict.fromkeys(p.device_mesh for p in sharded)
     )
-    states = (getattr(module, "_weight_state", None) for module in model.modules())
-    parts = dict.fromkeys(
-        state.tensor_group
-        for state in states
-        if state is not None and state.tensor_group is not None
-    )
+    groups = (weight.state.tensor_group for weight in quantized_weights(model))
+    parts = dict.fromkeys(group for group in groups if group is not None)
     return [*found, *((group,) for group in parts if not any(group in groups for groups in found))]
 
 
@@ -176,8 +173,8 @@ def build() -> str:
 
 
 def check_same_model(params: Iterable[ManagedParam]) -> None:
-    """Raise ValueError on every rank if ranks that gather these parameters have different shapes or
-    recipes. One small collective per axis of each mesh.
+    """Raise ValueError on every rank if ranks that gather these parameters have different shapes,
+    recipes or schedules. One small collective per axis of each mesh.
 
     params:  all of a root, in module order.
 
@@ -188,7 +185,8 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
     for mesh in dict.fromkeys(m.registered.device_mesh for m in params):
         facts: dict[str, str] = {}
         for m in params:
-            recipes = dict.fromkeys(recipe_text(module) for module, _ in m.owners)
+            readers = [module for module, _ in m.owners if hasattr(module, "_matrix_layers")]
+            recipes = dict.fromkeys(map(recipe_text, readers)) or [_NO_RECIPE]
             is_of_mesh = m.registered.device_mesh == mesh
             shape = f"{list(m.registered.shape)} {m.registered.dtype} " if is_of_mesh else ""
             # before the root's first forward names are short
@@ -197,10 +195,18 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
         agree(facts, mesh.get_all_groups())
 
 
+_NO_RECIPE = "no recipe"
+
+
 def recipe_text(module: nn.Module) -> str:
-    """The text by which ranks compare a module's recipe."""
-    recipe = getattr(module, "recipe", None)
-    return "no recipe" if recipe is None else text_of(recipe)
+    """The text by which ranks compare what a module's weight is quantized by, now and later."""
+    layers: Sequence[Any] = getattr(module, "_matrix_layers", ())
+    return ", ".join(dict.fromkeys(map(_text_of_layer, layers))) or _NO_RECIPE
+
+
+def _text_of_layer(layer: Any) -> str:
+    recipe, schedule = layer.runtime.recipe, layer.runtime.schedule
+    return text_of(recipe) if schedule is None else f"{text_of(recipe)} of {text_of(schedule)}"
 
 
 def text_of(recipe: Any) -> str:

@@ -280,7 +280,8 @@ def _held_key(shard: Shard) -> tuple:
     amax."""
     state = shard.piece.state
     records = shard.records and bool(state.quantizer.delayed_directions)
-    return "shard", shard.direction, state.name, records
+    encoded_by = state.quantizer, state.compute_dtype, shard.high_precision
+    return state.name, shard.direction, *encoded_by, records
 
 
 def _facts(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -27,11 +28,12 @@ from torch import Tensor
 from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
-from ..ops.layout import COMPACT, LAYOUTS
+from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
-from .storage_pair import StoragePair
+from .storage_pair import StoragePair, name_in_graphs
 from .traced import NoDynamoGuard, stable_text
+from .weight_state import WeightState
 
 _TABLE = AtenTable()
 
@@ -95,8 +97,9 @@ class QuantizedTensor(Tensor):
             raise ValueError(
                 f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}"
             )
+        memory = next(iter(pair.shown.values())) if pair.shown else first.data
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
+            cls, shape, dtype=first.dtype, device=memory.device, requires_grad=False
         )
         self._pair = pair
         return self
@@ -233,28 +236,11 @@ class QuantizedTensor(Tensor):
             storage = hybrid.columnwise_of(pair.storage(ROWWISE))
         return to_layout(storage, layout)
 
-    def _operands(self) -> dict[str, EncodedMatrix]:
-        """The storages that a graph sees by name: per direction the laid-out operands, else the
-        codes; shared buffers once."""
-        pair, shown = self._pair, {}
-        for direction in Direction:
-            laid_out = {
-                _shown_as(d, layout): s
-                for (d, layout), s in pair.operands.items()
-                if d is direction
-            }
-            storage = pair.get(direction)
-            if laid_out:
-                shown |= laid_out
-            elif storage is not None and not any(s.data is storage.data for s in shown.values()):
-                shown[_shown_as(direction)] = storage
-        return shown
-
     def _shown_buffers(self) -> dict[str, Tensor]:
         if self._pair.shown is None:
             self._pair.shown = {
                 f"{name}_{b}": t
-                for name, s in self._operands().items()
+                for name, s in self._pair.operands_in_graphs().items()
                 for b, t in s.buffers().items()
             }
         return self._pair.shown
@@ -266,7 +252,13 @@ class QuantizedTensor(Tensor):
                 f"{self!r} is of groups that are each quantized by themselves, which torch.compile "
                 "does not take apart; give a compiled region their values"
             )
-        return list(self._shown_buffers()), NoDynamoGuard(self._pair)
+        return list(self._shown_buffers()), NoDynamoGuard(self._facts)
+
+    @property
+    def _facts(self) -> tuple[StoragePair, Callable[[], WeightState | None]]:
+        """The storages without buffers, and a weak reference to their owner."""
+        owner = self._pair.owner
+        return self._pair.without_buffers(), _no_owner if owner is None else weakref.ref(owner)
 
     _stable_hash_for_caching = stable_text
 
@@ -274,26 +266,28 @@ class QuantizedTensor(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context, outer_size, outer_stride
     ) -> QuantizedTensor:
-        """The tensor over other buffers. Codes whose operands are shown in their place keep theirs,
-        which GEMMs do not read."""
-        pair = context.value
+        """The tensor over other buffers. Codes whose operands are shown in their place have none,
+        since GEMMs do not read them."""
+        pair, owner = context.value
         if pair.groups:
-            return QuantizedTensor(pair=replace(pair, shown=dict(inner)), shape=outer_size)
+            packed = replace(pair, owner=owner(), shown=dict(inner))
+            return QuantizedTensor(pair=packed, shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
                 {b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner}
             )
-            for name, s in QuantizedTensor(pair=pair, shape=outer_size)._operands().items()
+            for name, s in pair.operands_in_graphs().items()
         }
         result = StoragePair(
             rebuilt.get("rowwise", pair.rowwise),
             rebuilt.get("columnwise", pair.columnwise),
-            pair.owner,
+            owner(),
         )
         if pair.shares_data:
             result.share_rowwise()
         for d, layout in pair.operands:
-            result.cache_operand(d, layout, rebuilt[_shown_as(d, layout)])
+            result.cache_operand(d, layout, rebuilt[name_in_graphs(d, layout)])
+        result.shown = dict(inner)
         return QuantizedTensor(pair=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
@@ -336,9 +330,8 @@ def _named(args: Sequence) -> str:
     return f"{pair.owner.name}, a QuantizedTensor,"
 
 
-def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
-    """The name that `__tensor_flatten__` gives to a storage in a layout."""
-    return direction.value if layout == COMPACT else f"{direction.value}_{layout}".replace(" ", "_")
+def _no_owner() -> None:
+    """In place of a weak reference to the owner of a tensor that is no weight."""
 
 
 def _buffer_property(name: str) -> property:
@@ -348,7 +341,7 @@ def _buffer_property(name: str) -> property:
 for _direction in Direction:
     for _layout in LAYOUTS:
         for _name in BUFFERS:
-            _shown = f"{_shown_as(_direction, _layout)}_{_name}"
+            _shown = f"{name_in_graphs(_direction, _layout)}_{_name}"
             setattr(QuantizedTensor, _shown, _buffer_property(_shown))
 
 

@@ -8,6 +8,7 @@ that write run on the master; of those that read, norms and collectives see its 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -154,20 +155,22 @@ class QuantizedWeight(WeightCodes):
             for direction, layout in layouts.items():  # graphs see the same buffers in every step
                 if layout != COMPACT and (direction, layout) not in pair.operands:
                     self.operand_for(direction, layout)
-        return super().__tensor_flatten__()[0], NoDynamoGuard(self._content)
+        return super().__tensor_flatten__()[0], NoDynamoGuard(weakref.ref(self._content))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context, outer_size, outer_stride
     ) -> QuantizedWeight:
         """The same weight over the buffers that a graph is traced with."""
-        content = WeightContent(context.value.state)
-        content.adopt(context.value)
+        shared = context.value()
+        content = WeightContent(shared.state)
+        content.adopt(shared)
+        codes = QuantizedTensor(pair=content.pair, shape=outer_size)
         content.pair = QuantizedTensor.__tensor_unflatten__(
-            inner, NoDynamoGuard(content.pair), outer_size, outer_stride
+            inner, NoDynamoGuard(codes._facts), outer_size, outer_stride
         )._pair
-        like = content.pair.first
-        return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
+        device = next(iter(inner.values())).device
+        return QuantizedWeight(content, outer_size, content.pair.first.dtype, device)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """A copy with its own values, even if an optimizer holds these."""

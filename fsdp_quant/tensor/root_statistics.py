@@ -96,6 +96,18 @@ def check_model(managed: ManagedParam) -> None:
         _AGREED.add(shared)
 
 
+def check_model_of(module: nn.Module, attribute: str) -> None:
+    """`check_model` in the first forward of a module whose weight FSDP2 gathers in high precision,
+    so without a hook of ours."""
+    if torch.compiler.is_compiling() or module.__dict__.get("_ranks_agree"):
+        return
+    every = torch_compat.all_managed_params()
+    managed = next((m for m in every if (module, attribute) in m.owners), None)
+    if managed is not None:
+        check_model(managed)
+        module.__dict__["_ranks_agree"] = True
+
+
 def is_new_root() -> bool:
     """Some root has begun its first forward without a comparison of its model."""
     return any(root not in _AGREED for root in torch_compat.roots())

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops.layout import COMPACT
 from ..storage import Storage, to_storage
 from .weight_state import WeightState
 
@@ -22,8 +24,9 @@ class StoragePair:
     operands: storages in the layouts that GEMMs read, cached until the codes are written.
     groups:   pairs of the matrices of a packed tensor [matrices, N, K], or of row groups of [M, K]
               that are quantized separately (tokens per expert); then there is no own storage.
-    shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced; for a
-              packed weight that FSDP2 gathers, the concatenated codes of all matrices.
+    shown:    buffers of `operands_in_graphs` by name, until a storage is replaced; for a packed
+              weight that FSDP2 gathers, the concatenated codes of all matrices.
+    facts:    `without_buffers`, until a storage is replaced.
     """
 
     rowwise: EncodedMatrix | None = None
@@ -32,6 +35,7 @@ class StoragePair:
     operands: dict[tuple[Direction, str], EncodedMatrix] = field(default_factory=dict)
     groups: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
+    facts: StoragePair | None = None
 
     def put(self, direction: Direction, storage: EncodedMatrix) -> None:
         """Replace a storage, and drop the layouts derived from the one before."""
@@ -45,11 +49,11 @@ class StoragePair:
     def cache_operand(self, direction: Direction, layout: str, storage: EncodedMatrix) -> None:
         """Cache a storage of the codes in a layout."""
         self.operands[direction, layout] = storage
-        self.shown = None
+        self.shown = self.facts = None
 
     def drop_operands(self) -> None:
         self.operands.clear()
-        self.shown = None
+        self.shown = self.facts = None
 
     def get(self, direction: Direction) -> EncodedMatrix | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -79,6 +83,39 @@ class StoragePair:
             self.matrix(COLUMNWISE).data
         )
 
+    def operands_in_graphs(self) -> dict[str, EncodedMatrix]:
+        """The storages that a graph sees by name: per direction the laid-out operands, else the
+        codes; shared buffers once."""
+        shown: dict[str, EncodedMatrix] = {}
+        for direction in Direction:
+            laid_out = {
+                name_in_graphs(d, layout): s
+                for (d, layout), s in self.operands.items()
+                if d is direction
+            }
+            storage = self.get(direction)
+            if laid_out:
+                shown |= laid_out
+            elif storage is not None and not any(s.data is storage.data for s in shown.values()):
+                shown[name_in_graphs(direction)] = storage
+        return shown
+
+    def without_buffers(self) -> StoragePair:
+        """Formats, shapes and layouts of the pair, without its owner: an object takes the place of
+        each buffer."""
+        if self.facts is None:
+            places: dict[int, Any] = {}
+
+            def emptied(matrix: EncodedMatrix) -> EncodedMatrix:
+                return matrix.map(lambda buffer: places.setdefault(id(buffer), object()))
+
+            self.facts = StoragePair(
+                *(None if s is None else emptied(s) for s in (self.rowwise, self.columnwise)),
+                operands={key: emptied(s) for key, s in self.operands.items()},
+                groups=[group.without_buffers() for group in self.groups],
+            )
+        return self.facts
+
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each storage, for the same owner; a shared storage is mapped once."""
         if self.groups:
@@ -88,3 +125,8 @@ class StoragePair:
             return StoragePair(rowwise, to_storage(rowwise).as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
         return StoragePair(rowwise, columnwise, self.owner)
+
+
+def name_in_graphs(direction: Direction, layout: str = COMPACT) -> str:
+    """The name that `__tensor_flatten__` gives to a storage in a layout."""
+    return direction.value if layout == COMPACT else f"{direction.value}_{layout}".replace(" ", "_")

@@ -9,7 +9,9 @@ from torch import Tensor
 class NoDynamoGuard:
     """A value that no graph depends on: copies share it, and all compare equal.
 
-    Graphs have the formats in the text of the plan. Graphs on disk do not contain the value.
+    Graphs have the formats in the text of the plan. Graphs on disk do not contain the value. Guards
+    of dynamo keep it as long as the process, so it holds formats and shapes, and no tensor: a
+    weight is referenced weakly.
     """
 
     def __init__(self, value: object):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -115,11 +116,11 @@ class WeightShard(FSDPHooks, Tensor):
         return self.inner.numpy(force=force)
 
     def __tensor_flatten__(self):
-        return ["_flat_inner"], NoDynamoGuard(self._state)
+        return ["_flat_inner"], NoDynamoGuard(weakref.ref(self._state))
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> WeightShard:
-        return WeightShard(inner["_flat_inner"], shared.value)
+        return WeightShard(inner["_flat_inner"], shared.value())
 
     _stable_hash_for_caching = stable_text
 

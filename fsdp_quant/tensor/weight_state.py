@@ -26,7 +26,7 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
 from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
-from .torch_compat import ManagedParam
+from .torch_compat import ManagedParam, local_of
 
 _T = TypeVar("_T")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
@@ -59,7 +59,7 @@ class WeightState:
     histories:     (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed
                    scaling.
     gathered:      `gathered_weight.GatheredWeight` under FSDP2.
-    held:          codes by key inside `fq.hold`, with the versions of their values; None outside.
+    held:          the codes inside `fq.hold`; None outside.
     statistics:    shared by ranks in the last forward of the root, by matrix and direction; None
                    before one.
     activation_dtype: of the activations that the last eager forward multiplied; None before one.
@@ -90,7 +90,7 @@ class WeightState:
         self.gathered: Any = None  # gathered_weight.GatheredWeight
         self.managed: ManagedParam | None = None
         self.weight_sync: WeightSync | None = None
-        self.held: dict | None = None
+        self.held: Held | None = None
         self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
         self.activation_dtype: torch.dtype | None = None
 
@@ -112,9 +112,11 @@ class WeightState:
         return copied
 
     def set_quantizer(self, quantizer: Any) -> None:
-        """Set the quantizer of another recipe; discard histories and gather buffers."""
+        """Set the quantizer of another recipe; discard histories, held codes and gather buffers."""
         self.quantizer = quantizer
         self.histories.clear()
+        if self.held is not None:
+            self.held.codes.clear()
         self.gathered = self.statistics = None
 
     # Formats and histories #
@@ -326,24 +328,52 @@ def storage_of(
     return quantizer.columnwise_of(encode(ROWWISE), compute_dtype=compute_dtype)
 
 
-def held(state: WeightState | None, key: tuple, values: Tensor, make: Callable[[], _T]) -> _T:
-    """`make()`; inside `fq.hold`, its result at the first use.
+class Held:
+    """The codes of one weight inside `fq.hold`.
 
-    values: the source of the codes. Raises StaleWeightError if they were written since the first
-            use, as far as torch counts writes.
+    parameter:  returns the registered parameter, whose writes torch counts.
+    place:      where the context was entered.
+    codes:      by all that decides them besides the values.
     """
+
+    def __init__(self, parameter: Callable[[], Tensor], place: str):
+        self.place, self.codes = place, {}
+        self._parameter, self._version = parameter, None
+
+    def read(self, name: str, key: tuple, values: Tensor, encode: Callable[[], _T]) -> _T:
+        """`encode()` of `values`, or its result at the first use of the key.
+
+        Codes are kept of values in the memory of the parameter: not of a weight that FSDP2 gathers
+        in high precision or copies from the CPU, nor of one that is computed from parameters.
+
+        Raises StaleWeightError if the parameter was written since the first use.
+        """
+        parameter = self._parameter()
+        local = local_of(parameter)
+        source = values_of(local)
+        # DTensor's operators count a write of a sharded parameter on one of these
+        counts = [0 if t.is_inference() else t._version for t in (parameter, local, source)]
+        version = source.data_ptr(), *counts
+        if self._version is None:
+            self._version = version
+        if self._version != version:
+            raise StaleWeightError(
+                f"{name} was written inside fq.hold, which multiplies the codes of its first use; "
+                "leave the context before the weights change"
+            )
+        memory = values_of(values).untyped_storage().data_ptr()
+        if memory != source.untyped_storage().data_ptr():
+            return encode()
+        if key not in self.codes:
+            self.codes[key] = encode()
+        return self.codes[key]
+
+
+def held(state: WeightState | None, key: tuple, values: Tensor, encode: Callable[[], _T]) -> _T:
+    """`encode()`; inside `fq.hold`, as `Held.read`."""
     if state is None or state.held is None:
-        return make()
-    version = values.data_ptr(), 0 if values.is_inference() else values._version
-    if key not in state.held:
-        state.held[key] = version, make()
-    seen, encoded = state.held[key]
-    if seen != version:
-        raise StaleWeightError(
-            f"{state.name} was written inside fq.hold, which multiplies the codes of its first "
-            "use; leave the context before the weights change"
-        )
-    return encoded
+        return encode()
+    return state.held.read(state.name, key, values, encode)
 
 
 def share_over_tensor_group(
