@@ -6,7 +6,7 @@ mode, or with `begin_step`. Optimizers begin no steps, so training does not depe
 wrapped, several, or unknown to torch.
 
     a step begins            amax histories roll (`roll`); the device learns the step (`STEP`);
-                             `_after_step_begins`
+                             GEMMs move (`guard`); recipes switch (`_follow_schedules`)
     an optimizer steps       `_before_optimizer_step`; the step itself; `_after_optimizer_step`
 
 [Note: where a pass begins]
@@ -92,12 +92,6 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 
 
 # Around steps, in order #
-
-
-def _after_step_begins(steps: TrainingSteps, step: int, layer: Layer | None = None) -> None:
-    """Run what follows the beginning of a step of these steps."""
-    guard.apply_underflow_policy()
-    _follow_schedules(steps, step, layer)
 
 
 def _follow_schedules(steps: TrainingSteps, step: int, layer: Layer | None = None) -> None:
@@ -302,6 +296,8 @@ class TrainingSteps:
 
         layer:  has begun the pass.
         """
+        if layer is not None and not self.is_by_hand:
+            _follow_schedules(self, self.number, layer)  # raises before anything changes
         self.is_restored = self.is_restored and self.current is None
         self.current, self.by_pieces, self.has_run = next(_PASSES), layer is not None, True
         if self.is_by_hand and self._moves():
@@ -320,7 +316,8 @@ class TrainingSteps:
         self.at = step
         self._publish(step + 1, True)
         STEP.show(step)
-        _after_step_begins(self, step, layer)
+        guard.apply_underflow_policy()
+        _follow_schedules(self, step)
 
     def _show(self) -> None:
         if self.at is not None and STEP.step != self.at:
