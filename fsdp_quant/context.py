@@ -110,16 +110,18 @@ class StepState:
     """The current step on the host, and a copy per (device, token offset) in use.
 
     ahead:            graphs have counted steps on their device that the host has not read.
+    calls:            how many calls of models that count steps are running.
     counted_by_hand:  `begin_step` counts the steps of all models.
+    unseen:           a graph has trained layers that need steps, and nobody counted it.
     weight_events:    optimizer steps so far: any may have changed weights of any class.
     restarted:        (step, whether its histories are yet to roll) that was set last. Layers that
                       run without a model continue there when the tuple changes.
     """
 
     def __init__(self):
-        self._step, self.ahead = 0, False
+        self._step, self.ahead, self.calls = 0, False, 0
         self.seed, self.micro_batch = 0, 0
-        self.counted_by_hand = False
+        self.counted_by_hand = self.unseen = False
         self.weight_events = 0
         self.restarted = 0, False
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
@@ -169,13 +171,15 @@ class StepState:
 
         An autograd node that saves it reads the offset of its forward and the step of its backward.
         """
+        if torch_compat.is_fake():  # reads the values of now
+            return torch.tensor(self.values(), device=device)
         return self._of_offset(device, contexts().token_offset)
 
     def _of_offset(self, device: torch.device, offset: int) -> Tensor:
         key = device, offset
         tensor = self._copies.get(key)
         if tensor is None:
-            with torch.inference_mode(False):
+            with torch_compat.outside_modes():
                 tensor = self._copies[key] = torch.tensor(
                     self.values(offset), dtype=torch.int64, device=device
                 )
@@ -246,7 +250,7 @@ class StepState:
 
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
-        with torch_compat.outside_transforms():
+        with torch_compat.outside_modes():
             for (_, offset), tensor in list(self._copies.items()):
                 # .data does not count a version: the backward of a compiled graph saved this
                 # tensor, and reads the step that is current when it runs

@@ -221,7 +221,7 @@ def test_training_forwards_are_the_steps_until_they_are_counted_by_hand():
     optimizer.step()
     with torch.no_grad():
         m(X)
-    m.eval()(X)
+        m.eval()(X)
     m.train()
     other = nn.Linear(4, 4)
     other(torch.ones(1, 4)).sum().backward()

@@ -225,20 +225,26 @@ def test_a_schedule_equals_set_recipe_at_its_steps(by_hand: bool):
         assert_same_bytes(got, want, f"step {step}")
 
 
-def test_a_scheduled_model_that_runs_by_pieces_says_what_it_needs():
-    """If false, its recipe never switches, in silence."""
-    m = fq.convert(model(), recipes.schedule(BF16, (1, None, NV)))
+@pytest.mark.parametrize("first, then", [(BF16, NV), (NV, BF16)])
+def test_a_scheduled_model_that_runs_by_pieces_says_what_it_needs(first, then):
+    """If false, its recipe never switches, in silence: an optimizer's step switches it, and where
+    there is none a layer cannot, as it runs already."""
+    m = fq.convert(model(), recipes.schedule(first, (1, None, then)))
     x = values(8, 16, dtype=torch.float32)
-    m["layers"][0]["up"](x)  # nothing that depends on the step
-    fq.set_recipe(m, recipes.schedule(NV, (1, None, BF16)))
-    with pytest.raises(
-        ValueError,
-        match=r"layers\.0\.up: its model follows a schedule and runs by pieces.*fq.begin_step",
-    ):
-        m["layers"][0]["up"](x)
+    m["layers"][0]["up"](x).sum().backward()
+    torch.optim.SGD(m.parameters(), lr=0.1).step()
+    assert set(named(m).values()) == {then.name}
+    fq.set_recipe(m, recipes.schedule(NV, (2, None, BF16)))
+    m["layers"][0]["up"](x)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError,
+            match=r"layers\.0\.up: its model follows a schedule and runs by pieces.*fq.begin_step",
+        ):
+            m["layers"][0]["up"](x)
     with torch.no_grad():
         m["layers"][0]["up"](x)
-    for step, want in ((0, "nvfp4"), (1, "identity")):
+    for step, want in ((1, "nvfp4"), (2, "identity")):
         fq.begin_step(step)
         m["layers"][0]["up"](x)
         assert set(named(m).values()) == {want}

@@ -13,7 +13,7 @@ from lightning.pytorch import plugins as trainer
 from torch import autocast, bfloat16, nn
 
 from ..modules.hold import hold
-from ..modules.training_steps import begin_step
+from ..modules.training_steps import begin_step, count_passes
 from ..recipe import PerLayer, Recipe, Schedule
 from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
@@ -110,7 +110,7 @@ class Precision(trainer.Precision, FabricPrecision):
         step, accumulates = fit.global_step, fit.accumulate_grad_batches > 1
         self._micro_batch = self._micro_batch + 1 if step == self._step else 0
         self._step = step
-        begin_step(step, micro_batch=self._micro_batch)
+        begin_step(step, micro_batch=self._micro_batch, model=model)
         if not self._micro_batch:
             self._held.close()  # left by a training that raised
             if accumulates if self.hold is None else self.hold:
@@ -128,4 +128,6 @@ class Precision(trainer.Precision, FabricPrecision):
 
     def teardown(self) -> None:
         self._held.close()
+        if (model := self._reference()) is not None:
+            count_passes(model)
         super().teardown()

@@ -156,7 +156,8 @@ class Trainer(titan.Trainer):
             super().train_step(data_iterator)
 
     def forward_backward_step(self, **kwargs) -> Tensor:
-        begin_step(self.step - 1, micro_batch=self._micro_batch)
+        parts = nn.ModuleList(self.model_parts)
+        begin_step(self.step - 1, micro_batch=self._micro_batch, model=parts)
         self._micro_batch += 1
         return super().forward_backward_step(**kwargs)
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..modules.hold import hold
-from ..modules.training_steps import begin_step, skip_step
+from ..modules.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
@@ -89,22 +89,25 @@ class Callback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         self._micro_batch = 0
-        begin_step(state.global_step)
+        begin_step(state.global_step, model=model)
         if args.gradient_accumulation_steps > 1 if self.hold is None else self.hold:
             self._held.enter_context(hold(model))
 
-    def on_substep_end(self, args, state, control, **kwargs):
+    def on_substep_end(self, args, state, control, model, **kwargs):
         self._micro_batch += 1
-        begin_step(state.global_step, micro_batch=self._micro_batch)
+        begin_step(state.global_step, micro_batch=self._micro_batch, model=model)
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self._held.close()
         self._loss_scale = _loss_scale(optimizer)
 
-    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_optimizer_step(self, args, state, control, model, optimizer=None, **kwargs):
         # `step_was_skipped` is False under fused optimizers
         if _loss_scale(optimizer) < self._loss_scale:
-            skip_step()
+            skip_step(model)
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        count_passes(model)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self._held.close()  # the training was stopped between micro-batches

@@ -33,7 +33,7 @@ from .linear_products import LinearCall
 from .operands import weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 from .traced_linear import traced_linear
-from .training_steps import note_forward
+from .training_steps import note_forward, note_traced
 
 
 @torch.compiler.assume_constant_result
@@ -154,12 +154,11 @@ class BaseLinear(HasWeight, nn.Linear):
             )
         elif x.dtype != weight.dtype:
             self._check_domains(plan, x.dtype, weight.dtype, device)
-        replay = torch_compat.backward_is_running()
+        replay, records, of_input, of_grad = torch_compat.backward_is_running(), False, [], []
         if not replay:
-            if plan.needs_steps:
-                note_forward(self, grad)
+            counts = plan.needs_steps or (runtime.steps is not None and runtime.steps.is_scheduled)
+            records = counts and note_forward(self, x, weight)
             self._note_recomputation(state, grad)
-        records, of_input, of_grad = self.training and not replay, [], []
         if plan.is_delayed:
             of_input = runtime.histories(plan, "input", device)
             of_grad = runtime.histories(plan, "grad_output", device)
@@ -176,7 +175,7 @@ class BaseLinear(HasWeight, nn.Linear):
             [h.encode_scale for h in of_input],
             [h.encode_scale for h in of_grad],
             [h.amaxes for h in of_input] if records else (),
-            [h.amaxes for h in of_grad] if self.training else (),
+            [h.amaxes for h in of_grad],
         )
 
     def traced(
@@ -190,12 +189,16 @@ class BaseLinear(HasWeight, nn.Linear):
     ) -> Tensor:
         """`traced_linear` with the inputs of graphs, which dynamo guards one by one."""
         given, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
+        trains = torch.is_grad_enabled() and (
+            self.training or x.requires_grad or weight.requires_grad
+        )
+        note_traced(self, plan, given.ids.device)
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
             delayed = given.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else given.rank
         return traced_linear(
-            x, weight, bias, plan.key, save, self.training, step, ids, guards, *delayed, rank, ranks
+            x, weight, bias, plan.key, save, trains, step, ids, guards, *delayed, rank, ranks
         )
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
@@ -231,7 +234,7 @@ class BaseLinear(HasWeight, nn.Linear):
             owner.recomputes = self.recomputes_forward
         elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
-        elif self.training:  # reentrant checkpointing runs the first forward without gradients
+        elif torch_compat.in_function():  # reentrant checkpointing runs the first forward
             owner.recomputes = True
 
     def _check_domains(

@@ -285,10 +285,18 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
     return {m: SCHEDULED[m].schedule for m in model.modules() if m in SCHEDULED}
 
 
-def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
-    """Give a model the recipe that its schedule has in a step."""
+def switch(
+    model: nn.Module, schedule: Schedule, step: int, running: str | None = None
+) -> None:
+    """Give a model the recipe that its schedule has in a step. Raises ValueError if a layer of it
+    is running, and that changes a recipe."""
     given = given_recipes(converted_units(model), schedule.at(step))
     if any(layer.recipe != its for layer, its in given):
+        if running is not None:
+            raise ValueError(
+                f"{running}: its model follows a schedule and runs by pieces, and nobody switched "
+                f"it before this layer began step {step}; call fq.begin_step(step), or the model"
+            )
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves the root gathered

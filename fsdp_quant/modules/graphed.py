@@ -129,7 +129,7 @@ class GraphedStep:
             if isinstance(value, Tensor):
                 target.copy_(value)
         self._graph.replay()
-        if self._counts.is_counting and not STEP.counted_by_hand:
+        if self._counts.is_counting and not self._counts.is_by_hand:
             self._counts.ahead = STEP.ahead = True
         return torch_compat.tree_map_only(Tensor, torch.clone, self._outputs)
 

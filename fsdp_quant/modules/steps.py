@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the steps of a model with a hook on its training forwards.
+"""Count the steps of a model with hooks on its calls.
 
-A step begins with a training forward of the model that was passed to `fq.convert` or
-`fq.set_recipe`. It never begins with an optimizer, so training does not depend on the optimizer:
-wrapped, several, one per parameter, or unknown to torch. Only models whose recipe needs steps have
-the hook (`GemmPlan.needs_steps`, and schedules).
+The model is the one that was passed to `fq.convert` or `fq.set_recipe`. Only models whose recipe
+needs steps have the hooks (`GemmPlan.needs_steps`, and schedules).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from ..context import STEP
 from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .training_steps import continued, histories_of, own_steps, set_steps
+from .training_steps import TrainingSteps, continued, histories_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
@@ -89,7 +86,7 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
-    """Count training forwards of `model`, if its recipe needs steps; models inside do not.
+    """Count passes of `model`, if its recipe needs steps; models inside do not.
 
     Part of a model that counts shares the steps of that model.
     """
@@ -107,16 +104,18 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     else:
         begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
         steps = own or next(iter(begun), None) or continued(model)
-        for hooks in [m._forward_pre_hooks for m in inside]:
-            for key in [key for key, hook in hooks.items() if hook is _begin]:
+        for hooks in [hooks for m in inside for hooks in (m._forward_pre_hooks, m._forward_hooks)]:
+            for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
                 del hooks[key]
         steps.is_scheduled = is_scheduled
         steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
         if steps.is_counting:
             model.register_forward_pre_hook(_begin, prepend=True)
+            model.register_forward_hook(_end, always_call=True)
     for m in {*inside, model, *layers}:
         set_steps(m, steps)
-    steps.layers = None
+    if not is_part:
+        _collect(steps, model, layers)
     every = {id(h): h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()}
     rolls = {id(h) for h in histories_of(layers)}  # not those of quantized parameters
     every = {key: h for key, h in every.items() if key in rolls}
@@ -128,31 +127,38 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
             steps.counts_on(device)
 
 
-def begins_first(model: nn.Module) -> None:
-    """Move the hook that begins steps before that of `fully_shard`, which quantizes shards."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _begin:
-            model._forward_pre_hooks.move_to_end(key, last=False)  # pyright: ignore[reportAttributeAccessIssue]
+def _collect(steps: TrainingSteps, model: nn.Module, layers: Iterable[Linear]) -> None:
+    """Let the layers of a model count with it. Inserted ones too, unless their own have run."""
+    steps.model = weakref.ref(model)
+    for i, layer in enumerate(layers):
+        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+            layer.runtime.steps = steps
+        steps.layers.add(layer)
+        layer.runtime.leads = not i
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
     tracing, steps = torch.compiler.is_compiling(), own_steps(model)
     if steps is None:
         return
-    if not tracing and next(iter(model._forward_pre_hooks.values())) is not _begin:
-        begins_first(model)
-    if not STEP.counted_by_hand and not (model.training and torch.is_grad_enabled()):
-        return
     if tracing:
-        steps.begin_in_graph(next(model.parameters()).device)
+        trains = torch.is_grad_enabled() and (model.training or _requires_grad(model))
+        steps.call()
+        if trains or steps.is_by_hand:
+            steps.begin_in_graph(next(model.parameters()).device)
         return
     if torch_compat.backward_is_running() or torch_compat.is_fake():
+        steps.call()
         return
-    if steps.layers is None:
-        layers = list(converted_modules(model).values())
-        for layer in layers:  # inserted ones too, unless their own steps have run
-            if layer.runtime.steps is None or not layer.runtime.steps.has_run:
-                layer.runtime.steps = steps
-        steps.layers = [weakref.ref(layer) for layer in layers]
-    refs = steps.layers
-    steps.begin(lambda: histories_of(layer for ref in refs if (layer := ref()) is not None), model)
+    if steps.model is None or steps.model() is not model:  # of a copy
+        _collect(steps, model, converted_modules(model).values())
+    steps.enter(torch_compat.backward_may_follow(model, args))
+
+
+def _end(model: nn.Module, args: tuple, output: object) -> None:
+    if (steps := own_steps(model)) is not None:
+        steps.call(-1)
+
+
+def _requires_grad(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())

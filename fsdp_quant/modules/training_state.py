@@ -27,7 +27,7 @@ from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .plan import EXACT, PRODUCTS, ladder_of
-from .steps import begins_first, converted_modules, histories_by_side, layer_names
+from .steps import converted_modules, histories_by_side, layer_names
 from .training_steps import SHARED, restart_steps, steps_of
 
 _SIDES = [
@@ -239,6 +239,8 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
 class _Saved(NamedTuple):
     """A state that a model accepts; without modules if it is of another recipe.
 
+    running:   the step whose recipe the model had: `step`, or the one before, as schedules switch
+               when a step begins.
     modules:   by their names in the state; names: qualified name -> that name.
     codes:     weight name -> fingerprint, or None.
     moved:     module name -> product -> rung.
@@ -246,6 +248,7 @@ class _Saved(NamedTuple):
     """
 
     step: int
+    running: int
     seed: int
     modules: Mapping[str, Linear] = {}
     names: Mapping[str, str] = {}
@@ -258,7 +261,7 @@ class _Saved(NamedTuple):
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    A model that follows a schedule has the recipe of that step. Wrappers may be others.
+    A model that follows a schedule has the recipe of the step that ran. Wrappers may be others.
 
     Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what
     no `state_dict` returned; for a state of another recipe, schedule or other modules, unless
@@ -282,9 +285,7 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
         _restore(model, saved)
     STEP.seed = saved.seed
     restart_steps(model, saved.step, saved.skipped)
-    _follow(model, saved.step)
-    for module in model.modules():
-        begins_first(module)
+    _follow(model, saved.running)
     for module in saved.modules.values():
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history) and not saved.skipped:
@@ -301,10 +302,13 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
     step = _integer(state, "step", range(2**62))
     seed = _integer(state, "seed", range(-(2**63), 2**63))
     digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
-    names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
+    candidates = [(s, n) for s in (step, max(step - 1, 0)) for n in layer_names(model)]
+    running, names = next(
+        (of for of in candidates if fingerprint(model, *of) == digest), (step, None)
+    )
     if names is None:
         if allow_recipe_change:
-            return _Saved(step, seed)
+            return _Saved(step, step, seed)
         why = (
             f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} "
             f"({fingerprint(model, step)})"
@@ -329,7 +333,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
         )
     moved, saved_by, skipped = _read_moved(state.get("moved", "{}"), modules)
     histories, own = _part(state, "histories", dict), False
-    for name, side, slot in _sides_at(model, modules, step):
+    for name, side, slot in _sides_at(model, modules, running):
         if f"{name}.{side}" not in histories:
             raise ValueError(
                 f"the saved state has no amax history of {name}.{side}: it is of another rank, or "
@@ -347,7 +351,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
             "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
             f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
-    return _Saved(step, seed, modules, names, histories, codes, moved, skipped)
+    return _Saved(step, running, seed, modules, names, histories, codes, moved, skipped)
 
 
 def _part(state: dict, key: str, kind: type):
@@ -452,7 +456,7 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
         for key, history in of.items()
     ]
     plans = [m.plan for m in modules]
-    _follow(model, saved.step)
+    _follow(model, saved.running)
     for name, module in saved.modules.items():
         for side, history in histories_by_side(module).items():
             history.load_state_dict(saved.histories[f"{name}.{side}"])

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Begin training steps, and run what belongs around them and around an optimizer's step, in order.
 
-A step begins with a training forward (`TrainingSteps`) or with `begin_step`. Optimizers begin no
-steps, so training does not depend on the optimizer: wrapped, several, or unknown to torch.
+A step begins with a pass that a backward may follow (`TrainingSteps`), in training or evaluation
+mode, or with `begin_step`. Optimizers begin no steps, so training does not depend on the optimizer:
+wrapped, several, or unknown to torch.
 
     a step begins            amax histories roll (`roll`); the device learns the step (`STEP`);
-                             `_after_step_begins`
+                             GEMMs move (`guard`); recipes switch (`_follow_schedules`)
     an optimizer steps       `_before_optimizer_step`; the step itself; `_after_optimizer_step`
+
+[Note: where a pass begins]
+The first of these begins it; the others find that it has begun:
+
+    the model's call         the hook of a model that counts (`steps.count_steps`)
+    FSDP2's forward          of a root, by a call or a method: before weights are gathered
+    a layer                  that runs outside both (a method, `model.forward`, a compiled function,
+                             a layer that no model counts): if it has run in this pass already
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import ClassVar, NamedTuple, Protocol
@@ -29,24 +39,27 @@ from ..context import STEP
 from ..optim.wrapped import optimizers_inside
 from ..recipe import Schedule
 from ..scaling import AmaxHistory
-from ..tensor import torch_compat
+from ..tensor import root_statistics, torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from ..tensor.refresh import refresh_codes
 from ..tensor.weight_state import WeightState
 from . import guard
 from .bad_splits import raise_bad_splits
+from .plan import GemmPlan
 
 
 class Runtime:
     """The part of `modules.layer_runtime.LayerRuntime` that steps read.
 
     steps:        counts the steps of the layer's model; None: not counted yet.
+    leads:        the layer begins the steps of graphs of a method of its model.
     input_owner:  returns the layer that stores the amax histories of a shared input.
     """
 
     name: str
     steps: TrainingSteps | None = None
+    leads = False
     weight_state: WeightState
     input_owner: Callable[[], Runtime | None] | None
 
@@ -54,7 +67,11 @@ class Runtime:
 class Layer(Protocol):
     """A module with a quantized weight (`modules.linear.Linear`)."""
 
-    training: bool
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def plan(self) -> GemmPlan: ...
 
     @property
     def runtime(self) -> Runtime: ...
@@ -64,7 +81,7 @@ class Scheduled(NamedTuple):
     """A schedule, and the function that switches a model to its recipe at a step."""
 
     schedule: Schedule
-    switch: Callable[[nn.Module, Schedule, int], None]
+    switch: Callable[[nn.Module, Schedule, int, str | None], None]
 
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
@@ -78,16 +95,11 @@ SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]],
 # Around steps, in order #
 
 
-def _after_step_begins(model: nn.Module | None, step: int) -> None:
-    """Run what follows the beginning of a step.
-
-    model:  the model whose step begins. None: all models (`begin_step`), or loose layers.
-    """
-    guard.apply_underflow_policy()
-    for other, (schedule, switch) in list(SCHEDULED.items()):
-        begins = STEP.counted_by_hand if model is None else own_steps(other) is own_steps(model)
-        if begins:
-            switch(other, schedule, step)
+def _follow_schedules(steps: TrainingSteps, step: int, layer: Layer | None = None) -> None:
+    """Switch models to the recipe of a step. layer: runs now, so its recipe may not change."""
+    for model, (schedule, switch) in list(SCHEDULED.items()):
+        if own_steps(model) is steps:
+            switch(model, schedule, step, None if layer is None else layer.runtime.name)
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -103,52 +115,119 @@ def _after_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) ->
     if quantized := [w for w in weights if isinstance(w, QuantizedWeight)]:
         _encode_after_step(quantized, getattr(optimizer, "found_inf", None))
     guard.apply_underflow_policy()
+    _after_training(optimizer)
+
+
+@torch_compat.never_compiled
+def _after_training(optimizer: Optimizer) -> None:
+    """Tell the models that this optimizer trains, if an optimizer's step means something to them:
+    steps that stand still, and recipes that switch while nobody calls the model."""
+    if STEP.unseen and not STEP.counted_by_hand:
+        STEP.unseen = False
+        warnings.warn(
+            "a compiled function trains layers whose recipe needs steps, and no model counts them: "
+            "random bits and delayed scales stay those of one step; call fq.begin_step(step), or "
+            "compile and call a model that fq.convert was given",
+            stacklevel=4,
+        )
+    waits = [
+        steps
+        for steps in TrainingSteps.live
+        if steps.has_run and (steps.is_by_hand or (steps.is_scheduled and steps.by_pieces))
+    ]
+    if not waits or torch_compat.backward_is_running():
+        return
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for steps in waits:
+        if any(id(p) in trained for p in steps.parameters()):
+            steps.applied = steps.at
+            if not steps.is_by_hand:
+                _follow_schedules(steps, steps.number)
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)
 register_optimizer_step_post_hook(_after_optimizer_step)
 
 
-# Counting training forwards #
+# Counting passes #
+
+
+_PASSES = itertools.count()
 
 
 class TrainingSteps:
-    """Counts the training forwards of a model, or of the layers that a thread runs without one.
+    """Counts the passes of a model, or of the layers that a thread runs without one.
 
-    next:          the step that the next training forward begins.
+    next:          the step that the next pass begins.
     open:          a step has begun and was not skipped: its histories roll when the next begins.
-    traced:        a graph of torch.compile begins the steps.
-    ahead:         graphs counted steps on their device that the host has not read: `next` is stale.
-    is_counting:   a hook of the model calls `begin`.
-    is_scheduled:  the model follows a schedule.
-    has_run:       `begin` was called.
-    layers:        layers of the model, collected when its first training forward begins.
-    alike:         lists of histories of equal shape, which graphs roll together.
     at:            the step whose amaxes the histories collect.
+    hand:          the step that `begin_step(model=)` gave the model; None: others count.
+    is_by_hand_alone:  the same without its value, which graphs would depend on.
+    applied:       the step in which an optimizer has stepped that holds parameters of the model.
+    current:       the pass; None: the next layer that a backward may follow begins one.
+    inside:        how many calls of the model are running.
+    awaits:        FSDP2's forward began the pass, and neither the model nor a layer has run in it.
+    has_root:      forwards of FSDP2 begin passes: layers run in no others.
+    by_pieces:     a layer, or a graph, began the last pass.
+    ahead:         graphs counted steps on their device that the host has not read: `next` is stale.
+    is_counting:   the model's recipe needs steps.
+    is_scheduled:  the model follows a schedule.
+    model:         the model, if one counts.
+    layers:        the layers whose histories roll.
+    alike:         lists of histories of equal shape, which graphs roll together.
     """
 
     live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
 
     def __init__(self):
-        self.next, self.open, self.traced, self.ahead = 0, False, False, False
-        self.is_counting = self.is_scheduled = self.has_run = False
-        self.layers: list[weakref.ref] | None = None
+        self.next, self.open, self.ahead = 0, False, False
+        self.is_counting = self.is_scheduled = self.has_run = self.has_root = False
         self.alike: list[list[AmaxHistory]] = []
         self.at: int | None = None
+        self._make_fleeting()
+
+    def _make_fleeting(self) -> None:
+        """Create what a copy does not inherit."""
+        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
+        self.model: weakref.ref[nn.Module] | None = None
+        self.hand: int | None = None
+        self.is_by_hand_alone = False
+        self.applied: int | None = None
+        self.current: int | None = None
+        self.inside, self.awaits, self.by_pieces, self.is_restored = 0, False, False, False
+        self._stood_still = False
+        self._rolled: set[int] = set()  # ids of the histories that rolled when this step began
         self._counts: dict[torch.device, Tensor] = {}  # see `counts_on`
         self.live.add(self)
 
     def __getstate__(self) -> dict:
-        self._catch_up()
-        return self.__dict__ | {"traced": False, "layers": None, "_counts": {}}
+        names = "open", "at", "alike", "is_counting", "is_scheduled", "has_run", "has_root"
+        counted = {"next": self._after_hand(), "ahead": False}
+        return {name: getattr(self, name) for name in names} | counted
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self.live.add(self)
+        self._make_fleeting()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters that its passes train."""
+        if (model := self.model and self.model()) is not None:
+            yield from model.parameters()
+        for layer in self.layers:
+            yield layer.weight
+
+    # The number #
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether `begin_step` counts."""
+        return STEP.counted_by_hand or self.is_by_hand_alone
 
     @property
     def number(self) -> int:
         """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
+        if self.hand is not None:
+            return self.hand
         if STEP.counted_by_hand:
             return STEP.step
         self._catch_up()
@@ -162,59 +241,115 @@ class TrainingSteps:
 
     def _publish(self, step: int, is_open: bool) -> None:
         self.next, self.open, self.ahead = step, is_open, False
-        for counts in self._counts.values():
-            counts[0].fill_(step)
-            counts[1].fill_(is_open)
+        with torch_compat.outside_modes():
+            for counts in self._counts.values():
+                counts[0].fill_(step)
+                counts[1].fill_(is_open)
 
     @property
     def is_skipped(self) -> bool:
         """Whether the step that began last was skipped."""
-        return not self.open and (self.has_run or self.next > 0)
+        begun = self.has_run or self.at is not None or self.next > 0
+        return begun and not self.open
 
     def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next training forward begin `step`; by hand, `step` is the one that ran.
+        """Let the next pass begin `step`; by hand, `step` is the one that ran.
 
         skipped:  the histories collect the amaxes of `step` itself.
         """
-        self.continue_at(step, not skipped and (step > 0 or STEP.counted_by_hand))
+        self.continue_at(step, not skipped)
         if skipped:
             self.at = step
 
     def continue_at(self, step: int, is_open: bool) -> None:
-        self.at = None
+        self.at = self.current = self.hand = self.applied = None
+        self.is_by_hand_alone = False
+        self.awaits, self.is_restored = False, is_open
         self._publish(step, is_open)
 
-    def begin(
-        self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None
-    ) -> None:
-        """Begin the next step, because a training forward begins. If steps are counted by hand, the
-        forward may be another micro-batch of the running step."""
-        self.has_run = True
-        if STEP.counted_by_hand:
-            if self.open and self.at != STEP.step:
-                roll(histories())
-            self.at, self.open = STEP.step, True
+    # Passes #
+
+    def enter(self, trains: bool, root: nn.Module | None = None) -> None:
+        """Begin a pass of a call of the model, or of FSDP2's forward of `root`, in which it is.
+
+        trains:  a backward may follow.
+        """
+        if root is None:
+            self.call()
+        elif self.inside:
+            return  # of the model
+        if not trains:
+            self.current = self.current if self.inside > 1 else None
+        elif self.awaits:
+            self.awaits = root is not None
+            self._show()
+        else:
+            self.begin()
+            self.awaits = root is not None
+
+    def call(self, change: int = 1) -> None:
+        """Note that a call of the model begins, or ends. torch.compile traces it."""
+        self.inside += change
+        STEP.calls += change
+
+    def begin(self, layer: Layer | None = None) -> None:
+        """Begin the next step. By hand, the pass may be another micro-batch of the running step.
+
+        layer:  has begun the pass.
+        """
+        if layer is not None and not self.is_by_hand:
+            _follow_schedules(self, self.number, layer)  # raises before anything changes
+        self.is_restored = self.is_restored and self.current is None
+        self.current, self.by_pieces, self.has_run = next(_PASSES), layer is not None, True
+        if self.is_by_hand and self._moves():
+            self._begin_hand(self.number)
+            self._show()
             return
         if STEP.is_captured:  # replays count on the device
-            roll(histories())
+            self._roll()
             STEP.count_on_devices()
             for counts in self._counts.values():
                 counts[0].add_(1)
             self.ahead = True
             return
         step = self.number
-        if self.open:
-            roll(histories())
+        self._roll()
         self.at = step
         self._publish(step + 1, True)
         STEP.show(step)
-        _after_step_begins(model, step)
+        guard.apply_underflow_policy()
+        _follow_schedules(self, step)
+
+    def _show(self) -> None:
+        if self.at is not None and STEP.step != self.at:
+            STEP.show(self.at)
+
+    def _roll(self) -> None:
+        self._rolled = set()
+        if self.open:
+            roll(self._unrolled(self.layers))
+
+    def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
+        found = [h for h in histories_of(layers) if id(h) not in self._rolled]
+        self._rolled.update(map(id, found))
+        return found
+
+    def run(self, layer: Layer) -> None:
+        """Let a layer run in the current pass."""
+        ran_in = layer.__dict__.get("_ran_in")
+        if layer not in self.layers:
+            self.layers.add(layer)
+            if self.is_restored or ran_in is not None:
+                # amaxes that the checkpoint, or the copied layer, had not rolled yet
+                roll(self._unrolled([layer]))
+        layer.__dict__["_ran_in"], self.awaits = self.current, False
+
+    # In graphs #
 
     def begin_in_graph(self, device: torch.device) -> None:
         """Begin a step of a model that is being traced, with the count on `device` alone."""
-        self.has_run = self.traced = True
-        if STEP.counted_by_hand:  # `begin_step` rolls
-            self.open = True
+        self.has_run = self.by_pieces = True
+        if self.is_by_hand:  # `begin_step` rolls
             return
         step, is_open = self.counts_on(device).split(1)
         for histories in self.alike:
@@ -229,34 +364,65 @@ class TrainingSteps:
     def counts_on(self, device: torch.device) -> Tensor:
         """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
-            with torch.inference_mode(False):
+            with torch_compat.outside_modes():
                 self._counts[device] = torch.tensor(
                     [self.next, self.open], dtype=torch.int64, device=device
                 )
             torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
 
-    def begin_by_hand(self) -> None:
-        """Begin another step of a model whose forwards the host does not see (graphs, parts)."""
-        forwards_are_seen = self.has_run and not self.traced
-        if forwards_are_seen or self.at == STEP.step:
-            return
-        if self.open or not self.has_run:
-            roll([h for histories in self.alike for h in histories])
-        self.at = STEP.step
+    # By hand #
+
+    def begin_by_hand(self, step: int, is_alone: bool) -> None:
+        """Begin a step that `begin_step` counts, for this model alone or for all."""
+        moves, self.applied = self.at != step, None
+        self.hand, self.is_by_hand_alone = step if is_alone else None, is_alone
+        self._begin_hand(step)
+        if moves:
+            _follow_schedules(self, step)
+
+    def _begin_hand(self, step: int) -> None:
+        if self.at != step:
+            self._roll()
+        self.at, self.open = step, True
+
+    def _moves(self) -> bool:
+        """Whether `begin_step` was called since the last step of an optimizer: else the caller has
+        stopped to count. It ends then, if it was of this model alone."""
+        if self.at is None or self.applied != self.at or self.at != self.number:
+            return True
+        if self.hand is not None:
+            self.end_by_hand()
+        elif not self._stood_still:
+            self._stood_still = True
+            warnings.warn(
+                f"fq.begin_step({self.at}) was called once, and the model has trained on since: "
+                "random bits, schedules and delayed scales stay those of this step; call "
+                "fq.begin_step(step) in each step, or only fq.begin_step(seed=) for a seed",
+                stacklevel=8,
+            )
+        return STEP.counted_by_hand
+
+    def _after_hand(self) -> int:
+        """The step that a pass begins once `begin_step` counts no more."""
+        return self.number if self.hand is None else self.hand + self.open
+
+    def end_by_hand(self) -> None:
+        """Count passes from the next one on."""
+        if self.hand is not None:
+            step, self.hand, self.is_by_hand_alone = self._after_hand(), None, False
+            self._publish(step, self.open)
+            STEP.micro_batch *= STEP.counted_by_hand
 
     def skip(self) -> None:
-        """Let the next training forward begin the running step again: it was not applied."""
+        """Let the next pass begin the running step again: it was not applied."""
         for counts in self._counts.values():
-            if not STEP.counted_by_hand:
-                counts[0].sub_(counts[1])
+            if not self.is_by_hand:
+                counts[0].sub_(counts[1]).clamp_(min=0)
             counts[1].zero_()
-        if not STEP.counted_by_hand:
-            self.next -= self.open
-        self.open = False
-
-
-_PASSES = itertools.count()
+        if not self.is_by_hand and not self.ahead:
+            self.next = max(self.next - self.open, 0)
+        self.open, self.applied = False, None
 
 
 class _LooseLayers(threading.local):
@@ -264,54 +430,19 @@ class _LooseLayers(threading.local):
     has already run in the current step.
 
     A layer stores the number of the pass in which it ran last (`_ran_in`); a copy inherits it.
-    _pass:     the current pass; None: the next layer begins one.
-    _rolled:   ids of the histories that rolled when this step began.
     """
 
     def __init__(self):
         self.steps = TrainingSteps()
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
-        self._pass: int | None = None
-        self._restored = False
-        self._rolled: set[int] = set()
         self._seen = STEP.restarted
 
-    def catch_up(self) -> None:
-        """Continue at the step that `STEP.step` was set to since the last call."""
+    def caught_up(self) -> TrainingSteps:
+        """Return the steps, which continue at the step that `STEP.step` was set to since the last
+        call."""
         if self._seen is not STEP.restarted:
             self._seen = STEP.restarted
             self.steps.continue_at(*self._seen)
-            self._pass, self._restored = None, self.steps.open
-
-    def run(self, layer: Layer) -> None:
-        self.catch_up()
-        is_new, ran_in = layer not in self.layers, layer.__dict__.get("_ran_in")
-        current = self._pass
-        if is_new:
-            self.layers.add(layer)
-        if STEP.counted_by_hand or current is None or ran_in == current:
-            before, rolled, self._rolled = self.steps.at, self._rolled, set()
-            self.steps.begin(lambda: self._unrolled(self.layers))
-            if current is None or not STEP.counted_by_hand or self.steps.at != before:
-                self._pass, self._restored = next(_PASSES), self._restored and current is None
-            else:
-                self._rolled = rolled
-        if is_new and current == self._pass and (self._restored or ran_in not in (None, current)):
-            # amaxes that the checkpoint, or the copied layer, had not rolled yet
-            roll(self._unrolled([layer]))
-        layer.__dict__["_ran_in"] = self._pass
-
-    def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
-        """Return the histories of these layers that have not rolled in this step. `begin_step` may
-        have rolled some before `fully_shard` gathered weights."""
-        counts = {
-            id(steps): steps for layer in layers if (steps := layer.runtime.steps) is not None
-        }
-        by_hand = [s for s in counts.values() if STEP.counted_by_hand and s.at == STEP.step]
-        self._rolled |= {id(h) for steps in by_hand for alike in steps.alike for h in alike}
-        found = [h for h in histories_of(layers) if id(h) not in self._rolled]
-        self._rolled.update(map(id, found))
-        return found
+        return self.steps
 
 
 _LOOSE = _LooseLayers()
@@ -326,6 +457,7 @@ def own_steps(module: nn.Module) -> TrainingSteps | None:
 
 
 def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
+    _OF_ROOT.clear()
     runtime = module.__dict__.get("runtime")
     if isinstance(runtime, Runtime):
         runtime.steps = steps
@@ -333,34 +465,107 @@ def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
         module.__dict__["_training_steps"] = steps
 
 
-def note_forward(layer: Layer, grad: bool) -> None:
-    """Count the forward of a layer that needs steps, neither recomputed nor traced.
+def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
+    """Return whether a backward may follow this forward of a layer that needs steps, neither
+    recomputed nor traced: then its amaxes are recorded. Begins a pass if nobody has.
 
-    grad:  a backward may follow.
-
-    Does nothing if a model counts steps: the step began with the model's forward.
+    x, weight:  that are multiplied.
     """
+    grad = torch.is_grad_enabled()
+    if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
+        return False
     steps = layer.runtime.steps
-    is_step = STEP.counted_by_hand or (grad and layer.training)
-    if not is_step or (steps is not None and steps.has_run):
-        return
-    if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
-        raise ValueError(
-            f"{layer.runtime.name}: its model follows a schedule and runs by pieces, so nobody "
-            "knows when a step begins; call fq.begin_step(step), or the model"
+    if steps is None or not steps.is_counting:
+        steps = _LOOSE.caught_up()
+    has_run = layer.__dict__.get("_ran_in") == steps.current
+    if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
+        bias = layer.bias
+        trains = x.requires_grad or (
+            grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
         )
-    _LOOSE.run(layer)
+        if not trains or (steps.inside and not grad):  # a checkpoint in an evaluation
+            return False
+        steps.begin(layer)
+        has_run = False
+    if not has_run:
+        steps.run(layer)
+    return True
+
+
+def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
+    """Begin a step in a graph of layers that nobody calls by their model, with the layer that leads
+    them. torch.compile traces it."""
+    # each attribute of a layer that is read here is one guard per layer
+    if STEP.calls or STEP.counted_by_hand or not torch.is_grad_enabled():
+        return
+    steps = layer.runtime.steps
+    if steps is None:
+        STEP.unseen = STEP.unseen or plan.needs_steps
+    elif layer.runtime.leads and not steps.has_root:
+        steps.begin_in_graph(device)
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Return the layers of a model once each, also those that are no submodules: experts of one
+    weight, and transposed ones."""
+    found: dict[int, Layer] = {}
+    for module in model.modules():
+        facts = module.__dict__
+        for layer in (*facts.get("_linears", ()), facts.get("_layer"), module):
+            if layer is not None and isinstance(layer.__dict__.get("runtime"), Runtime):
+                found[id(layer)] = layer
+    return list(found.values())
+
+
+def steps_within(model: nn.Module) -> list[TrainingSteps]:
+    """Return the steps of all layers of a model, whose layers that no model counts it counts from
+    now on."""
+    layers = layers_of(model)
+    alone = [layer for layer in layers if layer.runtime.steps is None]
+    if alone:
+        steps = continued(model)
+        steps.is_counting = any(layer.plan.needs_steps for layer in alone)
+        steps.model = weakref.ref(model)
+        for layer in alone:
+            layer.runtime.steps = steps
+            steps.layers.add(layer)
+            _LOOSE.steps.layers.discard(layer)
+    return list(dict.fromkeys(s for layer in layers if (s := layer.runtime.steps) is not None))
+
+
+# Root of FSDP2 -> its layers; dropped when a model counts.
+_OF_ROOT: MutableMapping[nn.Module, list[weakref.ref[Layer]]] = weakref.WeakKeyDictionary()
+
+
+def _root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
+    """Begin the pass of a forward of FSDP2, before it gathers weights.
+
+    is_outermost:  else a part of a root is called by itself, as a layer may be (see the note).
+    """
+    if root not in _OF_ROOT:
+        steps_within(root)
+        _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
+    ran_in: dict[TrainingSteps, set] = {}
+    for reference in _OF_ROOT[root]:
+        layer = reference()
+        steps = None if layer is None else layer.runtime.steps
+        if steps is not None and steps.is_counting:
+            ran_in.setdefault(steps, set()).add(layer.__dict__.get("_ran_in"))
+    for steps, passes in ran_in.items():
+        steps.has_root = True
+        if is_outermost or steps.current in (None, *passes) or not trains:
+            steps.enter(trains, root)
+
+
+root_statistics.FORWARD_BEGINS.append(_root_begins)
 
 
 def steps_of(model: nn.Module) -> TrainingSteps:
     """Return the steps of a model, of a model inside it, or of layers that run without a model."""
-    _LOOSE.catch_up()
-    modules = list(model.modules())
-    counted = [steps for m in modules if (steps := own_steps(m)) is not None]
-    # experts of one weight are not submodules
-    packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]
-    if any(m in _LOOSE.layers for m in (*modules, *packed)):
-        counted.append(_LOOSE.steps)
+    loose = _LOOSE.caught_up()
+    counted = [steps for m in model.modules() if (steps := own_steps(m)) is not None]
+    if any(layer in loose.layers for layer in layers_of(model)):
+        counted.append(loose)
     run = [steps for steps in counted if steps.has_run]
     return next(iter([*run, *counted]), None) or TrainingSteps()
 
@@ -415,17 +620,24 @@ def roll(histories: Collection[AmaxHistory], skipped: Tensor | None = None) -> N
 # By hand #
 
 
-def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None = None) -> None:
+def begin_step(
+    step: int | None = None,
+    micro_batch: int = 0,
+    seed: int | None = None,
+    model: nn.Module | None = None,
+) -> None:
     """Set the step, micro-batch and seed of the random bits. Schedules read the step.
 
-    step:  the optimizer step that begins (None: keep). From the first call with a step on, only
-           these calls count steps. Before it, each training forward of a model begins the next
-           step, so each micro-batch is a step.
+    step:   the optimizer step that begins (None: keep). From the first call with a step on, only
+            these calls count steps. Before it, each pass of a model begins the next step, so each
+            micro-batch is a step.
+    model:  the model that trains; others count as before. Its passes count again from the first one
+            on that begins after its optimizer's step without another call. None: all models of the
+            process, for good; a model that trains on while the step stands still warns once.
 
-    A training forward runs in training mode with gradients enabled and is not a recomputation. If
-    steps are counted by hand, amax histories roll in the first training forward of another step.
-    Graphs of torch.compile and CUDA graphs count on the device. Schedules of a model that is
-    compiled as a whole need this call.
+    A pass is a forward that a backward may follow: gradients are enabled, parameters or inputs
+    require them, and it is no recomputation. If steps are counted by hand, amax histories roll in
+    the call that gives another step. Graphs of torch.compile and CUDA graphs count on the device.
 
     >>> fq.begin_step(3, micro_batch=1)
     >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
@@ -437,24 +649,33 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
             "begins, an int from 0"
         )
     STEP.check_writable()
-    STEP.counted_by_hand = STEP.counted_by_hand or step is not None
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
     if step is None:
         STEP.publish()
         return
-    _LOOSE.catch_up()
+    _LOOSE.caught_up()
+    counted = list(TrainingSteps.live) if model is None else steps_within(model)
     moved = step != STEP.step
+    STEP.counted_by_hand = STEP.counted_by_hand or model is None
     STEP.show(step)
     if moved:
-        _after_step_begins(None, step)
-    for steps in list(TrainingSteps.live):
-        steps.begin_by_hand()
+        guard.apply_underflow_policy()
+    for steps in counted:
+        steps.begin_by_hand(step, model is not None)
 
 
-def skip_step() -> None:
+def count_passes(model: nn.Module) -> None:
+    """End what `begin_step(model=)` began: passes of the model count its steps again."""
+    for steps in steps_within(model):
+        steps.end_by_hand()
+
+
+def skip_step(model: nn.Module | None = None) -> None:
     """Discard the activation and gradient amaxes of the running step, because the optimizer did not
     apply it. The next step repeats it.
+
+    model:  whose step it was; None: all models of the process.
 
     Amaxes of weights are kept, because the weights are the same in the repeated step. The amaxes of
     several micro-batches are discarded together only if `fq.begin_step` counts them as one step.
@@ -463,10 +684,12 @@ def skip_step() -> None:
     >>> layer(torch.ones(2, 64)).sum().backward()
     >>> fq.skip_step()         # a GradScaler left the optimizer's step out
     """
-    _LOOSE.catch_up()
-    for history in AmaxHistory.live:
+    _LOOSE.caught_up()
+    skipped = TrainingSteps.live if model is None else steps_within(model)
+    histories = AmaxHistory.live if model is None else histories_of(layers_of(model))
+    for history in histories:
         history.discard_step()
-    for steps in list(TrainingSteps.live):
+    for steps in list(skipped):
         steps.skip()
 
 

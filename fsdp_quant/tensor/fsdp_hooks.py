@@ -113,12 +113,8 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     recomputed = group.recomputed
     needed = {one: directions_needed(managed, one) for one in set(recomputed)}
     group.send(local, params, tuple(needed[one] for one in recomputed), managed.phase)
-    if (
-        managed.in_forward
-        and managed.stays_unsharded_after_forward
-        and any(m.leaves_amaxes_out for m in group.members)
-    ):
-        managed.reshard_before_training()
+    if managed.in_forward and managed.stays_unsharded_after_forward:
+        root_statistics.gather_again_in_training(group.members)
     return first
 
 

@@ -158,6 +158,7 @@ class GatheredWeight:
         if self.quantizer.is_derived:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
+        self.records = True  # amaxes: a backward may follow the forward that gathers
         self.group: Any = None  # gather_group.GatherGroup
         self.laid_out_for: Any = None  # the `reader` of the group's operands
         # set by the group's gather until FSDP2 asks for them
@@ -289,13 +290,8 @@ class GatheredWeight:
     # The two halves of a gather #
 
     @property
-    def records(self) -> bool:
-        """Record amaxes in histories: in training."""
-        return any(module.training for module, _ in self.managed.owners)
-
-    @property
     def leaves_amaxes_out(self) -> bool:
-        """Evaluation with delayed scales: a training forward has to record amaxes again."""
+        """Evaluation with delayed scales: a forward that trains has to record amaxes again."""
         return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)
 
     def shards(self, local: Tensor, direction: Direction) -> list[Shard]:

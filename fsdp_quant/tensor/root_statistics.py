@@ -12,13 +12,14 @@ encodes. Only calls on all ranks issue collectives, never a flag of one rank:
     any other gather        (unshard() by hand, a nested module that is called by itself) reduces
                             those of its group
 
-The root is FSDP2's outermost module; a hook on it marks the beginning of a forward.
+The root is FSDP2's outermost module. A forward begins where FSDP2 begins it: in a call, or in a
+method that `register_fsdp_forward_method` was given.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,19 +67,35 @@ class Sharded(NamedTuple):
         return self.state.pieces(values_of(self.local), cuts, rank)
 
 
+# Called as a forward of FSDP2 begins, before it gathers, with its module, whether a backward may
+# follow, and whether the module is the root (else a part of it is called by itself).
+FORWARD_BEGINS: list[Callable[[nn.Module, bool, bool], None]] = []
+
+
 class _Root:
-    """Statistics of one root of `fully_shard` in the last forward; is_reduced: in this one."""
+    """Statistics of one root of `fully_shard` in the last forward.
 
-    def __init__(self, module: nn.Module):
-        self.is_reduced = False
+    is_reduced:  in this one.
+    trains:      a backward may follow the forward that runs.
+    unrecorded:  a weight of each group that an evaluation gathered, and may leave gathered.
+    """
+
+    def __init__(self, managed: ManagedParam):
+        self.is_reduced, self.trains = False, True
+        self.unrecorded: list[ManagedParam] = []
         self.collectives: dict[tuple, Collective] = {}
-        module.register_forward_pre_hook(self._begin, prepend=True)
+        torch_compat.watch_forwards(managed, self.begin)
 
-    def _begin(self, module: nn.Module, args) -> None:
+    def begin(self, module: nn.Module, is_root: bool, args: tuple) -> None:
         # a checkpoint of the whole root recomputes with the statistics of its forward
-        if not torch_compat.backward_is_running():
-            self.is_reduced = False
-            torch_compat.end_failed_pass(module)
+        if torch_compat.backward_is_running():
+            return
+        self.is_reduced = self.is_reduced and not is_root
+        self.trains = torch_compat.backward_may_follow(module, args)
+        while self.trains and self.unrecorded:
+            self.unrecorded.pop().reshard()
+        for begins in FORWARD_BEGINS:
+            begins(module, self.trains, is_root)
 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -90,10 +107,14 @@ _AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compar
 def check_model(managed: ManagedParam) -> None:
     """Compare the model of all ranks that hold these weights, before the first gather under a root.
     Every rank must call it. Raises ValueError, on every rank, if they differ."""
-    shared = torch_compat.root_of(managed)
+    shared, root = torch_compat.root_of(managed), torch_compat.root_module(managed)
     if shared not in _AGREED:
         check_same_model(torch_compat.managed_params_of_root(managed))
         _AGREED.add(shared)
+    if shared not in _ROOTS and root is not None:
+        _ROOTS[shared] = _Root(managed)
+        if torch_compat.begins_first_forward(managed):
+            _ROOTS[shared].begin(root, True, ())
 
 
 def check_model_of(module: nn.Module, attribute: str) -> None:
@@ -117,15 +138,14 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
     """Reduce the statistics for a gather of this group (see the note); in the same calls on every
     rank."""
     managed = members[0].managed
+    root = _ROOTS.get(torch_compat.root_of(managed))
+    if root is not None and managed.in_forward and not torch_compat.backward_is_running():
+        for member in members:
+            member.records = root.trains
     if managed.in_pre_backward or torch_compat.backward_is_running():
         if all(member.state.statistics is not None for member in members):
             return
     elif managed.in_forward_of_root:
-        shared = torch_compat.root_of(managed)
-        root = _ROOTS.get(shared)
-        module = torch_compat.root_module(managed) if root is None else None
-        if module is not None:
-            root = _ROOTS[shared] = _Root(module)
         if root is not None and not root.is_reduced:
             root.is_reduced = True
             reduce_statistics(
@@ -133,6 +153,14 @@ def before_gather(members: Sequence[GatheredWeight]) -> None:
             )
         return
     reduce_statistics(_ordinary_weights([member.managed for member in members]), {})
+
+
+def gather_again_in_training(members: Sequence[GatheredWeight]) -> None:
+    """Reshard this group, which stays gathered, before the next forward that trains, if this one
+    records no amaxes and that one has to."""
+    root = _ROOTS.get(torch_compat.root_of(members[0].managed))
+    if root is not None and any(member.leaves_amaxes_out for member in members):
+        root.unrecorded.append(members[0].managed)
 
 
 def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:

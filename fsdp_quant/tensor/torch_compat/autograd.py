@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import pyfunctorch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable)
 _T = TypeVar("_T")
@@ -96,12 +97,36 @@ def is_fake() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def outside_transforms() -> contextlib.AbstractContextManager:
-    """Run operators untransformed: torch.func refuses writes to tensors that outlive a call."""
-    is_transformed = peek_interpreter_stack() is not None
-    if is_transformed:
-        return pyfunctorch.temporarily_clear_interpreter_stack()
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing) and inference mode, to
+    create or write what outlives a call."""
+    with contextlib.ExitStack() as modes:
+        if peek_interpreter_stack() is not None:
+            modes.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack() > 0:
+            modes.enter_context(_disable_current_modes())
+        modes.enter_context(outside_inference_mode())
+        yield
+
+
+def in_function() -> bool:
+    """The forward of an autograd.Function is running: of a reentrant checkpoint, or another that
+    will compute the gradients of what runs in it."""
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._is_fwd_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def backward_may_follow(module: nn.Module, args: tuple) -> bool:
+    """A backward may follow the forward of `module` that begins with these arguments."""
+    grad = torch.is_grad_enabled()
+    if not (grad or in_function()):
+        return False
+    inputs = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    return inputs or (grad and any(p.requires_grad for p in module.parameters()))
 
 
 def checkpoint_hook() -> object | None:

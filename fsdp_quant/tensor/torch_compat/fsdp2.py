@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import TypeVar
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage as alloc_storage
@@ -21,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from .autograd import never_compiled
+from .autograd import backward_is_running, never_compiled
 
 _T = TypeVar("_T")
 
@@ -191,22 +193,13 @@ class ManagedParam:
         """`reshard_after_forward=<int>`."""
         return self.group._use_post_forward_mesh
 
-    def reshard_before_training(self) -> None:
-        """Reshard before the next training forward of the FSDP module, if this forward leaves the
-        parameter gathered."""
-
-        @never_compiled
-        def reshard(module: nn.Module, args: tuple) -> None:
-            if module.training and isinstance(module, FSDPModule):
-                for handle in handles:
-                    handle.remove()
-                # FSDP2 does not reshard a group in its forward, where an exception leaves it.
-                self.group._training_state = TrainingState.IDLE
+    def reshard(self) -> None:
+        """Reshard the group between two forwards."""
+        # FSDP2 does not reshard a group in its forward, where an exception leaves it.
+        self.group._training_state = TrainingState.IDLE
+        for module in self.group.modules:
+            if isinstance(module, FSDPModule):
                 module.reshard()
-
-        handles = [
-            module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules
-        ]
 
     def group_params(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters of the group in the order of their hooks, and their local tensors."""
@@ -313,6 +306,66 @@ def root_module(managed: ManagedParam) -> nn.Module | None:
     return states[0]._modules[0] if states else None
 
 
+def begins_first_forward(managed: ManagedParam) -> bool:
+    """FSDP2 sets up its root, as the root's first forward begins."""
+    shared = managed.state._state_ctx
+    in_forward = shared.all_states[0]._training_state == TrainingState.FORWARD
+    return in_forward and shared.iter_forward_root is None
+
+
+def watch_forwards(
+    managed: ManagedParam, begin: Callable[[nn.Module, bool, tuple], None]
+) -> None:
+    """Call `begin` with (module, it is the root, arguments) before each forward of the root, and of
+    a part of it that is called by itself: in calls and in methods of
+    `register_fsdp_forward_method`. A pass that raised midway is ended first.
+
+    FSDP2 looks both functions up on the state, but for a call's `_pre_forward`.
+    """
+
+    def watch(state: FSDPState, is_root: bool) -> None:
+        reference = weakref.ref(state)  # so that a model is freed with its last user
+
+        @never_compiled
+        def _root_pre_forward(module: nn.Module, args: tuple, kwargs: dict):
+            state = _alive(reference)
+            state._lazy_init()
+            if state._state_ctx.iter_forward_root is None:
+                begin(module, is_root, args)
+            return type(state)._root_pre_forward(state, module, args, kwargs)
+
+        @never_compiled
+        def _pre_forward(module: nn.Module, args: tuple, kwargs: dict):
+            end_failed_pass(module)
+            return type(_alive(reference))._pre_forward(_alive(reference), module, args, kwargs)
+
+        setattr(state, "_root_pre_forward", _root_pre_forward)
+        setattr(state, "_pre_forward", _pre_forward)
+
+    states = managed.state._state_ctx.all_states
+    for state in states:
+        watch(state, state is states[0])
+    states[0]._modules[0].register_forward_pre_hook(
+        lambda module, args: end_failed_pass(module), prepend=True
+    )
+
+
+# of calls of a module that FSDP2 manages
+_CALLS = {
+    nn.Module._call_impl.__code__,
+    *(c for c in register_fsdp_forward_method.__code__.co_consts if isinstance(c, CodeType)),
+}
+
+
+def _is_called_inside_itself(module: nn.Module) -> bool:
+    """A forward of the module calls another one, or a method."""
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code in _CALLS and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
 def end_failed_pass(root: nn.Module) -> None:
     """Reset FSDP2 for another forward of `root` if a pass before it raised midway.
 
@@ -325,7 +378,10 @@ def end_failed_pass(root: nn.Module) -> None:
         return
     shared, comm = state._state_ctx, state._comm_ctx
     is_backward = shared.post_backward_final_callback_queued
-    if not is_backward and shared.iter_forward_root is None:
+    is_forward = shared.iter_forward_root is state or (
+        state._is_root and shared.iter_forward_root is not None
+    )
+    if backward_is_running() or not (is_backward or is_forward) or _is_called_inside_itself(root):
         return
     for one in shared.all_states:
         one._training_state = TrainingState.IDLE
