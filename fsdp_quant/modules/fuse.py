@@ -39,7 +39,7 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
-from .reads import Bound, Fact, bound, facts_of, forward_of, is_defined_by, watched
+from .reads import Bound, Fact, bound, facts_of, forward_of, held, is_defined_by, proven, watched, without_held
 from .symbols import Symbols, Unobserved, Unproven
 
 
@@ -404,13 +404,13 @@ def fused_notes(model: nn.Module) -> list[str]:
     fused, missed = Counter(), Counter()
     for name, module in model.named_modules():
         if (pattern := getattr(type(module), "fused_as", None)) is not None:
-            proof = _proof_of(module)
-            changed = "its forward" if proof is None else proof[1].changed(module)
-            if changed is None:
-                fused[pattern.formula] += 1
+            proof, cls = _proof_of(module), type(module).fused_from.__name__
+            changed = "forward" if proof is None else proof[1].changed(module)
+            if "forward" in module.__dict__ or changed is not None:
+                changed = f"{changed or 'forward'} has changed since fq.convert"
+                missed[cls, f"{name or cls}: {changed}, so {cls}.forward runs"] += 1
             else:
-                cls = type(module).fused_from.__name__
-                missed[cls, f"{name or cls} is not as it was proven: {changed} has changed"] += 1
+                fused[pattern.formula] += 1
     for name, why in recognized(model)[1].items():
         missed[type(model.get_submodule(name)).__name__, why] += 1
     taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
@@ -431,21 +431,19 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             if recomputes and len(given) == 1:
                 return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
-        held = self.__dict__.get(_PROOF) or _proof_of(self)
-        if held is None or held[1].changed(self) is not None:
+        proof = _proof_of(self)
+        if proof is None or proof[1].changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or not pattern.is_supported(self, given[0], held[0]):
+        if len(given) != 1 or not pattern.is_supported(self, given[0], proof[0]):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 
     def reduce(self, protocol):
         _, _, state, *rest = cls.__reduce_ex__(self, protocol)
-        if isinstance(state, dict):  # a copy looks its facts up at its own objects
-            state = {k: v for k, v in state.items() if k != _PROOF}
-        return (_blank, (cls, pattern), state, *rest)
+        return (_blank, (cls, pattern), without_held(state), *rest)
 
     return type(
         f"Fused{cls.__name__}",
@@ -467,8 +465,6 @@ def _blank(cls: type[nn.Module], pattern: Pattern) -> nn.Module:
 # The proof #
 
 _WIDTH, _HIDDEN = 16, 24
-_PROOF = "_fq_proof"  # in the __dict__ of a fused module: (Proof, its facts at the module's objects)
-_PROVEN: dict[tuple, list[tuple[list[Fact], Proof | str]]] = {}  # by class, pattern and shapes
 _DTYPES = torch.bfloat16, torch.float16
 
 
@@ -490,19 +486,17 @@ class _Leaf(nn.Linear):
 
 
 def _proof_of(module: nn.Module) -> tuple[Proof, Bound] | None:
-    """The proof of a fused module as it is when this is first asked; None: it is another now."""
-    if _PROOF not in module.__dict__:
-        cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
-        try:
-            if isinstance(pattern, InputPattern):
-                proof = Proof([forward_of(cls)])
-            else:
-                proof = _prove(cls.__name__, module, pattern, cls)
-            facts = bound(proof.facts, module)
-            module.__dict__[_PROOF] = None if facts is None else (proof, facts)
-        except (ValueError, Unproven):
-            module.__dict__[_PROOF] = None
-    return module.__dict__[_PROOF]
+    """The proof of a fused module; None if it was another when this was first asked."""
+    cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
+
+    def prove() -> tuple[Proof, list[Fact]]:
+        if isinstance(pattern, InputPattern):
+            proof = Proof([forward_of(cls)])
+        else:
+            proof = _prove(cls.__name__, module, pattern, cls)
+        return proof, proof.facts
+
+    return held(module, prove)
 
 
 def _prove(
@@ -513,22 +507,19 @@ def _prove(
     cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
     """
     cls = cls or type(module)
-    probe, width, parameters = pattern.probe(name, module, torch.float32, nn.Linear)
+    parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
     shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
-    proven = _PROVEN.setdefault((cls, pattern._replace(modules=""), shapes), [])
-    for facts, outcome in proven:
-        known = bound(facts, module)
-        if known is not None and known.changed(module) is None:
-            break
-    else:
+
+    def prove() -> tuple[list[Fact] | None, Proof | str]:
         notes: set[tuple] = set()
         outcome = _first_proof(module, pattern, cls, notes)
         try:
             facts = facts_of(module, cls, notes, pattern.parts)
-            outcome = outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
-            proven.append((facts, outcome))
         except Unproven as error:
-            outcome = f"{cls.__name__}.forward {error}"
+            return None, f"{cls.__name__}.forward {error}"
+        return facts, outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
+
+    outcome = proven((cls, pattern._replace(modules=""), shapes), module, prove)
     if isinstance(outcome, str):
         raise ValueError(f"{name}: {outcome}")
     return outcome

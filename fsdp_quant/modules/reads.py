@@ -18,7 +18,7 @@ import enum
 import functools
 import logging
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _CODE = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, property
 _KNOWN = "torch", "fsdp_quant", "math", "typing", "warnings"  # packages whose code does not change
 # Bookkeeping of nn.Module: hooks are looked at by themselves.
-_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
+_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
+_OF_MODULES = frozenset(nn.Module().__dict__) - _CHILDREN - {"training"} | {"_compiled_call_impl"}
 
 
 class Fact(NamedTuple):
@@ -129,7 +130,9 @@ def _watching(cls: type[nn.Module]) -> type[nn.Module]:
         for kind in ("_parameters", "_buffers", "_modules"):
             if name in own[kind]:
                 return own[kind][name]
-        return cls.__getattr__(self, name)
+        if cls.__getattr__ is not nn.Module.__getattr__:
+            raise Unproven("has a __getattr__ of its own")
+        raise AttributeError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise Unproven(f"sets self.{name}")
@@ -139,18 +142,25 @@ def _watching(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def facts_of(
-    module: nn.Module, cls: type[nn.Module], notes: set, leaves: Collection[str] = ()
+    module: nn.Module,
+    cls: type[nn.Module],
+    notes: set,
+    leaves: Collection[str] = (),
+    code: Callable | None = None,
 ) -> list[Fact]:
     """What watched copies have read, of this module. Raises Unproven for what is no fact.
 
-    cls, leaves:  as of `watched`.
+    cls, leaves:  as of `watched`. code: the forward that ran; default: that of cls.
     """
     facts: dict[tuple, Fact] = {}
-    for path, name in sorted(notes | {((), "forward")}):
+    code = code or cls.forward
+    _check(code, "forward")
+    for path, name in sorted(notes):
         child = _child(module, path)
         for fact in _located(child, type(child) if path else cls, path, name, leaves):
             facts[fact[:3]] = fact
-    functions, seen = [(f.path, f.value) for f in facts.values()], set()
+    functions, seen = [((), code), *((f.path, f.value) for f in facts.values())], set()
+    facts[()] = forward_of(cls)
     for path, value in functions:
         value = getattr(value, "fget", getattr(value, "__func__", value))
         function = value.func if isinstance(value, functools.partial) else value
@@ -174,9 +184,9 @@ def _located(
     module: nn.Module, cls: type, path: tuple[str, ...], name: str, leaves: Collection[str]
 ) -> Iterator[Fact]:
     """Where an attribute is, and that it is nowhere before."""
-    if name in _OF_MODULES or (not path and name in leaves):
+    if name in _OF_MODULES or (not path and name in (*leaves, *_CHILDREN, "forward")):
         return
-    if name in ("__dict__", "state_dict", "parameters", "buffers", "modules", "children"):
+    if name == "__dict__" or (name in _CHILDREN and path):
         raise Unproven(f"reads all attributes of {cls.__name__}, by {name}")
     if name == "training":
         yield Fact(path, name, name, None)
@@ -187,8 +197,7 @@ def _located(
     value = None if of_class is None else of_class.__dict__[name]
     if not isinstance(value, property):
         current = module.__dict__.get(name, _MISSING)
-        if path or name != "forward":  # of the module itself, who calls this has decided
-            yield Fact(path, "__dict__", name, current)
+        yield Fact(path, "__dict__", name, current)
         if current is not _MISSING:
             _check(current, name)
             return
@@ -197,13 +206,12 @@ def _located(
         yield Fact(path, of_class, name, value)
     elif name in module._buffers:
         raise Unproven(f"reads the buffer {name}")
-    elif name in module._parameters:
-        if module._parameters[name] is None:
-            yield Fact(path, "_parameters", name, None)
-    elif module._modules.get(name) is None:
-        yield Fact(path, "_modules", name, module._modules.get(name, _MISSING))
-    else:
-        yield Fact((*path, name), "__class__", "", type(module._modules[name]))
+    elif (child := module._modules.get(name)) is not None:
+        yield Fact((*path, name), "__class__", "", type(child))
+    elif module._parameters.get(name) is None:
+        for space in _CHILDREN:
+            yield Fact(path, space, name, vars(module)[space].get(name, _MISSING))
+        yield Fact(path, cls, name, _MISSING)
 
 
 def _check(value: Any, name: str) -> None:
@@ -218,7 +226,7 @@ def _check(value: Any, name: str) -> None:
         for cell in value.__closure__ or ():
             _check(cell.cell_contents, name)
     elif not isinstance(value, (*_VALUES, *_CODE, staticmethod, classmethod)):
-        raise Unproven(f"reads {name}, a {type(value).__name__}, which may change unseen")
+        raise Unproven(f"reads {name} ({type(value).__name__}), which may change unseen")
 
 
 def _read_by(function: types.FunctionType, path: tuple, cls: type) -> Iterator[Fact]:
@@ -230,6 +238,8 @@ def _read_by(function: types.FunctionType, path: tuple, cls: type) -> Iterator[F
         names |= {
             i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         }
+    if any("autocast" in name for name in attributes):
+        raise Unproven("decides about autocast")
     for base in cls.__mro__:  # of super() too
         if not base.__module__.startswith(("torch.", "builtins")):
             for name in attributes & set(base.__dict__):
@@ -243,7 +253,8 @@ def _read_by(function: types.FunctionType, path: tuple, cls: type) -> Iterator[F
                 if value.__name__.partition(".")[0] not in _KNOWN:
                     spaces.append((value.__dict__, attributes))
             elif not isinstance(value, logging.Logger):
-                _check(value, name)
+                if not callable(value) or isinstance(value, nn.Module):
+                    _check(value, name)
                 yield Fact((), _Space(space), name, value)
 
 
@@ -278,3 +289,48 @@ def bound(facts: Iterable[Fact], module: nn.Module) -> Bound | None:
             space = vars(child) if where == "__dict__" else getattr(space, "__dict__", space)
             result.looked_up.append((space, name, value))
     return result
+
+
+_PROVEN: dict[tuple, list[tuple[list[Fact], Any]]] = {}
+
+
+def proven(key: tuple, module: nn.Module, prove: Callable[[], tuple[list[Fact] | None, Any]]) -> Any:
+    """What `prove` found out of this module, or of one of which the same facts are true.
+
+    key:    what the outcome depends on besides: class, pattern, shapes.
+    prove:  (facts, outcome); without facts it is asked again.
+    """
+    outcomes = _PROVEN.setdefault(key, [])
+    for facts, outcome in outcomes:
+        known = bound(facts, module)
+        if known is not None and known.changed(module) is None:
+            return outcome
+    facts, outcome = prove()
+    if facts is not None:
+        outcomes.append((facts, outcome))
+    return outcome
+
+
+_HELD = "_fq_proof"  # in the __dict__ of a module
+
+
+def held(
+    module: nn.Module, prove: Callable[[], tuple[Any, Iterable[Fact]]]
+) -> tuple[Any, Bound] | None:
+    """(outcome, its facts at the module's objects), as when this is first asked.
+
+    prove:  raises ValueError or Unproven if the module is another by then: None.
+    """
+    if _HELD not in module.__dict__:
+        try:
+            outcome, facts = prove()
+            known = bound(facts, module)
+        except (ValueError, Unproven):
+            known = None
+        module.__dict__[_HELD] = None if known is None else (outcome, known)
+    return module.__dict__[_HELD]
+
+
+def without_held(state: Any) -> Any:
+    """The state of a module for its copy, which has other objects."""
+    return {k: v for k, v in state.items() if k != _HELD} if isinstance(state, dict) else state

@@ -33,6 +33,9 @@ _MOVES = {
     _aten.index_put_.default,
     _aten.index_copy_.default,
 }
+_CONSTANT = ("zeros_like", "ones_like", "empty_like", "full_like") + tuple(
+    f"new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_strided")
+)
 _FLOATING = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _NEVER = (
     torch.Tag.nondeterministic_seeded,
@@ -117,13 +120,14 @@ class Symbols(torch_compat.DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         every = [t for a in (*args, *(kwargs or {}).values()) for t in _tensors(a)]
-        if func.is_view or not any(map(self._has_symbols, every)):
+        is_constant = func._schema.name.removeprefix("aten::") in _CONSTANT
+        if func.is_view or is_constant or not any(map(self._has_symbols, every)):
             out = func(*args, **(kwargs or {}))
             self._alive += _tensors(out)
             return out
         if self.gradients:
             self._check_gradients(func, every)
-        if any(tag in func.tags for tag in _NEVER):
+        if func not in _MOVES and any(tag in func.tags for tag in _NEVER):
             raise Unproven(f"calls {func}")
         is_mutable = func._schema.is_mutable
         if is_mutable and not self._has_symbols(args[0]):
@@ -186,7 +190,7 @@ class Symbols(torch_compat.DispatchMode):
     def _converted(self, numbers: Tensor, source: torch.dtype, dtype: torch.dtype) -> Tensor:
         if source is dtype or (not self.exact and {source, dtype} <= set(_FLOATING)):
             return numbers
-        return self._new((dtype, *numbers.flatten().tolist()), numbers.shape)
+        return self._new((dtype, numbers.numpy().tobytes()), numbers.shape)
 
     # Of elements; by the names of operators #
 
@@ -245,7 +249,7 @@ def _described(value: Any, values: dict[int, Tensor]) -> Any:
     """A key of an argument: a tensor by its numbers."""
     if isinstance(value, Tensor):
         numbers = values[id(value)]
-        return "", tuple(numbers.shape), tuple(numbers.flatten().tolist())
+        return tuple(numbers.shape), numbers.numpy().tobytes()
     if isinstance(value, (list, tuple)):
         return tuple(_described(v, values) for v in value)
     return value
@@ -268,11 +272,10 @@ class Unobserved(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_SHAPES = {"shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"}
-_OBSERVED = _SHAPES | {
+SHAPES = {"device", "shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"}
+_OBSERVED = SHAPES | {
     "is_contiguous",
     "storage_offset",
-    "device",
     "is_cuda",
     "is_cpu",
     "is_meta",
