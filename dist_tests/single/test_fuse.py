@@ -727,7 +727,7 @@ def test_projections_of_one_input_share_its_codes_while_it_is_that():
             q, k = self.wq(x), self.wk(x)
             return q * k + self.wv(x.mul_(2) if writes else x)
 
-    Written.__module__ = "torchtitan.models"
+    Written.__module__ = Written.forward.__module__ = "torchtitan.models"
     torch.manual_seed(0)
     plain = nn.Sequential(Written())
     x = values(16, D, seed=4, dtype=BF16)

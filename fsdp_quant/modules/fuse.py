@@ -10,9 +10,10 @@ traced, and where someone looks at operators (torch.func, dispatch modes), a mod
 forward: inductor fuses it, and computes again in the backward what kernels of ours would save.
 
 The module keeps its submodules, parameters, hooks and state_dict keys; its class becomes one that
-only has another forward. The proof: its own forward and the fused one give the same bits, of output
-and of gradients, on random data of its dtype and of fp32, in training and in evaluation; with small
-linear layers in the places of an MLP's own.
+only has another forward. The proof, of each instance: operator by operator its own forward is the
+pattern's (`Symbols`), in training and in evaluation, with gradients and without. What its code read
+meanwhile (`reads`) is looked up again in each forward; if anything is otherwise, the module's own
+forward runs. A second check: both give the same bits, of output and of gradients, on random data.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.norm import ACTIVATIONS, GATED, NormSpec
+from ..ops.norm import ACTIVATIONS, GATED, NormSpec, reference_activation, reference_norm
 from ..recipe import matches
 from ..tensor import torch_compat
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
@@ -37,6 +39,8 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
+from .reads import Bound, Fact, bound, facts_of, forward_of, held, is_defined_by, proven, watched, without_held
+from .symbols import Symbols, Unobserved, Unproven
 
 
 class MLPPattern(NamedTuple):
@@ -94,18 +98,28 @@ class MLPPattern(NamedTuple):
         h, handed = recomputed(hidden, x) if self.recompute else hidden(x)
         return down(h, **handed_to(down, handed))
 
-    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs, unless a module has hooks, which it would not call."""
-        return not any(
-            torch_compat.has_hooks(m)
-            for name, m in module.named_children()
-            if name not in self.parts
-        )
+    def defined(self, module: nn.Module, x: Tensor) -> list[Tensor]:
+        """What `run` computes, by torch's operators; each way to write it."""
+        up, kind = getattr(module, self.up)(x), ACTIVATIONS[self.activation].kind
+        g = up if self.gate is None else getattr(module, self.gate)(x)
+        u = None if self.gate is None else up
+        if self.is_packed:
+            g, u = up.chunk(2, -1)
+        return [getattr(module, self.down)(reference_activation(g, u, kind))]
+
+    def is_supported(self, module: nn.Module, x: Tensor, proof: Proof) -> bool:
+        """The fused forward runs on x: it is proven for its dtype, and under autocast."""
+        if torch.is_autocast_enabled(x.device.type):
+            return proof.autocast
+        return x.dtype in proof.dtypes
 
     def probe(
-        self, name: str, module: nn.Module, dtype: torch.dtype
+        self, name: str, module: nn.Module, dtype: torch.dtype, kind: type[nn.Linear]
     ) -> tuple[nn.Module, int, list[Tensor]]:
-        """(small module, its width, its parameters). Raises ValueError for another structure."""
+        """(small module, its width, its parameters). Raises ValueError for another structure.
+
+        kind:  of its linear layers.
+        """
         layers: list[nn.Linear] = []
         for part in self.parts:
             layer = getattr(module, part, None)
@@ -118,7 +132,7 @@ class MLPPattern(NamedTuple):
             (_HIDDEN, _WIDTH)
         ]
         small = [
-            nn.Linear(*shape, layer.bias is not None, dtype=dtype)
+            kind(*shape, layer.bias is not None, dtype=dtype)
             for shape, layer in zip(shapes, layers)
         ]
         probe = copy.copy(module)
@@ -170,20 +184,32 @@ class NormPattern(NamedTuple):
         bias = getattr(module, self.bias, None) if self.normalization == "LayerNorm" else None
         return getattr(module, self.weight, None), bias
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+    def spec(self, module: nn.Module) -> NormSpec:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         layer_norm = self.normalization == "LayerNorm"
-        spec = NormSpec(float(eps), layer_norm, self.zero_centered_gamma, self.rounds_first)
-        weight, bias = self.parameters(module)
-        return normalize(x, weight, bias, spec)[0]
+        return NormSpec(float(eps), layer_norm, self.zero_centered_gamma, self.rounds_first)
 
-    def is_supported(self, module: nn.Module, x: Tensor) -> bool:
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        weight, bias = self.parameters(module)
+        return normalize(x, weight, bias, self.spec(module))[0]
+
+    def defined(self, module: nn.Module, x: Tensor) -> list[Tensor]:
+        """As of `MLPPattern`."""
+        (weight, bias), spec = self.parameters(module), self.spec(module)
+        ways = [reference_norm(x, weight, bias, spec)[0]]
+        if not (spec.centred or spec.zero_centered or spec.rounds_first):
+            ways.append(F.rms_norm(x, weight.shape, weight, spec.eps))
+        return ways
+
+    def is_supported(self, module: nn.Module, x: Tensor, proof: Proof) -> bool:
         """The fused forward runs; else the module's own: under autocast, where x has another dtype
         or width, and in fp32, where autograd adds both gradients of x to others in turn."""
-        return x.dtype is not torch.float32 and is_supported(x, self.parameters(module))
+        if x.dtype is torch.float32 or x.dtype not in proof.dtypes:
+            return False
+        return is_supported(x, self.parameters(module))
 
     def probe(
-        self, name: str, module: nn.Module, dtype: torch.dtype
+        self, name: str, module: nn.Module, dtype: torch.dtype, kind: type[nn.Linear]
     ) -> tuple[nn.Module, int, list[Tensor]]:
         """As of `MLPPattern`."""
         weight, bias = self.parameters(module)
@@ -232,6 +258,18 @@ class InputPattern(NamedTuple):
 Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
+class Proof(NamedTuple):
+    """A module computes what a pattern says, while `facts` are true.
+
+    dtypes:    of x and of the parameters; all but those of the module and fp32 are optional.
+    autocast:  also under torch.autocast.
+    """
+
+    facts: list[Fact]
+    dtypes: frozenset[torch.dtype] = frozenset()
+    autocast: bool = False
+
+
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
     """The modules that the patterns name, each proven to compute what its pattern says.
 
@@ -258,6 +296,7 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
 def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
     # one class for all that are alike
     module.__class__ = _fused_class(type(module), pattern._replace(modules=""))
+    _proof_of(module)
 
 
 # Blocks that are recognized #
@@ -291,27 +330,23 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
 
     MLPs of linear layers named as in `_MLPS`, and classes of norms that torch does not have.
     """
-    found, others, proofs = {}, {}, {}
+    found, others = {}, {}
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
             continue
         linears = _linears(module)
         parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
-        if parts is not None and type(module).__module__.startswith(_KNOWN):
+        if parts is not None and is_defined_by(type(module), _KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
             if names := _other_arguments(module):
                 cls = type(module).__name__
                 others[name] = f"{name}: {cls}.forward takes {names} besides its input"
                 continue
-            key = type(module), _signature(module)
-            if key not in proofs:
-                proofs[key] = _first_exact(name, module, patterns)
-            exact, why = proofs[key]
-            if exact is None:
-                others[name] = why
-            else:
-                found[name] = exact._replace(modules=name)
+            exact, others[name] = _first_exact(name, module, patterns)
+            if exact is not None:
+                found[name] = exact
+                del others[name]
     return found, others
 
 
@@ -366,27 +401,20 @@ def _other_arguments(module: nn.Module) -> str:
     return ", ".join(p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
-def _signature(module: nn.Module) -> tuple:
-    """What modules of one class that compute alike have in common: settings, shapes and parts."""
-    settings = [
-        (k, v if isinstance(v, (int, float, str, bool)) else id(v))
-        for k, v in module.__dict__.items()
-        if not k.startswith("_") and k != "training"
-    ]
-    own = [(k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items()]
-    return *settings, *own, *((k, repr(m)) for k, m in module._modules.items())
-
-
 def fused_notes(model: nn.Module) -> list[str]:
     """What was taken over, and what that looks like it was not and why, a line each."""
-    fused = Counter(
-        pattern.formula
-        for m in model.modules()
-        if (pattern := getattr(type(m), "fused_as", None)) is not None
-    )
-    missed = Counter(
-        (type(model.get_submodule(n)).__name__, why) for n, why in recognized(model)[1].items()
-    )
+    fused, missed = Counter(), Counter()
+    for name, module in model.named_modules():
+        if (pattern := getattr(type(module), "fused_as", None)) is not None:
+            proof, cls = _proof_of(module), type(module).fused_from.__name__
+            changed = "forward" if proof is None else proof[1].changed(module)
+            if "forward" in module.__dict__ or changed is not None:
+                changed = f"{changed or 'forward'} has changed since fq.convert"
+                missed[cls, f"{name or cls}: {changed}, so {cls}.forward runs"] += 1
+            else:
+                fused[pattern.formula] += 1
+    for name, why in recognized(model)[1].items():
+        missed[type(model.get_submodule(name)).__name__, why] += 1
     taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
     return taken + [
         f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()
@@ -405,16 +433,19 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             if recomputes and len(given) == 1:
                 return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
+        proof = _proof_of(self)
+        if proof is None or proof[1].changed(self) is not None:
+            return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or not pattern.is_supported(self, given[0]):
+        if len(given) != 1 or not pattern.is_supported(self, given[0], proof[0]):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 
     def reduce(self, protocol):
-        _, _, *state = cls.__reduce_ex__(self, protocol)
-        return (_blank, (cls, pattern), *state)
+        _, _, state, *rest = cls.__reduce_ex__(self, protocol)
+        return (_blank, (cls, pattern), without_held(state), *rest)
 
     return type(
         f"Fused{cls.__name__}",
@@ -424,6 +455,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__reduce_ex__": reduce,
             "__module__": cls.__module__,
             "fused_as": pattern,
+            "fused_from": cls,
         },
     )
 
@@ -435,45 +467,158 @@ def _blank(cls: type[nn.Module], pattern: Pattern) -> nn.Module:
 # The proof #
 
 _WIDTH, _HIDDEN = 16, 24
+_DTYPES = torch.bfloat16, torch.float16
 
 
-def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
+class _Leaf(nn.Linear):
+    """A linear layer that, closed, may be called and not be looked at."""
+
+    is_closed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["is_closed"] = False
+        y = super().forward(x)
+        self.__dict__["is_closed"] = True
+        return y
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("weight", "bias", "in_features", "out_features") and self.is_closed:
+            raise Unproven(f"reads {name} of a linear layer")
+        return super().__getattribute__(name)
+
+
+def _proof_of(module: nn.Module) -> tuple[Proof, Bound] | None:
+    """The proof of a fused module; None if it was another when this was first asked."""
+    cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
+
+    def prove() -> tuple[Proof, list[Fact]]:
+        if isinstance(pattern, InputPattern):
+            proof = Proof([forward_of(cls)])
+        else:
+            proof = _prove(cls.__name__, module, pattern, cls)
+        return proof, proof.facts
+
+    return held(module, prove)
+
+
+def _prove(
+    name: str, module: nn.Module, pattern: Pattern, cls: type[nn.Module] | None = None
+) -> Proof:
+    """The proof of a module: its own, or that of one of which the same facts are true.
+
+    cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
+    """
+    cls = cls or type(module)
+    parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
+    shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
+
+    def prove() -> tuple[list[Fact] | None, Proof | str]:
+        notes: set[tuple] = set()
+        outcome = _first_proof(module, pattern, cls, notes)
+        try:
+            facts = facts_of(module, cls, notes, pattern.parts)
+        except Unproven as error:
+            return None, f"{cls.__name__}.forward {error}"
+        return facts, outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
+
+    outcome = proven((cls, pattern._replace(modules=""), shapes), module, prove)
+    if isinstance(outcome, str):
+        raise ValueError(f"{name}: {outcome}")
+    return outcome
+
+
+def _first_proof(
+    module: nn.Module, pattern: Pattern, cls: type[nn.Module], notes: set[tuple]
+) -> Proof | str:
+    """A proof without its facts, or why there is none.
+
+    notes:  what was read is added to it.
+    """
     dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
-    for dtype, training in itertools.product(dtypes, (True, False)):
-        modes = {m: m.training for m in module.modules()}
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+    modes = list(itertools.product((True, False), (True, False)))
+
+    def is_proven(dtype: torch.dtype, check, modes=modes, autocast: bool = False) -> bool:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.device("cpu"),
+            torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False),
+        ):
             torch.manual_seed(0)
-            probe, width, parameters = pattern.probe(name, module, dtype)
-            try:
-                for m in (*modes, probe):
-                    m.training = training
-                same = _is_exact(probe, pattern, width, parameters, dtype)
-            except Exception as error:  # of the user's forward
-                raise ValueError(
-                    f"{name}: {type(module).__name__}.forward fails on a small {dtype} input: "
-                    f"{error}"
-                ) from error
-            finally:
-                for m, mode in modes.items():
-                    m.training = mode
-        if not same:
-            raise ValueError(
-                f"{name}: {type(module).__name__}.forward gives other bits than {pattern.formula} "
-                f"in {dtype}; name what it computes in an fq.{type(pattern).__name__}, or leave it "
-                "out of fuse"
-            )
+            return all(check(module, pattern, cls, notes, dtype, *mode) for mode in modes)
+
+    dtype = torch.float32
+    try:
+        for dtype, check in itertools.product(dtypes, (_is_same, _is_exact)):
+            if not is_proven(dtype, check):
+                return (
+                    f"{cls.__name__}.forward gives other bits than {pattern.formula} in {dtype}; "
+                    f"name what it computes in an fq.{type(pattern).__name__}, or leave it out of "
+                    "fuse"
+                )
+    except Unproven as error:
+        return f"{cls.__name__}.forward {error}"
+    except Exception as error:  # of the user's forward
+        return f"{cls.__name__}.forward fails on a small {dtype} input: {error}"
+    others, autocast = set(), False
+    with contextlib.suppress(Exception):
+        others = {d for d in _DTYPES if d in dtypes or is_proven(d, _is_same)}
+        autocast = is_proven(torch.float32, _is_same, autocast=True)
+    return Proof([], frozenset(dtypes | others), autocast)
+
+
+def _is_same(
+    module: nn.Module,
+    pattern: Pattern,
+    cls: type[nn.Module],
+    notes: set[tuple],
+    dtype: torch.dtype,
+    training: bool,
+    grad: bool,
+) -> bool:
+    """The operators of the module's forward are the pattern's, on the same elements."""
+    probe, width, parameters = pattern.probe("", module, dtype, _Leaf)
+    for part in pattern.parts:
+        getattr(probe, part).is_closed = True
+    symbols = Symbols(exact=True)
+    for index, parameter in enumerate(parameters):
+        symbols.name(parameter, f"parameter {index}")
+    x = torch.randn(2, 2, width).to(dtype).requires_grad_(grad)
+    symbols.name(x, "x")
+    before = symbols.of(x).clone()
+    with torch.set_grad_enabled(grad), symbols:
+        symbols.gradients = grad
+        with Unobserved():
+            y = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
+        symbols.gradients = False
+        ways = pattern.defined(probe, x)
+    if not isinstance(y, Tensor) or not torch.equal(symbols.of(x), before):
+        return False
+    return any(y.dtype is z.dtype and torch.equal(symbols.of(y), symbols.of(z)) for z in ways)
 
 
 def _is_exact(
-    probe: nn.Module, pattern: Pattern, width: int, parameters: list[Tensor], dtype: torch.dtype
+    module: nn.Module,
+    pattern: Pattern,
+    cls: type[nn.Module],
+    notes: set[tuple],
+    dtype: torch.dtype,
+    training: bool,
+    grad: bool,
 ) -> bool:
+    """Both give the same bits of random data: also of gradients."""
+    if not grad:
+        return True
+    probe, width, parameters = pattern.probe("", module, dtype, nn.Linear)
     # slopes and tails of an activation; eps of a norm
     options = {"dtype": torch.float32, "device": "cpu"}
     spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0], **options).view(4, 1, 1)
     x, dy = ((torch.randn(4, 8, width, **options) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
-    outputs = (probe.forward(x), pattern.run(probe, x))
-    results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
+    with torch.enable_grad():
+        own = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
+        outputs = own, pattern.run(probe, x)
+        results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
     return all(
         type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
     )

@@ -25,8 +25,10 @@ own, which quantizes, plans, counts and gathers it: `fully_shard` puts it into b
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,6 +40,8 @@ from torch.nn.parameter import is_lazy
 from ..ops.reference import known
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
+from .reads import Fact, facts_of, held, proven, watched, without_held
+from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
 
 class ExpertProduct(GroupedLinear):
@@ -70,12 +74,24 @@ class Kind(NamedTuple):
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Of packed experts that are not taken over yet; None of other modules."""
+    kind = _looks_like(module)
+    return None if kind is None or isinstance(_proof_of(module, kind), str) else kind
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Why a module that looks like packed experts is not taken for them."""
+    kind = _looks_like(module)
+    outcome = None if kind is None else _proof_of(module, kind)
+    return outcome if isinstance(outcome, str) else None
+
+
+def _looks_like(module: nn.Module) -> Kind | None:
     cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
     weights = {name for name in own if not name.endswith("_bias")}
     packed = bool(weights) and all(
         not is_lazy(own[name]) and own[name].dim() == 3 for name in weights
     )
-    if hasattr(cls, "converted_from") or not packed:
+    if hasattr(cls, "converted_from") or not packed or "forward" in module.__dict__:
         return None
     if "down_proj" in weights:
         if cls.__name__ == "Llama4TextExperts":
@@ -86,9 +102,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return Kind(parts, _forward, bool(module.is_transposed))
     named = {part.partition("_")[0]: part for part in own}
     parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
-    if set(own) != set(parts) or not _is_of_torchtitan(module, parts):
-        return None
-    return Kind(parts, _forward_of_rows)
+    return Kind(parts, _forward_of_rows) if set(own) == set(parts) else None
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -101,34 +115,122 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
 
 
-def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
-    """Its forward gives silu(w1 x) * w3 x, times w2, of random data, but for what bf16 rounds."""
-    experts, width, count = module.get_parameter(parts[0]).shape[0], 16, 3
-    options = {"dtype": torch.float32, "device": "cpu"}
-    random = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.no_grad():
-        w1, w3, w2 = (
-            torch.randn(experts, width, width, generator=random, **options).bfloat16()
-            for _ in parts
-        )
-        x = torch.randn(experts * count, width, generator=random, **options).bfloat16() / 4
-        probe = object.__new__(type(module))
-        weights = dict(zip(parts, (w1, w3, w2)))
-        probe.__dict__ = module.__dict__ | {
-            "_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}
-        }
+# The proof: operator by operator, on few elements, the module's own forward is `Kind.forward` #
+
+
+def _proof_of(
+    module: nn.Module, kind: Kind, cls: type[nn.Module] | None = None
+) -> list[Fact] | str:
+    """Facts under which the forward of `cls` is `kind.forward`, but for roundings; or why not."""
+    cls, notes = cls or type(module), set()
+    code = _eager_forward(cls)
+
+    def prove() -> tuple[list[Fact] | None, list[Fact] | str]:
+        outcome = None
         try:
-            y = type(module).forward(
-                probe, x, torch.full((experts,), count, dtype=torch.int64, device="cpu")
+            modes = itertools.product((torch.float32, torch.bfloat16), (True, False))
+            if not all(_is_same(module, kind, cls, code, notes, *mode) for mode in modes):
+                outcome = f"{cls.__name__}.forward computes something else than packed experts"
+        except Exception as error:  # of the user's forward
+            outcome = f"{cls.__name__}.forward {error}"
+        try:
+            products = (f"{part}_product" for part in kind.parts)
+            facts = facts_of(module, cls, notes, ("_is_expert_parallel", *products), code)
+        except Unproven as error:
+            return None, outcome or f"{cls.__name__}.forward {error}"
+        return facts, outcome or facts
+
+    shapes = ((n, p.shape) for n, p in module._parameters.items() if p is not None)
+    return proven((cls, kind, *shapes), module, prove)
+
+
+def _eager_forward(cls: type[nn.Module]) -> Callable:
+    """That of the class; of transformers what its dispatch between implementations wraps."""
+    code = cls.forward
+    while code.__globals__["__name__"] == _DISPATCH and hasattr(code, "__wrapped__"):
+        code = code.__wrapped__
+    return code
+
+
+_DISPATCH = "transformers.integrations.moe"
+
+
+class _Defined(nn.Module):
+    """A product of packed experts by torch's operators."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, transposed: bool):
+        super().__init__()
+        self._parameters |= {"weight": weight, "bias": bias}
+        self.transposed = transposed
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        parts = rows.tensor_split(ends[:-1].tolist())
+        weights = self.weight if self.transposed else self.weight.mT
+        products = [part.to(w.dtype) @ w for part, w in zip(parts, weights)]
+        if self.bias is not None:
+            products = [y + bias for y, bias in zip(products, self.bias)]
+        return torch.cat(products)
+
+
+def _is_same(
+    module: nn.Module,
+    kind: Kind,
+    cls: type[nn.Module],
+    code: Callable,
+    notes: set,
+    dtype: torch.dtype,
+    training: bool,
+) -> bool:
+    """The forward's operators are those of `kind.forward` on the same elements, in any order."""
+    first, last = (module.get_parameter(part).shape for part in (kind.parts[0], kind.parts[-1]))
+    (experts, *inner), (_, hidden, width) = first, last
+    if kind.transposed:
+        (width, hidden), inner = (hidden, width), inner[::-1]
+    small = {hidden: 24, inner[0]: 16, width: 8}  # equal sizes stay equal
+    symbols, random = Symbols(exact=False), torch.Generator().manual_seed(0)
+
+    def symbol(name: str, *shape: int) -> Tensor:
+        tensor = torch.randn(shape, generator=random, device="cpu").to(dtype).requires_grad_()
+        symbols.name(tensor, name)
+        return tensor
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        parameters = {
+            n: None if p is None else symbol(n, experts, *(small[d] for d in p.shape[1:]))
+            for n, p in module._parameters.items()
+        }
+        if kind.forward is _forward:
+            first, second = torch.arange(experts + 1) % experts, torch.arange(1, experts + 2)
+            routes = torch.stack([first, second % experts], 1)[:, : min(experts, 2)]
+            given = [symbol("x", experts + 1, small[hidden]), routes, symbol("p", *routes.shape)]
+        else:
+            counts = torch.arange(1, experts + 1) % 3
+            rows = int(counts.sum()) if kind.forward is _forward_of_rows else 2 * experts
+            given = [symbol("x", rows, small[hidden])]
+            given += [counts] * (kind.forward is _forward_of_rows)
+        sizes = {
+            name: small[value]
+            for name, value in module.__dict__.items()
+            if type(value) is int and value in small and value != experts
+        }
+        probe = copy.copy(module)
+        products = {
+            f"{part}_product": _Defined(
+                parameters[part], parameters.get(f"{part}_bias"), kind.transposed
             )
-        except Exception:  # of any kind: it is not what was thought
-            return False
-        rows = x.float().view(experts, count, width)
-        a, b = (rows @ w.float().mT for w in (w1, w3))
-        want = ((torch.nn.functional.silu(a) * b) @ w2.float().mT).view(-1, width)
-    if not isinstance(y, Tensor) or y.shape != want.shape:
-        return False
-    return bool((y.float() - want).norm() < 0.02 * want.norm())
+            for part in kind.parts
+        }
+        children = {n: m for n, m in module._modules.items() if n not in products}
+        probe.__dict__ |= {"_parameters": parameters, "_modules": children} | sizes
+        plain = copy.copy(probe)
+        plain.__dict__ |= {"_modules": children | products, "packed_parts": kind.parts}
+        with symbols:
+            symbols.gradients = True
+            with Unobserved(SHAPES):
+                y = code(watched(probe, cls, (), notes, training), *given)
+            symbols.gradients = False
+            z = kind.forward(watched(plain, cls, tuple(products), notes, training), *given)
+        return y.shape == z.shape and torch.equal(symbols.of(y), symbols.of(z))
 
 
 def are_sharded(module: nn.Module) -> bool:
@@ -159,8 +261,9 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     kind = known(kind_of(module), "a kind of packed experts")
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
-    module.__class__ = _class_of(type(module), kind.parts, kind.forward)
+    module.__class__ = _class_of(type(module), kind.parts, kind.forward, kind.transposed)
     module.register_state_dict_post_hook(_plain_parts)
+    changed_in(module)
 
 
 class _Quantized(nn.Module):
@@ -168,12 +271,41 @@ class _Quantized(nn.Module):
 
     converted_from: type[nn.Module]
     packed_parts: tuple[str, ...]
-    packed_forward: Callable
+    packed_kind: Kind
+
+
+def changed_in(module: _Quantized) -> str | None:
+    """What is not as it was proven, of experts that were taken over."""
+    cls = module.converted_from
+
+    def prove() -> tuple[None, list[Fact]]:
+        facts = _proof_of(module, module.packed_kind, cls)
+        if isinstance(facts, str):
+            raise Unproven(facts)
+        return None, facts
+
+    proof = held(module, prove)
+    return "forward" if proof is None else proof[1].changed(module)
 
 
 @functools.cache
-def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> type[nn.Module]:
-    """cls with grouped products of `parts`; its instances are pickled as cls."""
+def _class_of(
+    cls: type[nn.Module], parts: tuple[str, ...], forward: Callable, transposed: bool
+) -> type[nn.Module]:
+    """cls with grouped products of `parts`; its instances are pickled as cls.
+
+    What its forward was proven from is looked up again; if it is otherwise, cls.forward runs.
+    """
+    kind, known = Kind(parts, forward, transposed), cls.forward
+    named = _with_names_of(cls, forward)
+
+    @functools.wraps(known)
+    def proven_forward(self, *args, **kwargs):
+        if cls.forward is not known:  # graphs guard this, and what `forward` reads
+            return cls.forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling() and changed_in(self) is not None:
+            return cls.forward(self, *args, **kwargs)
+        return named(self, *args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):
         applied = cls._apply(self, fn, recurse)
@@ -187,13 +319,13 @@ def _class_of(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -
         f"Quantized{cls.__name__}",
         (cls,),
         {
-            "forward": _with_names_of(cls, forward),
+            "forward": proven_forward,
             "_apply": _apply,
             "__reduce_ex__": _reduce,
             "__module__": cls.__module__,
             "converted_from": cls,
             "packed_parts": parts,
-            "packed_forward": staticmethod(forward),
+            "packed_kind": kind,
         },
     )
 
@@ -211,12 +343,12 @@ def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
 
 
 def _reduce(module: _Quantized, protocol: int) -> tuple:
-    _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, module.packed_parts, module.packed_forward), *state
+    _, _, state, *rest = module.converted_from.__reduce_ex__(module, protocol)
+    return _blank, (module.converted_from, *module.packed_kind), without_held(state), *rest
 
 
-def _blank(cls: type[nn.Module], parts: tuple[str, ...], forward: Callable) -> nn.Module:
-    return cls.__new__(_class_of(cls, parts, forward))
+def _blank(cls: type[nn.Module], *kind) -> nn.Module:
+    return cls.__new__(_class_of(cls, *kind))
 
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import pyfunctorch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable)
 _T = TypeVar("_T")
@@ -90,6 +90,14 @@ def dispatch_is_watched() -> bool:
     """A dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or torch.func
     sees operators."""
     return torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees the operators below autograd, and does not import dynamo to be skipped."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_fake() -> bool:
