@@ -68,10 +68,10 @@ def build(seed: int = 0, **kwargs) -> Net:
     return Net(**kwargs)
 
 
-def shard(net: Net, **kwargs) -> Net:
+def shard(net: Net, by=fully_shard, **kwargs) -> Net:
     for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
+        by(block, **kwargs)
+    return by(net, **kwargs)
 
 
 class WholeWeightLinear(nn.Linear):

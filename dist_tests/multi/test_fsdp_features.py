@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
@@ -228,6 +229,7 @@ FEATURES = {
     ),
     "shared axis of one": Feature(shard=lambda world: mesh(world, 1)),
     "replicated axis of one": Feature(shard=lambda world: mesh(1, world)),
+    "replicate": Feature(shard=lambda world: {"by": replicate}),
 }
 WITH_RECOMPUTATION = {
     "checkpointing, reentrant",

@@ -109,8 +109,8 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
         for storage in w.storages() if w.piece.values.shape[0] else ():
             total = total + fingerprint(storage, parts, part, part_rows)
         sums[w.name] = total
-        if w.managed is not None:
-            shards.setdefault(w.managed.process_group, []).append(w.name)
+        if w.managed is not None and (group := w.managed.process_group) is not None:
+            shards.setdefault(group, []).append(w.name)
         if w.experts is not None:
             experts.setdefault(w.experts[0], []).append((w.name, w.experts[1]))
     for group, names in [*shards.items(), *by_parts.items()]:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
+from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
 from ..tensor.torch_compat import unwrapped_names
@@ -72,7 +73,7 @@ def convert(
     whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
     `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
     PEFT's adapters of a `base_layer`:
-    convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
+    convert before or after `get_peft_model`. Works before and after `fully_shard`, which it reshards.
     Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
     another forward are left alone, but for Falcon's. So are layers with a forward of their own
     (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
@@ -93,6 +94,7 @@ def convert(
         )
     recipe = as_recipe(recipe, "fq.convert")
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
+    gathered = torch_compat.reshard(model)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
@@ -105,6 +107,11 @@ def convert(
             "others with one recipe, then fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
+        if id(weight) in gathered:
+            raise ValueError(
+                f"{name}.weight is gathered by an FSDP module around {type(model).__name__}; call "
+                "reshard() on that module before fq.convert"
+            )
         _check_shape(name, targets[name], weight)
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -297,9 +304,7 @@ def switch(
                 f"{running}: its model follows a schedule and runs by pieces, and nobody switched "
                 f"it before this layer began step {step}; call fq.begin_step(step), or the model"
             )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves the root gathered
+        torch_compat.reshard(model)
         set_recipe(model, schedule.at(step))
         follow(model, schedule)
 
@@ -498,7 +503,7 @@ def _converted_class(cls: type, kind: type[nn.Module]) -> type:
     if not issubclass(cls, FSDPModule):
         return kind
     return type(
-        f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
+        cls.__name__, (cls.__bases__[0], kind), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
     )
 
 

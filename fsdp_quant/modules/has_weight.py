@@ -98,15 +98,7 @@ def register_weight(module: HasWeight) -> None:
     managed = _managed(weight)
     if managed is None or isinstance(state, QuantizedWeightState):
         return
-    _check_sharded(managed, state)
     managed.replace_local(WeightShard(local_of(weight).detach(), state))
-
-
-def _check_sharded(managed: torch_compat.ManagedParam, state: WeightState) -> None:
-    if not managed.is_sharded:
-        raise ValueError(
-            f"{state.name} is gathered now; call reshard() on its FSDP module before fq.convert"
-        )
 
 
 def attach_tensor_group(module: HasWeight) -> None:
@@ -132,8 +124,6 @@ def attach_tensor_group(module: HasWeight) -> None:
 def _wrap_codes(weight: nn.Parameter, state: QuantizedWeightState) -> None:
     """Put a quantized parameter over a weight; optimizers that hold the parameter keep it."""
     managed = _managed(weight)
-    if managed is not None:
-        _check_sharded(managed, state)
     codes = state.wrapped(local_of(weight).detach())
     if managed is not None:
         managed.replace_local(codes)

@@ -71,9 +71,10 @@ class LocalTensors:
         """fp32 [1]. Every rank must call it."""
         weight = self._weight(source, matrix)
         amax, managed = weight.storage(ROWWISE).tensor_amax, weight.managed
-        if amax is not None and managed is not None and source.tensor.dim() == 3:
+        group = None if managed is None else managed.process_group
+        if amax is not None and group is not None and source.tensor.dim() == 3:
             amax = amax.clone()  # of the rank that holds the matrix
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=managed.process_group)
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
         return amax
 
     @torch.no_grad()

@@ -205,8 +205,8 @@ def _groups(weight: Sharded) -> tuple[dist.ProcessGroup, ...]:
         return () if parts is None else (parts,)
     shards = m.process_group
     if parts is None or not weight.state.spans_parts:
-        return (shards,)
-    if shards.size() == 1:
+        return () if shards is None else (shards,)
+    if shards is None or shards.size() == 1:
         return (parts,)
     if world is not None and m.registered.device_mesh.size() == world.size():
         if dist.get_backend(world) == dist.get_backend(shards):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage as alloc_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
@@ -93,20 +93,22 @@ class ManagedParam:
 
     @property
     def world_size(self) -> int:
-        return _mesh_info(self.param).shard_mesh_size
+        """Ranks that shard it: one under `replicate`."""
+        return getattr(self.param.mesh_info, "shard_mesh_size", 1)
 
     @property
     def rank(self) -> int:
-        return _mesh_info(self.param).shard_mesh_rank
+        return getattr(self.param.mesh_info, "shard_mesh_rank", 0)
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same shard (HSDP)."""
+        """How many ranks hold the same shard (HSDP, `replicate`)."""
         return getattr(self.param.mesh_info, "replicate_mesh_size", 1)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        return _mesh_info(self.param).shard_process_group
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that shard it; None under `replicate`, where each holds all of it."""
+        return getattr(self.param.mesh_info, "shard_process_group", None)
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -219,16 +221,12 @@ class ManagedParam:
             del self.param._unsharded_param
 
     def replace_local(self, local: Tensor) -> None:
-        """Replace the local tensor of the registered DTensor parameter, with FSDP2's hooks."""
-        sharded = self.registered
-        sharded._local_tensor = local
-        padded = self.param.padded_sharded_param_size
-        flat = local
-        if local.shape != padded:
-            flat = local.new_zeros(padded)
-            if local.shape[0]:
-                flat.narrow(0, 0, local.shape[0]).copy_(local)
-            sharded._local_tensor = flat.narrow(0, 0, local.shape[0])
+        """Replace the local tensor of the registered DTensor parameter by one with extension
+        points, which FSDP2 looks up in its lazy init alone."""
+        self.registered._local_tensor = local
+        self.param._sharded_param_data = local.view(-1)
+        self.param.reset_sharded_param()  # pads and pins
+        self.param._init_extensions()
 
 
 def set_gather_buffers(
@@ -250,10 +248,6 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 
 def _sharded(param: FSDPParam) -> DTensor:
     return param.sharded_param  # pyright: ignore[reportReturnType]  (torch says nn.Parameter)
-
-
-def _mesh_info(param: FSDPParam) -> FSDPMeshInfo:
-    return param.mesh_info  # pyright: ignore[reportReturnType]  (torch says its base class)
 
 
 def _params_of(states: Iterable[FSDPState]) -> Iterator[ManagedParam]:
@@ -280,6 +274,15 @@ def is_managed(parameter: Tensor) -> bool:
         parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None)
         for m in all_managed_params()
     )
+
+
+def reshard(model: nn.Module) -> set[int]:
+    """Reshard the parameters of a model, whose root an evaluation leaves gathered. Returns the ids
+    of those that stay gathered, as an FSDP module around the model owns them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {id(m.param._unsharded_param) for m in all_managed_params() if not m.is_sharded}
 
 
 def is_unsharded_parameter(t: Tensor) -> bool:
