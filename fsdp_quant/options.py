@@ -48,8 +48,7 @@ def text() -> Option:
 
 def choice(*values: object) -> Option:
     """One of these values, of the same type: 1 is not True."""
-    listed = ", ".join(map(repr, values[:-1]))
-    words = f"one of {values}" if len(values) > 2 else f"{listed} or {values[-1]!r}"
+    words = f"one of {values}" if len(values) > 2 else " or ".join(map(repr, values))
     return Option(words, lambda v: any(type(v) is type(w) and v == w for w in values))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .formats import SCALE_RULES
 from .options import Option, choice, flag, integer, number, text
@@ -76,7 +77,7 @@ def num_layers(what: str, count: object) -> int:
     return integer(1).read(f"per_layer({what}=): the number of layers", count)
 
 
-def step_at(point: object, total_steps: int | None) -> int | None:
+def step_at(point: Any, total_steps: int | None) -> int | None:
     """The step of a bound of a schedule; None: the end."""
     if total_steps is not None:
         total_steps = integer(1).read("schedule: total_steps", total_steps)

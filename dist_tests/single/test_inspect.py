@@ -4,9 +4,14 @@ notice."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import io
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,7 +19,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fsdp_quant as fq
 from dist_tests.golden import oracle
@@ -27,6 +36,7 @@ from fsdp_quant.modules.steps import converted_modules, histories_by_side
 from fsdp_quant.ops import dispatch
 from fsdp_quant.quantizer import HybridQuantizer
 from fsdp_quant.storage import Storage, to_storage
+from fsdp_quant.tensor import torch_compat
 
 FLOOR = recipes.mxfp8(scale_rounding="floor")
 
@@ -346,8 +356,9 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_unsampled_steps_launch_nothing():
+def test_unsampled_steps_launch_nothing(monkeypatch: pytest.MonkeyPatch):
     """If false, inspecting costs in every step, or waits for the device."""
+    monkeypatch.setattr(torch_compat, "unobserved", torch.no_grad)  # so that `Counting` sees it
 
     def launched(m: nn.Module) -> int:
         with Counting() as counting:
@@ -377,6 +388,7 @@ def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer(
             self.count = count if inside else self.count
             return out
 
+    monkeypatch.setattr(torch_compat, "unobserved", torch.no_grad)  # so that `Outputs` sees it
     inside: list[str] = []
 
     def uncounted(method: Callable) -> Callable:
@@ -535,6 +547,130 @@ def test_a_run_that_it_does_not_see_warns():
         fq.inspect(fq.Linear(16, 16)),
     ):
         pass
+
+
+class ByKeywords(nn.Module):
+    """Calls what it has by keywords, as torch's own modules may be called."""
+
+    def __init__(self, other_keys: bool = False):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.other_keys = other_keys
+
+    def forward(self, x):
+        x = x[None]
+        key = x * 2 if self.other_keys else x
+        return self.attention(key=key, need_weights=False, value=key, query=x)[0][0]
+
+
+class Selective(nn.Sequential):
+    """Recomputes all but products, by the policy that torchtitan uses."""
+
+    def forward(self, x):
+        def policy(ctx, func, *args, **kwargs):
+            kept = func in (torch.ops.aten.mm.default, torch.ops.aten.abs.default)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+def _forward(m: nn.Module, x: Tensor) -> None:
+    m(x).square().sum().backward()
+
+
+def _copied(m: nn.Module, x: Tensor) -> None:
+    """Copies inside, which are other models: of them nothing is measured."""
+    _forward(m, x)
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    for other in (copy.deepcopy(m), torch.load(file, weights_only=False)):
+        _forward(other, x)
+
+
+def _transformed(m: nn.Module, x: Tensor) -> None:
+    _forward(m, x)
+    weights = dict(m.eval().named_parameters())
+    torch.func.grad(lambda w: torch.func.functional_call(m, w, (x,)).square().sum())(weights)
+    m.train()
+
+
+def _failed(m: nn.Module, x: Tensor) -> None:
+    with pytest.raises(ValueError, match="wants|features|input"):
+        m(x[:, :16])
+    _forward(m, x)
+
+
+def _frozen(m: nn.Module) -> nn.Module:
+    m[0].requires_grad_(False)
+    fq.freeze(m)
+    return m
+
+
+def _linears(dtype: torch.dtype = torch.float32, made: type = nn.Sequential) -> nn.Module:
+    return made(nn.Linear(32, 32, dtype=dtype), nn.Linear(32, 32, dtype=dtype))
+
+
+RUNS = {
+    "attention": (lambda: nn.Sequential(ByKeywords(), nn.Linear(32, 32)), None, _forward),
+    "other keys": (lambda: nn.Sequential(ByKeywords(True), nn.Linear(32, 32)), None, _forward),
+    "frozen": (_linears, _frozen, _forward),
+    "frozen bf16": (lambda: _linears(torch.bfloat16), _frozen, _forward),
+    "copies": (_linears, None, _copied),
+    "transforms": (_linears, None, _transformed),
+    "selective": (lambda: nn.Sequential(_linears(made=Selective)), None, _forward),
+    "failed": (_linears, None, _failed),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_works_without_it_works_with_it(name: str):
+    """If false, a training stops in the middle, or has other bits, because someone looked."""
+    make, change, run = RUNS[name]
+    results = []
+    for is_inspected in (False, True):
+        with kept_step():
+            torch.manual_seed(0)
+            m = fq.convert(make(), "mxfp8")
+            m = m if change is None else change(m)
+            x = values(32, 32, seed=0, dtype=next(m.parameters()).dtype)
+            log = fq.inspect(m, every=1)
+            with log if is_inspected else contextlib.nullcontext(), warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                for _ in range(2):
+                    run(m, x)
+        gradients = {n: p.grad for n, p in m.named_parameters() if p.grad is not None}
+        results.append(gradients)
+        assert gradients
+    for key, gradient in results[0].items():
+        assert_same_bytes(results[1][key], gradient, key)
+    of_layers = {key.rpartition("/")[0] for key in log.latest[1]}
+    assert ("0.attention/input" in of_layers) == (name == "attention")
+    assert any(key.endswith("input.rowwise") for key in of_layers)
+    assert not any(hooks for module in m.modules() for hooks in (module._forward_hooks,) if hooks)
+
+
+def test_faults_of_the_recorder_are_warnings_that_name_the_layer(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    """If false, a fault in what is measured, or a full disk, ends a training."""
+    m, x = fq.convert(_linears(), "mxfp8"), values(32, 32, seed=0, dtype=torch.float32)
+
+    def faulty(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    for target in ("_of_slot", "_of_piece", "_add_gradient", "on_host"):
+        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            patch.setattr(recorder, target, faulty)
+            with fq.inspect(m, every=1, path=tmp_path / "log.jsonl"):
+                for _ in range(3):
+                    _forward(m, x)
+        texts = [str(w.message) for w in warned]
+        assert texts and len(texts) == len(set(texts)), texts  # one per layer, not per step
+        assert all("inspect could not measure" in t and "no memory" in t for t in texts), texts
+        assert target != "_of_slot" or "measure 0," in texts[0]
 
 
 # Compiled models #

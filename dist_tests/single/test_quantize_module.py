@@ -17,7 +17,7 @@ from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
-from fsdp_quant.quantizer import Quantizer
+from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
 
 
@@ -104,12 +104,24 @@ def test_random_bits_of_a_boundary_are_those_of_step_and_name():
         STEP.publish()
 
 
+def two_sides(role):
+    return HybridQuantizer("mxfp8", "nvfp4") if role.tensor_type == "output" else "mxfp8"
+
+
+def derived_side(role):
+    if role.tensor_type != "grad_input":
+        return None
+    return HybridQuantizer("mxfp8", "mxfp8", columnwise_source="rowwise_dequantized")
+
+
 @pytest.mark.parametrize(
     "recipe, message",
     [
         (recipes.mxfp8(), "edge: mxfp8.* has neither an output nor a grad_input"),
         (fq.CustomRecipe(delayed), "edge: output is .*delayed.*; wanted rowwise current scaling"),
         (fq.CustomRecipe(rotated), "edge: output is nvfp4.*without a rotation"),
+        (fq.CustomRecipe(two_sides), "edge: output is mxfp8 / nvfp4.*rowwise codes alone"),
+        (fq.CustomRecipe(derived_side), "edge: grad_input is .*rowwise codes alone"),
     ],
 )
 def test_slots_that_a_boundary_cannot_honour_are_refused(recipe: fq.Recipe, message: str):
@@ -181,6 +193,8 @@ def test_boundaries_that_cannot_be_honoured_are_refused_by_name():
         ValueError, match="fc: output is .*delayed.*; wanted rowwise current scaling"
     ):
         layer(fq.CustomRecipe(delayed, boundary_slots=True))
+    with pytest.raises(ValueError, match="fc: output is mxfp8 / nvfp4.*rowwise codes alone"):
+        layer(fq.CustomRecipe(two_sides, boundary_slots=True))
     with pytest.raises(ValueError, match="mxfp8 has no such slots"):
         recipes.mxfp8(boundary_slots=True)
 

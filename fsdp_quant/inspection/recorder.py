@@ -19,16 +19,22 @@ only counted. Each rank measures its own operands; with tensor parallelism, its 
 torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so nothing
 is traced again. Its bits are those of eager mode. They differ from a graph's bits where inductor
 fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
+
+A run does not depend on the recorder: a fault of it is one warning that names the layer, whose
+number is left out (`_observe`). Copies and pickles of the model have no hooks of it. Nothing is
+measured under fake tensors, torch.func, or while a graph is traced.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -90,6 +96,7 @@ class Inspection:
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
         self._stance = None
+        self._faults: set[str] = set()  # what could not be measured, and was warned of
         self._measured: dict[tuple[str, str], list[Measured]] = {}
         self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, one per weight gradient
 
@@ -111,7 +118,7 @@ class Inspection:
         self._leave_eager()
         self._finish()
         if self._path is not None:
-            self._write("receipt", _in_json(asdict(receipt())))
+            self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
         if not self._num_forwards:
             warnings.warn(
                 f"inspect saw no training forward of {type(self.model).__name__}: call the model "
@@ -133,10 +140,24 @@ class Inspection:
 
     # Steps #
 
+    def _observe(self, what: str, run: Callable[..., object], *args) -> None:
+        """Call `run`, unseen by the run. A fault becomes one warning per `what`."""
+        try:
+            with torch_compat.unobserved(), counters.uncounted():
+                run(*args)
+        except Exception as error:
+            if what not in self._faults:
+                self._faults.add(what)
+                warnings.warn(
+                    f"inspect could not measure {what}, whose numbers are left out; the run goes "
+                    f"on ({type(error).__name__}: {error})",
+                    stacklevel=3,
+                )
+
     def _before(self) -> None:
-        if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
+        if not (torch_compat.can_observe() and self.model.training and torch.is_grad_enabled()):
             return
-        if torch_compat.backward_is_running() or torch_compat.is_fake() or STEP.is_captured:
+        if torch_compat.backward_is_running() or STEP.is_captured:
             return
         self._finish()
         self._num_forwards += 1
@@ -146,14 +167,13 @@ class Inspection:
             self._sampled = self._step
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 self._stance = torch.compiler.set_stance("force_eager")
-            self._attach()
+            self._observe("this step", self._attach)
 
     def _after(self) -> None:
         self._leave_eager()
         if self.in_forward:
             self.in_forward = False
-            with torch.no_grad(), counters.uncounted():
-                self._measure_weights()
+            self._observe("the weights", self._measure_weights)
 
     def _leave_eager(self) -> None:
         if self._stance is not None:
@@ -164,9 +184,14 @@ class Inspection:
         """Copy the statistics of the sampled step to the host, and report them."""
         for undo in self._hooks:
             undo()
-        self._hooks = []
-        if not self._measured:
-            return
+        self._hooks, latest = [], self.latest
+        if self._measured:
+            self._observe("the sampled step", self._collect)
+        self._measured, self._gradient_norms = {}, {}
+        if self.on_record is not None and self.latest is not None and self.latest is not latest:
+            self.on_record(*self.latest)
+
+    def _collect(self) -> None:
         values = iter(on_host([part for parts in self._measured.values() for part in parts]))
         numbers: Numbers = {}
         for (name, slot), parts in self._measured.items():
@@ -176,13 +201,10 @@ class Inspection:
         for name, of in self._gradient_norms.items():
             if of:
                 numbers[f"{name}/weight/grad_norm"] = math.hypot(*(next(norms)[0] for _ in of))
-        self._measured, self._gradient_norms = {}, {}
         self.latest = self._sampled, numbers
         if self._path is None:
             self.records.append((self._sampled, numbers))
         self._write("numbers", {"values": _in_json(numbers)}, self._sampled)
-        if self.on_record is not None:
-            self.on_record(self._sampled, numbers)
 
     # Hooks #
 
@@ -191,54 +213,72 @@ class Inspection:
         managed = torch_compat.managed_params_of(self.model)
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
         for name, module, layers in _units(self.model):
-            hook = self._hook(name, layers)
+            hook = torch_compat.Observer(functools.partial(self._see, name, layers))
             self._hooks.append(module.register_forward_hook(hook, with_kwargs=True).remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
                 if weight is not None and weight.requires_grad:
                     norms = self._gradient_norms.setdefault(name, [])
-                    self._hooks.append(
-                        weight.register_post_accumulate_grad_hook(_of_gradient(norms)).remove
+                    add = functools.partial(
+                        self._observe, f"{name}: gradient of the weight", _add_gradient, norms
                     )
+                    self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
 
-    def _hook(self, name: str, layers: list[Linear]) -> Callable[..., None]:
+    def _see(self, name: str, layers: list[Linear], *call) -> None:
         """The forward hook of a module in a sampled step."""
+        if torch_compat.can_observe():
+            self._observe(name, self._add_call, name, layers, *call)
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-            x, *rest = args or (kwargs["x"] if "x" in kwargs else kwargs["input"],)
-            sizes, scale = None, kwargs.get("scale", 1.0)
-            if isinstance(module, GroupedLinear):
-                sizes = _sizes(module, rest[0] if rest else kwargs.get("splits"))
-            if not torch_compat.backward_is_running():
-                if not self.in_forward:
-                    return  # an evaluation forward before the next step
-                if torch.is_autocast_enabled(x.device.type):
-                    x = x.to(torch.get_autocast_dtype(x.device.type))
-                self._add(name, "input", layers, x, sizes)
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(
-                    lambda dy: self._add(
-                        name, "grad_output", layers, dy if scale == 1.0 else dy * scale, sizes
-                    )
-                )
-
-        return hook
+    def _add_call(
+        self,
+        name: str,
+        layers: list[Linear],
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        output: object,
+    ) -> None:
+        """Measure the input of a module's call, and later the gradient of its output."""
+        call = signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        _, x, *_ = call.values()
+        if call.get("key", x) is not x:
+            return  # attention to other keys multiplies parts of its weight, in high precision
+        sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
+        scale = call.get("scale", 1.0)
+        if not torch_compat.backward_is_running():
+            if not self.in_forward:
+                return  # an evaluation forward before the next step
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            self._add(name, "input", layers, x, sizes)
+        if isinstance(output, Tensor) and output.requires_grad:
+            gradient = functools.partial(self._add, name, "grad_output", layers)
+            output.register_hook(
+                lambda dy: self._observe(f"{name}: grad_output", gradient, dy, sizes, scale)
+            )
 
     def _add(
-        self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None
+        self,
+        name: str,
+        slot: str,
+        layers: list[Linear],
+        x: Tensor,
+        sizes: list[int] | None,
+        scale: float = 1.0,
     ) -> None:
-        """Measure an activation or gradient x [.., cols] of a module.
+        """Measure scale * x, an activation or gradient [.., cols] of a module.
 
         sizes:  rows per expert, None without experts.
         """
         if isinstance(x, QuantizedTensor):
             return  # tokens that were dispatched as codes
-        with torch.no_grad(), counters.uncounted():
-            rows = local_of(x).detach().reshape(-1, x.shape[-1])
-            for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
-                if len(part):
-                    self._measured.setdefault((name, slot), []).append(_of_slot(layer, slot, part))
+        x = x if scale == 1.0 else x * scale
+        rows = local_of(x).detach().reshape(-1, x.shape[-1])
+        for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
+            if len(part):
+                measured = _of_slot(layer, slot, part)
+                self._measured.setdefault((name, slot), []).append(measured)
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -255,17 +295,16 @@ class Inspection:
                 pieces[id(piece.state)].append(piece)
         for name, _, layers in _units(self.model):
             for layer in layers:
-                state, weight = layer._weight_state, layer.weight
-                if state.holds_codes:
-                    of = codes.get(id(state), weight)
+                state, weight = layer._weight_state, local_of(layer.weight)
+                if isinstance(of := codes.get(id(state), weight), QuantizedTensor):
                     sides = {
-                        d: s for d in Direction if (s := getattr(of, d.value, None)) is not None
+                        d: of.storage_for(d) for d in Direction if getattr(of, d.value) is not None
                     }
                     measured = [measure_codes(sides)] if sides else []
                 elif id(state) in pieces:
                     measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
-                    values = values_of(local_of(weight)).detach()
+                    values = values_of(weight).detach()
                     measured = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
                 if measured:
                     self._measured.setdefault((name, "weight"), []).extend(measured)
@@ -364,13 +403,10 @@ def _of_piece(piece: Piece) -> Measured:
     return measure(seen, storages, state.quantizer)
 
 
-def _of_gradient(norms: list[Tensor]) -> Callable[[Tensor], None]:
-    def hook(weight: Tensor) -> None:
-        if weight.grad is not None:
-            gradient = local_of(weight.grad).detach()
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-
-    return hook
+def _add_gradient(norms: list[Tensor], weight: Tensor) -> None:
+    if weight.grad is not None:
+        gradient = local_of(weight.grad).detach()
+        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
 
 def _of_rank(path: Path) -> Path:

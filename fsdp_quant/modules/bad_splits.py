@@ -33,8 +33,9 @@ def raise_bad_splits() -> None:
     unknown = "experts of a compiled graph, or of a module that is gone"
     name = getattr(_TAGGED.get(tag), "_name", unknown)
     raise ValueError(
-        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
-        "its result is wrong, and the optimizer has not stepped since the device said so"
+        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows "
+        "(a tensor is ends, torch's offs; a list is counts); its result is wrong, and the "
+        "optimizer has not stepped since the device said so"
     )
 
 

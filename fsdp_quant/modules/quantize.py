@@ -93,10 +93,17 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> OutputQuantizatio
     """
     sides = tuple(recipe.hybrid(Role(module_type, slot, name)) for slot in BOUNDARY_TYPES)
     for slot, hybrid in zip(BOUNDARY_TYPES, sides):
-        side = None if hybrid is None else hybrid.rowwise
-        if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
+        if hybrid is None:
+            continue
+        side, other = hybrid.rowwise, hybrid.columnwise
+        if side is None or side.is_delayed or side.fmt.rotated:
             raise ValueError(
                 f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation"
+            )
+        if other not in (None, side) or hybrid.columnwise_source != "original":
+            raise ValueError(
+                f"{name}: {slot} is {hybrid}, and a boundary reads rowwise codes alone; give it "
+                f"{side} for both directions, or columnwise=None"
             )
     return None if sides == (None, None) else OutputQuantization(*sides)
 

@@ -7,4 +7,5 @@ from .collectives import *
 from .fsdp2 import *
 from .graphs import *
 from .modules import *
+from .observers import *
 from .tensors import *

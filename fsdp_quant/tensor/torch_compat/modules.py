@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules: names without wrappers, hooks, compiled calls, and torch's attention."""
+"""Modules: names without wrappers, compiled calls, and torch's attention."""
 
 from __future__ import annotations
 
@@ -44,35 +44,6 @@ def has_hooks(module: nn.Module) -> bool:
         or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
-
-
-def around_calls(
-    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Call `before` and `after` around each call of a module, outside the code of
-    `module.compile()`. Returns a function that removes both. `after` runs even if the call
-    raises."""
-    if (compiled := module._compiled_call_impl) is None:
-        handles = [
-            module.register_forward_pre_hook(lambda *_: before()),
-            module.register_forward_hook(lambda *_: after(), always_call=True),
-        ]
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
-
-    def call(*args, **kwargs):
-        before()
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            after()
-
-    module._compiled_call_impl = call
-    return lambda: setattr(module, "_compiled_call_impl", compiled)
 
 
 def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
