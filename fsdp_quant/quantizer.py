@@ -193,6 +193,12 @@ class HybridQuantizer:
         """The columnwise storage is quantized from the rowwise one."""
         return self.columnwise_source != "original" and not self.shares_storage
 
+    @property
+    def decodes_columnwise(self) -> bool:
+        """The columnwise operand is the values of the rowwise codes: GEMMs decode them, and nothing
+        stores the values."""
+        return self.is_derived and not self.side(COLUMNWISE).fmt.is_quantized
+
     @cached_property
     def encodings(self) -> dict[Direction, Encoding]:
         """The encodings of the original values, by direction."""

@@ -4,6 +4,7 @@ written by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -115,6 +116,53 @@ def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
     trainer = _trainer(tmp_path, recipe, eval_strategy="steps", eval_steps=1, **compiled)
     assert _losses(trainer) == expected
     _assert_same(trainer.model, reference)
+
+
+class _Ends(transformers.TrainerCallback):
+    """Ends a training in its first step, after some micro-batches."""
+
+    def __init__(self, how: str):
+        self.how = how
+
+    def watch(self, model) -> None:
+        if self.how == "out of memory":
+            model.register_forward_hook(self._raise)
+
+    def _raise(self, *args) -> None:
+        raise torch.OutOfMemoryError("of a micro-batch")
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.how == "interrupt":
+            raise KeyboardInterrupt
+        control.should_training_stop = self.how == "early stop"
+
+
+@pytest.mark.parametrize("how", ["interrupt", "out of memory", "early stop"])
+def test_whatever_ends_a_training_ends_its_hold(how: str, tmp_path: Path):
+    """If false, the model cannot be written or held after an exception, a stop, or Ctrl-C."""
+    model, ends = llama(), _Ends(how)
+    callback = fq.integrations.transformers.Callback(RECIPES["mxfp8"](), skip=["lm_head"])
+    ends.watch(model)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        gradient_accumulation_steps=3,
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=examples())
+    trainer.add_callback(callback)  # which no event of the Trainer's making reaches
+    trainer.add_callback(ends)
+    with contextlib.suppress(KeyboardInterrupt, torch.OutOfMemoryError):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for layer in converted_modules(model).values():
+        assert layer.runtime.weight_state.held is None
+    model.load_state_dict({name: t * 0.9 for name, t in model.state_dict().items()})
+    with fq.hold(model):
+        pass
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..modules.hold import hold
@@ -67,7 +68,6 @@ class Callback(TrainerCallback):
             self._convert(model)
 
     def on_train_begin(self, args, state, control, model, **kwargs):
-        self._held.close()  # left by a training that raised
         self._convert(model)  # `model_init` returns a new model per training
         if state.global_step:
             load_gathered_state(
@@ -110,7 +110,11 @@ class Callback(TrainerCallback):
         count_passes(model)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self._held.close()  # the training was stopped between micro-batches
+        self.end()  # the training was stopped between micro-batches
+
+    def end(self) -> None:
+        """Leave the model as the training found it; called whatever ends the training."""
+        self._held.close()
 
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
@@ -128,3 +132,21 @@ def _loss_scale(optimizer: object) -> float:
     """Of the GradScaler of accelerate's optimizer; 1 without one."""
     scaler = getattr(optimizer, "scaler", None)
     return 1.0 if scaler is None else scaler.get_scale()
+
+
+def _ending(train: Callable) -> Callable:
+    """`Trainer.train` that calls `Callback.end`. No event of the Trainer follows an exception."""
+
+    @functools.wraps(train)
+    def train_and_end(trainer: Trainer, *args, **kwargs):
+        try:
+            return train(trainer, *args, **kwargs)
+        finally:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, Callback):
+                    callback.end()
+
+    return train_and_end
+
+
+Trainer.train = _ending(Trainer.train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
-from ..tensor.torch_compat import unwrapped_names
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of, unwrapped_names
+from ..tensor.weight_codes import WeightCodes
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear
 from .layernorm_mlp import check_recompute
@@ -188,7 +190,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
     not the one that other ranks of a `fully_shard` are given (on all of them), a model without
-    converted modules, a gathered weight, or a published one of other formats.
+    converted modules, a gathered weight, or a published or frozen one of other formats.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> fq.set_recipe(model, fq.recipes.identity())
@@ -215,7 +217,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
                 f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
                 "set_recipe between steps, or reshard() on its FSDP module first"
             )
-    _check_published(recipe, units)
+    check_fixed("fq.set_recipe", recipe, units)
     _agree(model, recipe, recipes)
     for module, its in modules:
         module.runtime.set_recipe(its, module.weight.device)
@@ -244,22 +246,48 @@ def _agree(
         agree(facts, groups)
 
 
-def _check_published(
-    recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]
+def check_fixed(
+    call: str,
+    recipe: Recipe | PerLayer | Schedule,
+    units: Mapping[str, Sequence[Linear]],
+    frozen: Collection[Linear] = (),
 ) -> None:
-    """Raise ValueError for a recipe that changes, in any step, what a weight sync publishes."""
+    """Raise ValueError for a recipe that changes, in any step, the formats of codes that cannot be
+    encoded again: a weight sync publishes them, or no values are left.
+
+    call:    that is refused, for the error.
+    frozen:  layers whose values `fq.freeze` is about to drop.
+    """
     for phase in recipe.phases:
         for module, its in given_recipes(units, phase):
-            state, wanted = module.runtime.weight_state, its.compute_dtype
+            runtime, state, wanted = module.runtime, module.runtime.weight_state, its.compute_dtype
+            why = _DROPPED if module in frozen else _why_fixed(module)
+            plan = None if why is None else runtime.plan_of(its, module.weight.device)
             planned = state.quantizer, state.compute_dtype
-            plan = module.runtime.plan_of(its, module.weight.device)
-            if state.weight_sync is not None and (plan.weight, wanted) != planned:
+            if plan is not None and (plan.weight, wanted) != planned:
                 raise ValueError(
-                    f"{module.runtime.name}.weight is published by a weight sync that was planned "
-                    f"for {planned[0]} of {planned[1]}, and {its} makes it {plan.weight} of "
-                    f"{wanted}; change activations and gradients only, or plan the sync of a model "
-                    "that has the new recipe, and refresh it with the masters"
+                    f"{call}: {runtime.name}.weight {why[0]} {planned[0]} of {planned[1]}, and "
+                    f"{its} makes it {plan.weight} of {wanted}; change activations and gradients "
+                    f"only, or {why[1]}"
                 )
+
+
+def _why_fixed(module: Linear) -> tuple[str, str] | None:
+    """(why the formats of a layer's weight are fixed, what to do); None: they are not."""
+    weight = local_of(module.weight)
+    if module.runtime.weight_state.weight_sync is not None:
+        remedy = "plan the sync of a model that has the new recipe, and refresh it with the masters"
+        return "is published by a weight sync that was planned for", remedy
+    has_values = isinstance(weight, WeightCodes) and weight.has_values
+    if isinstance(weight, QuantizedTensor) and not has_values:
+        return _DROPPED
+    return None
+
+
+_DROPPED = (
+    "keeps no values beside its frozen codes, which are",
+    "freeze it once no recipe changes it any more (fq.unfreeze returns decoded values)",
+)
 
 
 def _planned(

@@ -21,8 +21,10 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState
+from .convert import check_fixed, converted_units
 from .operands import weight_storages
 from .steps import converted_modules
+from .training_steps import SCHEDULED
 
 
 @contextlib.contextmanager
@@ -86,7 +88,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     values; every rank must call `freeze`. Packed experts and transposed weights do not change.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
-    Raises ValueError too, for a sharded high-precision weight and one with amax histories.
+    Raises ValueError too, for a sharded high-precision weight, one with amax histories, and one
+    whose formats a schedule changes. Later `fq.set_recipe` refuses to change them.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -124,6 +127,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
             )
         if layer.weight.device.type == "meta":
             raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
+    for scheduled, (schedule, _) in SCHEDULED.items():
+        check_fixed("fq.freeze", schedule, converted_units(scheduled), set(layers.values()))
     sharded = {
         layer: local
         for layer in layers.values()

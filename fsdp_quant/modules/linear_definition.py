@@ -48,7 +48,15 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .exchange import Gather, Scattering, SequenceCut, TensorParallel, encoded_rows
 from .linear_products import LinearCall, gradients, product
-from .operands import buffers_of, columnwise_of_saved, refuse_codes, slot_key, weight_storages
+from .operands import (
+    buffers_of,
+    columnwise_of_saved,
+    decoded_columnwise,
+    refuse_codes,
+    slot_key,
+    weight_storages,
+)
+from .plan import GemmPlan
 
 # An input that is cut along the sequence #
 
@@ -217,7 +225,7 @@ def multiply(
     shared: SharedInput | None = None,
     rowwise: LaidOut | None = None,
 ) -> tuple[Tensor, list[Tensor], EncodedMatrix | None]:
-    """(y, what the backward keeps of x, the codes of w that it reads) without autograd.
+    """(y, what the backward keeps of x, the codes of w from which it multiplies) without autograd.
 
     backward:         dgrad follows. A gathered weight's codes are not kept: they are filled again.
     shared, rowwise:  of an x that is cut along the sequence, with the codes of all its rows.
@@ -238,18 +246,23 @@ def multiply(
     else:
         shared.is_read(call.save, backward)
         codes = rowwise.to_layout(call.input_layout(ROWWISE, x))
-    both = backward and not isinstance(weight, QuantizedTensor)
-    wanted = [ROWWISE, *([COLUMNWISE] if both else [])]
+    source = None if not backward or isinstance(weight, QuantizedTensor) else _kept_direction(plan)
+    wanted = list(dict.fromkeys([ROWWISE, *([] if source is None else [source])]))
     w = weight_storages(weight, wanted, plan, call.state, x.dtype, call.records)
     y = product(call, codes, w[ROWWISE], bias, x.dtype, shape, cut)
     call.record("input", amaxes)  # nothing can be refused any more
-    return y, kept, w.get(COLUMNWISE)
+    return y, kept, None if source is None else w[source]
+
+
+def _kept_direction(plan: GemmPlan) -> Direction:
+    """The direction of the weight's codes that a node keeps for dgrad."""
+    return ROWWISE if plan.weight.decodes_columnwise else COLUMNWISE
 
 
 def multiply_backward(
     dy: Tensor,
     weight: Tensor,
-    columnwise: EncodedMatrix | None,
+    codes: EncodedMatrix | None,
     saved: list[Tensor],
     call: LinearCall,
     needs: Sequence[bool],
@@ -257,13 +270,13 @@ def multiply_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`gradients` without autograd.
 
-    columnwise:  codes of the weight; None: it is gathered.
-    shared:      of an x that is cut along the sequence, which accumulates dx.
+    codes:   of the weight, from `multiply`; None: it is gathered.
+    shared:  of an x that is cut along the sequence, which accumulates dx.
     """
 
     def read_weight() -> EncodedMatrix:
-        if columnwise is not None:
-            return columnwise
+        if codes is not None:
+            return codes if codes.direction is COLUMNWISE else decoded_columnwise(codes, call.plan)
         return weight_storages(weight, [COLUMNWISE], call.plan, call.state, dy.dtype)[COLUMNWISE]
 
     def start_input(rows: int) -> Callable[[], EncodedMatrix]:
@@ -284,11 +297,11 @@ def multiply_backward(
 class _Kept:
     """What a forward leaves for its backward (an object, which torch.func passes on as it is).
 
-    saved: of x. columnwise: codes of the weight; None: it is gathered.
+    saved: of x. codes: of the weight; None: it is gathered.
     """
 
     saved: list[Tensor]
-    columnwise: EncodedMatrix | None
+    codes: EncodedMatrix | None
 
 
 class _Definition(torch.autograd.Function):
@@ -297,7 +310,7 @@ class _Definition(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, call, backward, kept, shared, rowwise):
         with torch.autocast(x.device.type, enabled=False):
-            y, saved, kept.columnwise = multiply(x, weight, bias, call, backward, shared, rowwise)
+            y, saved, kept.codes = multiply(x, weight, bias, call, backward, shared, rowwise)
             if shared is None:
                 kept.saved = saved
         return y
@@ -305,14 +318,14 @@ class _Definition(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, y):
         x, weight, bias, call, _, kept, shared, _ = inputs
-        columnwise = kept.columnwise
+        codes = kept.codes
         ctx.weight, ctx.call, ctx.shared = weight, call, shared
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.layout = None if columnwise is None else columnwise.layout
+        ctx.layout = None if codes is None else codes.layout
         is_x = call.save and shared is None and call.plan.saves == "input"
         saved = [x] if is_x else kept.saved
         ctx.count = len(saved)
-        ctx.save_for_backward(*saved, *([] if columnwise is None else buffers_of(columnwise)))
+        ctx.save_for_backward(*saved, *([] if codes is None else buffers_of(codes)))
 
     @staticmethod
     def backward(ctx, dy):
@@ -327,13 +340,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(dy, weight, call, shared, layout, count, bias_dtype, needs, *tensors):
-        columnwise = None
+        codes = None
         if layout is not None:
-            fmt, shape = call.plan.operand("weight", COLUMNWISE), tuple(weight.shape)
-            columnwise = matrix_over(tensors[count:], fmt, COLUMNWISE, shape, dy.dtype, layout)
+            direction, shape = _kept_direction(call.plan), tuple(weight.shape)
+            fmt = call.plan.operand("weight", direction)
+            codes = matrix_over(tensors[count:], fmt, direction, shape, dy.dtype, layout)
         with torch.autocast(dy.device.type, enabled=False):
             saved = list(tensors[:count])
-            dx, dw, db = multiply_backward(dy, weight, columnwise, saved, call, needs, shared)
+            dx, dw, db = multiply_backward(dy, weight, codes, saved, call, needs, shared)
         dw = None if dw is None else dw.to(weight.dtype)
         return dx, dw, None if db is None else db.to(bias_dtype)
 

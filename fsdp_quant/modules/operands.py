@@ -124,9 +124,8 @@ def gathered_storage(
 ) -> EncodedMatrix:
     """The codes of a gathered or frozen weight, or of a quantized parameter, for a GEMM."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
-    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
-        rowwise = weight.matrix_for(ROWWISE)
-        return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
+    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
+        return to_layout(decoded_columnwise(weight.matrix_for(ROWWISE), plan), layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
@@ -138,6 +137,11 @@ def gathered_storage(
     if code_check.checking:
         code_check.check_gathered(weight, direction)
     return operand
+
+
+def decoded_columnwise(rowwise: EncodedMatrix, plan: GemmPlan) -> Storage:
+    """The columnwise storage that is derived from the rowwise codes of a weight."""
+    return plan.weight.derive_columnwise(rowwise, plan.compute_dtype)
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ class GatheredWeight:
         }
         self.buffers = {d: self._allocate(d) for d in self.quantizer.encodings}
         self.derived = None
-        if self.quantizer.is_derived:
+        if self.quantizer.is_derived and not self.quantizer.decodes_columnwise:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
         self.records = True  # amaxes: a backward may follow the forward that gathers
@@ -166,6 +166,8 @@ class GatheredWeight:
         self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
             for i, pair in enumerate(self.pairs):
+                if direction is COLUMNWISE and self.quantizer.decodes_columnwise:
+                    continue
                 if direction in self.buffers:
                     storage = self.buffers[direction].storages[i]
                 elif self.derived is not None:

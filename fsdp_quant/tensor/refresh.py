@@ -90,7 +90,7 @@ def encode_stale(weights: Sequence[tuple[WeightCodes, ManagedParam | None]]) -> 
             weight.store(shard.direction, encoded, shard.piece.row0)
     for weight, managed in changed:
         quantizer = weight.state.quantizer
-        if quantizer.is_derived and managed is None:
+        if quantizer.is_derived and not quantizer.decodes_columnwise and managed is None:
             rowwise = weight._pair.storage(ROWWISE)
             derived = quantizer.derive_columnwise(rowwise, weight.state.compute_dtype)
             weight.store(
