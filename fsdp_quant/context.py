@@ -192,6 +192,8 @@ class StepState:
     def prepare(self, device: torch.device) -> Tensor:
         """Create the step's tensor for graphs on `device` (`in_graph`), and return that of the
         default offset."""
+        if torch_compat.is_fake():  # no graph has fakes
+            return self.on(device)
         tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _THREAD.contexts
         _NO_CONTEXTS.steps[device] = tensor
         if here.token_offset != _DEFAULT_OFFSET:

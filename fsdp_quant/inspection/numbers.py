@@ -33,6 +33,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import reference
 from ..quantizer import HybridQuantizer
 from ..storage import Storage
+from ..tensor import torch_compat
 
 MOST_ELEMENTS = 1 << 22
 _GOLDEN = 0.6180339887498949
@@ -179,6 +180,7 @@ def _scale_per_element(storage: Storage) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
+@torch_compat.outside_modes()
 def _powers_of_two(device: torch.device) -> Tensor:
     """Return the values of the 256 e8m0 codes. Indexing this table is one operator per tensor;
     decoding is ten."""
@@ -226,6 +228,7 @@ def _sampled(
 
 
 @functools.lru_cache(maxsize=256)
+@torch_compat.outside_modes()
 def _row_index(groups: int, wanted: int, size: int, first: int, device: torch.device) -> Tensor:
     """Return the row indices of `wanted` groups, chosen from `groups` of `size` rows each from row
     `first` on."""

@@ -45,7 +45,7 @@ _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first
 def bad_splits_flag() -> Tensor:
     """int64 [1] of the host that devices write: tag << 32 | rows of the last malformed call."""
     if not _WRONG:
-        with torch_compat.outside_inference_mode():
+        with torch_compat.outside_modes():
             flag = torch.zeros(
                 1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
             )

@@ -146,6 +146,12 @@ class BaseLinear(HasWeight, nn.Linear):
         save:  the backward needs x. grad: a backward may follow.
         """
         runtime, device = self.runtime, x.device
+        if (transform := torch_compat.forward_transform(x)) is not None:
+            raise NotImplementedError(
+                f"{runtime.name}: {transform} reached a layer that multiplies codes, which have no "
+                "tangents and no batches; use torch.func.grad or vjp, or transform the model "
+                "before fq.convert"
+            )
         state = runtime.weight_state
         if weight_state(weight) is None and torch_compat.is_managed(weight):
             self._fallback(

@@ -216,12 +216,12 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
 
 
 @functools.cache
+@torch_compat.outside_modes()
 def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.device) -> Tensor:
     """Made on the device once, before graphs are captured."""
-    with torch.inference_mode(False):  # training reads them after an evaluation
-        ids, slot = slot_ids(name), SLOTS.index(cut_slot)
-        ids[slot] = placed_id(ids[slot], part, cols)
-        return ids.to(device)
+    ids, slot = slot_ids(name), SLOTS.index(cut_slot)
+    ids[slot] = placed_id(ids[slot], part, cols)
+    return ids.to(device)
 
 
 def shared_statistics(

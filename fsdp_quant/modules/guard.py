@@ -88,7 +88,8 @@ def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     if guard is None or guard.device != device:
         with torch.inference_mode(False):
             layer.guard = guard = torch.zeros(len(PRODUCTS), 2, dtype=torch.float32, device=device)
-        _GUARDED.add(layer)
+        if not torch_compat.is_fake():
+            _GUARDED.add(layer)
     return guard
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
+from ..tensor import torch_compat
 from .synced_weight import SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales or values per thread block
@@ -188,6 +189,7 @@ class _Group:
 
 
 @functools.lru_cache(maxsize=64)
+@torch_compat.outside_modes()
 def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
     """int32 (row, column) of every tile; consecutive tiles write adjacent memory."""
     tiles = torch.arange(down * right, dtype=torch.int64, device="cpu")

@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -107,15 +108,26 @@ def is_fake() -> bool:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing) and inference mode, to
-    create or write what outlives a call."""
+    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing), function modes (default
+    devices) and inference mode, to create or write what outlives a call."""
     with contextlib.ExitStack() as modes:
         if peek_interpreter_stack() is not None:
             modes.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
         if torch._C._len_torch_dispatch_stack() > 0:
             modes.enter_context(_disable_current_modes())
         modes.enter_context(outside_inference_mode())
+        modes.enter_context(torch._C.DisableTorchFunction())
         yield
+
+
+def forward_transform(x: Tensor) -> str | None:
+    """The transform that would push tangents, or batches, of x through an operator; None: none."""
+    for interpreter in get_interpreter_stack() or ():
+        if interpreter.key() in (TransformType.Jvp, TransformType.Vmap):
+            return f"torch.func.{interpreter.key().name.lower()}"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return "forward-mode differentiation"
+    return None
 
 
 def in_function() -> bool:
