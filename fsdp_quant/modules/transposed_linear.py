@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..tensor import torch_compat
 from .grouped_linear import Expert
 from .linear import Linear
 
@@ -36,6 +37,7 @@ class TransposedLinear(nn.Module):
         """Give the module its layer, which is no submodule."""
         self.__dict__["_layer"] = layer = Expert(self.read().detach(), recipe, name, "linear")
         layer.part_of(self, 0)
+        torch_compat.make_fx_leaf(self)
 
     @property
     def layer(self) -> Linear:
@@ -51,6 +53,8 @@ class TransposedLinear(nn.Module):
         return self.read().detach(), None
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_nested:
+            return torch_compat.of_nested(self.forward, x)
         return self._layer.times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
