@@ -13,6 +13,10 @@ from torch import Tensor
 
 from ..tensor import torch_compat
 
+BAD_SPLITS = (
+    "the token splits of an earlier call decreased or did not end at its {} rows (a tensor is "
+    "ends, torch's offs; a list is counts)"
+)
 _TAGS = itertools.count(1)
 _TAGGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -30,11 +34,10 @@ def raise_bad_splits() -> None:
     if bad is None:
         return
     tag, rows = bad
-    unknown = "experts of a compiled graph, or of a module that is gone"
-    name = getattr(_TAGGED.get(tag), "_name", unknown)
+    unknown, module = "experts of a compiled graph, or of a module that is gone", _TAGGED.get(tag)
     raise ValueError(
-        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows "
-        "(a tensor is ends, torch's offs; a list is counts); its result is wrong, and the "
+        f"{getattr(module, '_name', unknown)}: "
+        f"{getattr(module, 'malformed', BAD_SPLITS).format(rows)}; its result is wrong, and the "
         "optimizer has not stepped since the device said so"
     )
 

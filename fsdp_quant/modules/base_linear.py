@@ -62,6 +62,7 @@ class BaseLinear(HasWeight, nn.Linear):
         weight = self.weight
         self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
         self.attach_state(kind)
+        torch_compat.make_fx_leaf(self)
         self.register_state_dict_post_hook(plain_in_state_dict)
         self.register_load_state_dict_post_hook(reencode_after_load)
 

@@ -26,7 +26,7 @@ from .grouped_linear import EXPERT, GroupedLinear
 from .layernorm_mlp import check_recompute
 from .linear import Linear
 from .multihead_attention import MultiheadAttention, is_attention
-from .packed_experts import are_sharded, kind_of, products_of, take_over
+from .packed_experts import are_sharded, kind_of, products_of, reason_against, take_over
 from .plan import build_plan
 from .progress import progress
 from .skip import AUTO, auto_skips, read_by_others
@@ -140,11 +140,13 @@ def convert(
             module.adopt(recipes[name], plain[name])
         elif isinstance(module, Linear):
             module.make_quantized(recipes[name], plain[name])
-    for module in model.modules():
+    for module in model.modules():  # whose inference reads weights without a call of their layers
+        if not any(isinstance(m, OURS) for m in module.modules()):
+            continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(m, OURS) for m in module.modules()):
-                # else its inference reads weights without a call of their layers
-                module.activation_relu_or_gelu = 0
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -375,6 +377,9 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
         linears.pop(name).__dict__["_left_out"] = "whose forward or weight is not its class's"
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if kind_of(m)}
+    for module in model.modules():
+        if (reason := reason_against(module)) is not None:
+            module.__dict__["_left_out"] = reason
     skipped = _skipped(model, skip, linears | experts)
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}

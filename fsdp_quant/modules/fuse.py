@@ -296,6 +296,7 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
 def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
     # one class for all that are alike
     module.__class__ = _fused_class(type(module), pattern._replace(modules=""))
+    torch_compat.make_fx_leaf(module)
     _proof_of(module)
 
 
@@ -439,7 +440,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or not pattern.is_supported(self, given[0], proof[0]):
+        if len(given) != 1 or given[0].is_nested or not pattern.is_supported(self, given[0], proof[0]):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 

@@ -38,6 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..ops.reference import known
+from ..tensor import torch_compat
+from .bad_splits import BAD_SPLITS
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
 from .reads import Fact, facts_of, held, proven, watched, without_held
@@ -58,6 +60,25 @@ class ExpertProduct(GroupedLinear):
 
     def _load_from_state_dict(self, *args) -> None:
         pass
+
+    is_routed = False  # its splits are made of the experts of each token
+
+    @property
+    def malformed(self) -> str:
+        """What to say of splits that no expert has."""
+        if not self.is_routed:
+            return BAD_SPLITS
+        last = len(self.weight) - 1
+        return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
+
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        if self.is_routed and sum(sizes) != rows:
+            raise ValueError(
+                f"{self._name.rpartition('.')[0]}: {rows - sum(sizes)} of {rows} entries of "
+                f"top_k_index are no expert index; wanted 0 to {len(sizes) - 1}: leave such routes "
+                "out before the experts are called"
+            )
+        return super()._checked(sizes, rows)
 
 
 class Kind(NamedTuple):
@@ -261,8 +282,10 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     kind = known(kind_of(module), "a kind of packed experts")
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
+        product.is_routed = kind.forward is _forward
     module.__class__ = _class_of(type(module), kind.parts, kind.forward, kind.transposed)
     module.register_state_dict_post_hook(_plain_parts)
+    torch_compat.make_fx_leaf(module)
     changed_in(module)
 
 
@@ -296,12 +319,12 @@ def _class_of(
 
     What its forward was proven from is looked up again; if it is otherwise, cls.forward runs.
     """
-    kind, known = Kind(parts, forward, transposed), cls.forward
+    kind, code = Kind(parts, forward, transposed), cls.forward
     named = _with_names_of(cls, forward)
 
-    @functools.wraps(known)
+    @functools.wraps(code)
     def proven_forward(self, *args, **kwargs):
-        if cls.forward is not known:  # graphs guard this, and what `forward` reads
+        if cls.forward is not code:  # graphs guard this, and what `forward` reads
             return cls.forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling() and changed_in(self) is not None:
             return cls.forward(self, *args, **kwargs)
@@ -360,7 +383,9 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     (first, last), copies = self.packed_parts, top_k_index.shape[-1]
     experts = len(getattr(self, f"{first}_product").weight)
     gate = self._apply_gate if self.has_gate else self.act_fn
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    # no expert has a negative index, which sorts last so
+    chosen = top_k_index.reshape(-1).bitwise_and(torch.iinfo(top_k_index.dtype).max)
+    chosen, order = chosen.sort(stable=True)
     ends = torch.searchsorted(
         chosen, torch.arange(experts, dtype=torch.int64, device=chosen.device), right=True
     ).int()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..tensor import torch_compat
 from ..tensor.root_statistics import check_model_of
 from ..tensor.weight_state import WeightState
 from .grouped_linear import Expert
@@ -39,6 +40,7 @@ class TransposedLinear(nn.Module):
         """Give the module its layer, which is no submodule."""
         self.__dict__["_layer"] = layer = Expert(self.read().detach(), recipe, name, "linear")
         layer.part_of(self, 0)
+        torch_compat.make_fx_leaf(self)
 
     @property
     def layer(self) -> Linear:
@@ -63,6 +65,8 @@ class TransposedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_model_of(self, self.source)
+        if x.is_nested:
+            return torch_compat.of_nested(self.forward, x)
         return self._layer.times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:

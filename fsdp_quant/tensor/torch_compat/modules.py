@@ -46,6 +46,24 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def make_fx_leaf(module: nn.Module) -> None:
+    """Let torch.fx record calls of a module, as it does of torch's: `Tracer.is_leaf_module`."""
+    module.__dict__["__module__"] = "torch.nn"
+
+
+def of_nested(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A nested tensor of function(all rows of x), whose components are as long as those of x."""
+    if x.layout is torch.jagged:
+        if not x.is_contiguous():
+            raise ValueError("a jagged tensor with holes or transposed: call contiguous() first")
+        return torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets())
+    parts = x.unbind()
+    values = function(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
+    pieces = values.split([part.shape[:-1].numel() for part in parts])
+    shaped = [piece.view(*part.shape[:-1], -1) for piece, part in zip(pieces, parts)]
+    return torch.nested.as_nested_tensor(shaped)
+
+
 def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
     """torch.nn.functional.multi_head_attention_forward with projections by `linear(x, weight,
     bias)`."""
