@@ -15,14 +15,13 @@ from ..counters import counters
 from ..formats import Direction
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
-from ..tensor import torch_compat
 from ..tensor.gathered_weight import cuts_and_rank
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import Piece, Shard, WeightState, WeightTensor, encode_shards, values_of
+from ..tensor.weight_state import Piece, Shard, WeightTensor, encode_shards, values_of
 
 
 @dataclass(frozen=True)

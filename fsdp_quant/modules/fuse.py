@@ -39,7 +39,17 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
-from .reads import Bound, Fact, bound, facts_of, forward_of, held, is_defined_by, proven, watched, without_held
+from .reads import (
+    Bound,
+    Fact,
+    facts_of,
+    forward_of,
+    held,
+    is_defined_by,
+    proven,
+    watched,
+    without_held,
+)
 from .symbols import Symbols, Unobserved, Unproven
 
 
@@ -440,7 +450,11 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or given[0].is_nested or not pattern.is_supported(self, given[0], proof[0]):
+        if (
+            len(given) != 1
+            or given[0].is_nested
+            or not pattern.is_supported(self, given[0], proof[0])
+        ):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 

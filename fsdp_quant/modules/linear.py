@@ -67,8 +67,8 @@ class Linear(BaseLinear):
 
         handed:  what the module that computed the input hands over with it.
         """
-        if x.is_nested:
-            return torch_compat.of_nested(self.forward, x)
+        if input.is_nested:
+            return torch_compat.of_nested(self.forward, input)
         weight = self.weight
         if self.parallel is not None or isinstance(weight, DTensor):
             return finished(forward_among_ranks(self, input), residual, scale)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..tensor import torch_compat
 from .symbols import Unproven
@@ -294,7 +294,9 @@ def bound(facts: Iterable[Fact], module: nn.Module) -> Bound | None:
 _PROVEN: dict[tuple, list[tuple[list[Fact], Any]]] = {}
 
 
-def proven(key: tuple, module: nn.Module, prove: Callable[[], tuple[list[Fact] | None, Any]]) -> Any:
+def proven(
+    key: tuple, module: nn.Module, prove: Callable[[], tuple[list[Fact] | None, Any]]
+) -> Any:
     """What `prove` found out of this module, or of one of which the same facts are true.
 
     key:    what the outcome depends on besides: class, pattern, shapes.
