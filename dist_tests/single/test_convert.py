@@ -4,14 +4,18 @@ refused."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, values
@@ -642,6 +646,63 @@ def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
     for (name, a), (_, b) in zip(m.named_parameters(), want.named_parameters()):
         assert a.dtype is dtype
         assert_same_bytes(a.grad, b.grad, name)
+
+
+def on_meta(kind: str, recipe: str) -> tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]:
+    """A module, and a call of it with tokens [.., 64]."""
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    if kind == "experts":
+        experts = fq.GroupedLinear(2, 64, 64, packed=True, recipe=recipe, **options)
+        return experts, lambda m, x: m(x, torch.empty(2, dtype=torch.int32, device=x.device))
+    if kind == "mlp":
+        return fq.LayerNormMLP(64, 64, recipe=recipe, **options), lambda m, x: m(x)
+    plain = nn.Linear(64, 64, **options)
+    if kind == "attention":
+        plain = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True, **options)
+    with fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext():
+        return fq.convert(nn.Sequential(plain), recipe), lambda m, x: m(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("linear", "fp8_delayed"),
+        ("quantized", "fp8_block"),
+        ("experts", "mxfp8"),
+        ("mlp", "fp8_current"),
+        ("attention", "identity"),
+    ],
+)
+def test_shapes_are_inferred_without_values(kind: str, recipe: str):
+    """Otherwise a count of operations, or an estimate of memory, fails on a converted model, or
+    leaves it unable to train once it has values."""
+    model, call = on_meta(kind, recipe)
+    for training, grad, fake in ((True, True, False), (False, False, False), (True, True, True)):
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+        with mode, torch.set_grad_enabled(grad):
+            x = torch.ones(2, 8, 64, dtype=torch.bfloat16, device="meta").requires_grad_()
+            y = call(model.train(training), x)
+            assert y.is_meta and (y.shape, y.dtype) == (x.shape, x.dtype)
+            if not grad:
+                continue
+            gradients = torch.autograd.grad(y.sum(), [x, *model.parameters()])
+            for p, gradient in zip([x, *model.parameters()], gradients):
+                assert gradient.is_meta and gradient.shape == p.shape
+    with FlopCounterMode(display=False) as flops:
+        call(model, torch.ones(2, 8, 64, dtype=torch.bfloat16, device="meta"))
+    if kind in ("linear", "quantized", "experts"):
+        assert flops.get_total_flops() == 2 * 16 * 64 * 64
+    outputs = []
+    for net in (model, on_meta(kind, recipe)[0]):
+        net.to_empty(device="cpu")
+        if kind == "experts":
+            continue
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        outputs.append(call(net.eval(), torch.ones(2, 8, 64, dtype=torch.bfloat16)).detach())
+    for y in outputs:
+        assert_same_bytes(y, outputs[0])
 
 
 @pytest.mark.parametrize(

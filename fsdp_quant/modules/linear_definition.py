@@ -296,7 +296,7 @@ class _Definition(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight, bias, call, backward, kept, shared, rowwise):
-        with torch.autocast(x.device.type, enabled=False):
+        with torch_compat.without_autocast(x.device):
             y, saved, kept.columnwise = multiply(x, weight, bias, call, backward, shared, rowwise)
             if shared is None:
                 kept.saved = saved
@@ -331,7 +331,7 @@ class _Gradients(torch.autograd.Function):
         if layout is not None:
             fmt, shape = call.plan.operand("weight", COLUMNWISE), tuple(weight.shape)
             columnwise = matrix_over(tensors[count:], fmt, COLUMNWISE, shape, dy.dtype, layout)
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch_compat.without_autocast(dy.device):
             saved = list(tensors[:count])
             dx, dw, db = multiply_backward(dy, weight, columnwise, saved, call, needs, shared)
         dw = None if dw is None else dw.to(weight.dtype)
@@ -361,7 +361,7 @@ def defined_linear(
     """
     kept, shared, rowwise = _Kept(), None, None
     if (axis := call.axis) is not None and axis.gathered_slot == "input":
-        with torch.autocast(x.device.type, enabled=False):
+        with torch_compat.without_autocast(x.device):
             shared, x, rowwise, kept.saved = _shared_input(
                 x, x if owner is None else owner, call, axis
             )
