@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..ops.reference import known
+from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
 
@@ -161,6 +162,13 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
         module.add_module(f"{part}_product", product)
     module.__class__ = _class_of(type(module), kind.parts, kind.forward)
     module.register_state_dict_post_hook(_plain_parts)
+
+
+def forget_products(module: nn.Module) -> None:
+    """Undo what `take_over` added to a module."""
+    for part in getattr(type(module), "packed_parts", ()):
+        delattr(module, f"{part}_product")
+    torch_compat.remove_state_hooks(module, (_plain_parts,))
 
 
 class _Quantized(nn.Module):
