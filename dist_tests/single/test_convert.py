@@ -839,3 +839,117 @@ def test_linear_as_the_whole_model_converts():
     assert type(m) is fq.Linear
     m(values(4, 32, dtype=torch.float32)).sum().backward()
     assert m.weight.grad is not None
+
+
+# Back #
+
+
+def before_convert(family: str) -> nn.Module:
+    if family == "torch":
+        layers = [NamedLinear(32, 32), nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 64)]
+        tied = nn.Linear(32, 32)
+        tied.weight = layers[1].weight
+        return nn.Sequential(*layers, tied)
+    return tiny(family)
+
+
+def facts_of(net: nn.Module) -> dict[str, tuple]:
+    """What a program may see of each module, besides values."""
+    return {
+        name: (
+            type(m),
+            m.training,
+            {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))},
+            {
+                n: (type(p), p.dtype, p.requires_grad)
+                for n, p in m._parameters.items()
+                if p is not None
+            },
+            {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks")},
+        )
+        for name, m in net.named_modules()
+    }
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("family", ["torch", "llama", "gpt2", "mixtral", "llama4_text"])
+def test_unconvert_undoes_convert(family: str, quantized: bool):
+    """Otherwise a model cannot go on to a library that looks for the classes of torch, or goes on
+    with other values, names, ties or hooks."""
+    net = before_convert(family)
+    next(net.parameters()).requires_grad_(False)
+    calls = []
+    for module in list(net.modules())[-2:]:
+        module.register_forward_hook(lambda *_: calls.append(1))
+    net.eval()
+    x = torch.arange(16).view(1, 16) if family != "torch" else values(2, 32, dtype=torch.float32)
+    run = (lambda: net(x)) if family == "torch" else lambda: net(input_ids=x).logits
+    with torch.no_grad():  # a graph would hold the parameters
+        want = run()
+    facts, state = facts_of(net), copy.deepcopy(net.state_dict())
+    parameters = {id(p) for p in net.parameters()}
+    with fq.quantized_model_init("nvfp4") if quantized else contextlib.nullcontext():
+        fq.convert(net, "nvfp4")
+    assert facts_of(net) != facts
+    run()
+    assert fq.unconvert(net) is net
+    assert {id(p) for p in net.parameters()} == parameters, "an optimizer holds other parameters"
+    assert facts_of(net) == facts
+    assert list(net.state_dict()) == list(state)
+    for name, value in net.state_dict().items():
+        assert_same_bytes(value, state[name], name)
+    calls.clear()
+    assert_same_bytes(run().detach(), want.detach())
+    assert calls
+    with pytest.raises(ValueError, match="no module that fq.convert changed"):
+        fq.unconvert(net)
+    fq.convert(net, "identity")
+
+
+def test_unconvert_keeps_what_was_trained():
+    """Otherwise it gives back initial values, or an optimizer goes on with weights that no model
+    has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+    with fq.quantized_model_init("mxfp8"):
+        fq.convert(net, "mxfp8")
+    optimizer = fq.optim.FusedAdam(net.parameters(), lr=0.1)
+    net(values(4, 32)).square().sum().backward()
+    optimizer.step()
+    want = net.state_dict()["0.weight"].to(torch.bfloat16)
+    fq.unconvert(net)
+    assert type(net[0]) is nn.Linear and type(net[0].weight) is nn.Parameter
+    assert_same_bytes(net[0].weight.detach(), want)
+
+
+def refused(how: str) -> nn.Module:
+    if how == "fq.unfreeze":
+        net = fq.convert(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), "mxfp8")
+        fq.freeze(net)
+        return net
+    net = nn.Sequential(
+        nn.Linear(32, 32),
+        fq.LayerNormMLP(32, 32) if how == "LayerNormMLP" else fq.GroupedLinear(2, 32, 32),
+    )
+    return fq.convert(net, "mxfp8", skip=["1.*"])
+
+
+@pytest.mark.parametrize("how", ["fq.unfreeze", "LayerNormMLP", "GroupedLinear"])
+def test_what_cannot_be_restored_is_named_before_anything_changes(how: str):
+    """Otherwise half of a model is of one kind and half of the other."""
+    net = refused(how)
+    before = facts_of(net)
+    with pytest.raises(ValueError, match=how):
+        fq.unconvert(net)
+    assert facts_of(net) == before
+
+
+def test_libraries_that_replace_weights_are_named():
+    """Otherwise torchao's quantize_ fails in a kernel, in the first forward after it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    net = fq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
+    config = torchao.Int8WeightOnlyConfig()
+    with pytest.raises(NotImplementedError, match=r"fq.unconvert\(model\) before"):
+        torchao.quantize_(net, config)
+    torchao.quantize_(fq.unconvert(net), config)
+    assert net(torch.ones(2, 64)).shape == (2, 64)
