@@ -32,6 +32,7 @@ from .modules.norm import Norm
 from .modules.quantize import Quantize
 from .modules.training_state import load_state_dict, share_amaxes, state_dict
 from .modules.training_steps import begin_step, skip_step, sync
+from .modules.unconvert import unconvert
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role
 from .recipe import custom as CustomRecipe

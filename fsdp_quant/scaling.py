@@ -440,6 +440,16 @@ class AmaxHistory:
                 self.encode_scale = self.encode_scale.to(device)
         return self
 
+    def on(self, device: torch.device) -> AmaxHistory:
+        """The history that a forward on `device` reads and records in: itself, moved there; on the
+        meta device one without values."""
+        if device.type != "meta":
+            return self.to(device)
+        history = object.__new__(AmaxHistory)
+        vars(history).update(vars(self), amaxes=self.amaxes.to(device))
+        history.encode_scale = self.encode_scale.to(device)
+        return history
+
     @staticmethod
     @torch.no_grad()
     def record_in(amaxes: Tensor, amax: Tensor) -> None:

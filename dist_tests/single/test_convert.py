@@ -4,14 +4,18 @@ refused."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, values
@@ -644,6 +648,63 @@ def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
         assert_same_bytes(a.grad, b.grad, name)
 
 
+def on_meta(kind: str, recipe: str) -> tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]:
+    """A module, and a call of it with tokens [.., 64]."""
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    if kind == "experts":
+        experts = fq.GroupedLinear(2, 64, 64, packed=True, recipe=recipe, **options)
+        return experts, lambda m, x: m(x, torch.empty(2, dtype=torch.int32, device=x.device))
+    if kind == "mlp":
+        return fq.LayerNormMLP(64, 64, recipe=recipe, **options), lambda m, x: m(x)
+    plain = nn.Linear(64, 64, **options)
+    if kind == "attention":
+        plain = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True, **options)
+    with fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext():
+        return fq.convert(nn.Sequential(plain), recipe), lambda m, x: m(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("linear", "fp8_delayed"),
+        ("quantized", "fp8_block"),
+        ("experts", "mxfp8"),
+        ("mlp", "fp8_current"),
+        ("attention", "identity"),
+    ],
+)
+def test_shapes_are_inferred_without_values(kind: str, recipe: str):
+    """Otherwise a count of operations, or an estimate of memory, fails on a converted model, or
+    leaves it unable to train once it has values."""
+    model, call = on_meta(kind, recipe)
+    for training, grad, fake in ((True, True, False), (False, False, False), (True, True, True)):
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+        with mode, torch.set_grad_enabled(grad):
+            x = torch.ones(2, 8, 64, dtype=torch.bfloat16, device="meta").requires_grad_()
+            y = call(model.train(training), x)
+            assert y.is_meta and (y.shape, y.dtype) == (x.shape, x.dtype)
+            if not grad:
+                continue
+            gradients = torch.autograd.grad(y.sum(), [x, *model.parameters()])
+            for p, gradient in zip([x, *model.parameters()], gradients):
+                assert gradient.is_meta and gradient.shape == p.shape
+    with FlopCounterMode(display=False) as flops:
+        call(model, torch.ones(2, 8, 64, dtype=torch.bfloat16, device="meta"))
+    if kind in ("linear", "quantized", "experts"):
+        assert flops.get_total_flops() == 2 * 16 * 64 * 64
+    outputs = []
+    for net in (model, on_meta(kind, recipe)[0]):
+        net.to_empty(device="cpu")
+        if kind == "experts":
+            continue
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        outputs.append(call(net.eval(), torch.ones(2, 8, 64, dtype=torch.bfloat16)).detach())
+    for y in outputs:
+        assert_same_bytes(y, outputs[0])
+
+
 @pytest.mark.parametrize(
     "recipe", [recipes.nvfp4(), recipes.fp8_delayed()], ids=["nvfp4", "fp8_delayed"]
 )
@@ -778,3 +839,117 @@ def test_linear_as_the_whole_model_converts():
     assert type(m) is fq.Linear
     m(values(4, 32, dtype=torch.float32)).sum().backward()
     assert m.weight.grad is not None
+
+
+# Back #
+
+
+def before_convert(family: str) -> nn.Module:
+    if family == "torch":
+        layers = [NamedLinear(32, 32), nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 64)]
+        tied = nn.Linear(32, 32)
+        tied.weight = layers[1].weight
+        return nn.Sequential(*layers, tied)
+    return tiny(family)
+
+
+def facts_of(net: nn.Module) -> dict[str, tuple]:
+    """What a program may see of each module, besides values."""
+    return {
+        name: (
+            type(m),
+            m.training,
+            {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))},
+            {
+                n: (type(p), p.dtype, p.requires_grad)
+                for n, p in m._parameters.items()
+                if p is not None
+            },
+            {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks")},
+        )
+        for name, m in net.named_modules()
+    }
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("family", ["torch", "llama", "gpt2", "mixtral", "llama4_text"])
+def test_unconvert_undoes_convert(family: str, quantized: bool):
+    """Otherwise a model cannot go on to a library that looks for the classes of torch, or goes on
+    with other values, names, ties or hooks."""
+    net = before_convert(family)
+    next(net.parameters()).requires_grad_(False)
+    calls = []
+    for module in list(net.modules())[-2:]:
+        module.register_forward_hook(lambda *_: calls.append(1))
+    net.eval()
+    x = torch.arange(16).view(1, 16) if family != "torch" else values(2, 32, dtype=torch.float32)
+    run = (lambda: net(x)) if family == "torch" else lambda: net(input_ids=x).logits
+    with torch.no_grad():  # a graph would hold the parameters
+        want = run()
+    facts, state = facts_of(net), copy.deepcopy(net.state_dict())
+    parameters = {id(p) for p in net.parameters()}
+    with fq.quantized_model_init("nvfp4") if quantized else contextlib.nullcontext():
+        fq.convert(net, "nvfp4")
+    assert facts_of(net) != facts
+    run()
+    assert fq.unconvert(net) is net
+    assert {id(p) for p in net.parameters()} == parameters, "an optimizer holds other parameters"
+    assert facts_of(net) == facts
+    assert list(net.state_dict()) == list(state)
+    for name, value in net.state_dict().items():
+        assert_same_bytes(value, state[name], name)
+    calls.clear()
+    assert_same_bytes(run().detach(), want.detach())
+    assert calls
+    with pytest.raises(ValueError, match="no module that fq.convert changed"):
+        fq.unconvert(net)
+    fq.convert(net, "identity")
+
+
+def test_unconvert_keeps_what_was_trained():
+    """Otherwise it gives back initial values, or an optimizer goes on with weights that no model
+    has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+    with fq.quantized_model_init("mxfp8"):
+        fq.convert(net, "mxfp8")
+    optimizer = fq.optim.FusedAdam(net.parameters(), lr=0.1)
+    net(values(4, 32)).square().sum().backward()
+    optimizer.step()
+    want = net.state_dict()["0.weight"].to(torch.bfloat16)
+    fq.unconvert(net)
+    assert type(net[0]) is nn.Linear and type(net[0].weight) is nn.Parameter
+    assert_same_bytes(net[0].weight.detach(), want)
+
+
+def refused(how: str) -> nn.Module:
+    if how == "fq.unfreeze":
+        net = fq.convert(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), "mxfp8")
+        fq.freeze(net)
+        return net
+    net = nn.Sequential(
+        nn.Linear(32, 32),
+        fq.LayerNormMLP(32, 32) if how == "LayerNormMLP" else fq.GroupedLinear(2, 32, 32),
+    )
+    return fq.convert(net, "mxfp8", skip=["1.*"])
+
+
+@pytest.mark.parametrize("how", ["fq.unfreeze", "LayerNormMLP", "GroupedLinear"])
+def test_what_cannot_be_restored_is_named_before_anything_changes(how: str):
+    """Otherwise half of a model is of one kind and half of the other."""
+    net = refused(how)
+    before = facts_of(net)
+    with pytest.raises(ValueError, match=how):
+        fq.unconvert(net)
+    assert facts_of(net) == before
+
+
+def test_libraries_that_replace_weights_are_named():
+    """Otherwise torchao's quantize_ fails in a kernel, in the first forward after it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    net = fq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
+    config = torchao.Int8WeightOnlyConfig()
+    with pytest.raises(NotImplementedError, match=r"fq.unconvert\(model\) before"):
+        torchao.quantize_(net, config)
+    torchao.quantize_(fq.unconvert(net), config)
+    assert net(torch.ones(2, 64)).shape == (2, 64)

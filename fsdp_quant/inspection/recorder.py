@@ -249,8 +249,8 @@ class Inspection:
         if not torch_compat.backward_is_running():
             if not self.in_forward:
                 return  # an evaluation forward before the next step
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
+            if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
+                x = x.to(dtype)
             self._add(name, "input", layers, x, sizes)
         if isinstance(output, Tensor) and output.requires_grad:
             gradient = functools.partial(self._add, name, "grad_output", layers)

@@ -137,9 +137,8 @@ class BaseLinear(HasWeight, nn.Linear):
                 "of them (a model made on meta: model.to_empty(device=...), then initialize or "
                 "load it)"
             )
-        if torch.is_autocast_enabled(device.type):
-            return x.to(torch.get_autocast_dtype(device.type))
-        return x
+        dtype = torch_compat.autocast_dtype(device)
+        return x if dtype is None else x.to(dtype)
 
     def call(self, x: Tensor, weight: Tensor, plan: GemmPlan, save: bool, grad: bool) -> LinearCall:
         """What this call of the layer has besides its tensors. Refuses what the plan did not print.

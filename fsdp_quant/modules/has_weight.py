@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard, as_shard
@@ -51,6 +52,14 @@ class HasWeight(nn.Module):
         if registered.get(name) is None or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
+        if torch_compat.is_wrapper_subclass(value) and not isinstance(
+            value, (DTensor, QuantizedTensor)
+        ):
+            raise NotImplementedError(
+                f"{name} of a {type(self).__name__} cannot be a {type(value).__name__}: this layer "
+                "quantizes its weight itself; call fq.unconvert(model) before the library that "
+                "replaces weights"
+            )
         if name == "weight" and isinstance(value, DTensor) and not self.transposed:
             state = getattr(self, "_weight_state", None)
             if state is not None:
@@ -70,6 +79,12 @@ def known_state(weight: Tensor) -> WeightState | None:
         return state
     owner = _TIED.get(id(local))
     return owner._weight_state if owner is not None and owner.weight is local else None
+
+
+def forget_weight(module: HasWeight) -> None:
+    """The module's weight is one that no layer here multiplies."""
+    if _TIED.get(id(module.weight)) is module:
+        del _TIED[id(module.weight)]
 
 
 def whole_shape(weight: Tensor) -> torch.Size:

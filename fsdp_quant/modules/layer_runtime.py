@@ -128,7 +128,7 @@ class LayerRuntime(Runtime):
         state = layer.weight_state
         name = state.name if slot == "weight" else layer.name
         found = [state.history(name, slot, d, hybrid.side(d)) for d in hybrid.delayed_directions]
-        return found if device is None else [history.to(device) for history in found]
+        return found if device is None else [history.on(device) for history in found]
 
     def share_input_of(self, first: LayerRuntime) -> None:
         """Record amaxes of the input in the histories of `first`, which has the same input."""
@@ -138,6 +138,8 @@ class LayerRuntime(Runtime):
     # Devices #
 
     def ids_on(self, device: torch.device) -> Tensor:
+        if device.type == "meta":  # the values stay where they are
+            return self.ids.to(device)
         if self.ids.device != device:
             with torch.inference_mode(False):
                 self.ids = self.ids.to(device)

@@ -110,7 +110,7 @@ class Linear(BaseLinear):
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
-        if current_autocast() is not None or torch.is_autocast_enabled(x.device.type):
+        if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
             return False
         is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
         if is_shared or self.plan.boundary is not None:

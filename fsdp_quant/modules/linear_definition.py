@@ -309,7 +309,7 @@ class _Definition(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight, bias, call, backward, kept, shared, rowwise):
-        with torch.autocast(x.device.type, enabled=False):
+        with torch_compat.without_autocast(x.device):
             y, saved, kept.codes = multiply(x, weight, bias, call, backward, shared, rowwise)
             if shared is None:
                 kept.saved = saved
@@ -345,7 +345,7 @@ class _Gradients(torch.autograd.Function):
             direction, shape = _kept_direction(call.plan), tuple(weight.shape)
             fmt = call.plan.operand("weight", direction)
             codes = matrix_over(tensors[count:], fmt, direction, shape, dy.dtype, layout)
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch_compat.without_autocast(dy.device):
             saved = list(tensors[:count])
             dx, dw, db = multiply_backward(dy, weight, codes, saved, call, needs, shared)
         dw = None if dw is None else dw.to(weight.dtype)
@@ -375,7 +375,7 @@ def defined_linear(
     """
     kept, shared, rowwise = _Kept(), None, None
     if (axis := call.axis) is not None and axis.gathered_slot == "input":
-        with torch.autocast(x.device.type, enabled=False):
+        with torch_compat.without_autocast(x.device):
             shared, x, rowwise, kept.saved = _shared_input(
                 x, x if owner is None else owner, call, axis
             )

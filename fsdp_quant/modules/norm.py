@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..ops.norm import NormSpec
+from ..tensor import torch_compat
 from .norm_op import normalize
 
 
@@ -20,7 +21,7 @@ def is_supported(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
     mine = plain and all(
         p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters
     )
-    return mine and not torch.is_autocast_enabled(x.device.type)
+    return mine and torch_compat.autocast_dtype(x.device) is None
 
 
 class Norm(nn.Module):

@@ -290,6 +290,13 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     changed_in(module)
 
 
+def forget_products(module: nn.Module) -> None:
+    """Undo what `take_over` added to a module."""
+    for part in getattr(type(module), "packed_parts", ()):
+        delattr(module, f"{part}_product")
+    torch_compat.remove_state_hooks(module, (_plain_parts,))
+
+
 class _Quantized(nn.Module):
     """What classes of `_class_of` have."""
 

@@ -122,8 +122,7 @@ def multiply_shared(
             f"{weight.shape[1]}] of at least two dims, for a weight of which it holds "
             f"{list(weight.shape)}"
         )
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch_compat.autocast_dtype(x.device) or x.dtype
     override = current_autocast()
     plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
     if plan.boundary is not None:

@@ -170,7 +170,7 @@ class _TracedLinear(torch.autograd.Function):
     def forward(ctx, x, gradient, weight, bias, save, call, shared, group_of_weight):
         """gradient: where the gradient of x goes, of `shared` (`_SharedInput`); None: to x.
         group_of_weight: whose ranks share the amax of the whole weight."""
-        with opaque.tracing(), torch.autocast(x.device.type, enabled=False):
+        with opaque.tracing(), torch_compat.without_autocast(x.device):
             plan, axis, rows = call.plan, call.axis, x.reshape(-1, x.shape[-1])
             resolved = plan.resolved(x.dtype, x.device)
             cut = None if axis is None else axis.cut_of("input", x)
@@ -224,7 +224,7 @@ class _TracedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        with opaque.tracing(), torch.autocast(dy.device.type, enabled=False):
+        with opaque.tracing(), torch_compat.without_autocast(dy.device):
             call, weight = ctx.call, ctx.weight
             to_x, to_shared, need_w, need_b = ctx.needs_input_grad[:4]
 

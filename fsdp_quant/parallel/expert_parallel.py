@@ -156,8 +156,8 @@ class ExpertDispatch:
                 "positional arguments"
             )
         x, splits, *rest = args
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
+            x = x.to(dtype)
         tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
         rows, what = as_rows(x), f"{tokens}, {gradients}"
         route = route_tokens(

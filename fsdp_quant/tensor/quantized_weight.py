@@ -72,9 +72,7 @@ class QuantizedWeight(WeightCodes):
     def _current(self) -> StoragePair:
         """The codes to read: of a whole weight encoded again if its values changed; of a shard
         those of the last event."""
-        whole = (
-            self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
-        )
+        whole = self.dim() == 2 and self.shape[0] == self.state.shape[0]
         if not whole or self.state.weight_sync is not None:
             return self._pair
         version = self.version

@@ -26,7 +26,7 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
 from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
-from .torch_compat import ManagedParam, local_of
+from .torch_compat import ManagedParam, autocast_dtype, local_of
 
 _T = TypeVar("_T")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
@@ -163,7 +163,7 @@ class WeightState:
         side = (quantizer or self.quantizer).side(direction)
         if not side.is_delayed:
             return None
-        return self.history(self.name, "weight", direction, side).to(device)
+        return self.history(self.name, "weight", direction, side).on(device)
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """The dtype to which values are rounded before encoding: `compute_dtype`; for identity the
@@ -180,8 +180,8 @@ class WeightState:
             return None
         if self.activation_dtype is not None:
             dtype = self.activation_dtype
-        elif dtype is torch.float32 and torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        elif dtype is torch.float32:
+            dtype = autocast_dtype(device) or dtype
         plan = self.plan if self.part[1] > 1 else self.plan.on(dtype, device)
         plan = plan if plan.alone else plan.of_groups
         return plan.resolved(dtype, device).layouts["weight"]

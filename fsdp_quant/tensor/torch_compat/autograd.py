@@ -159,3 +159,16 @@ def checkpoint_hook() -> object | None:
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return hooks[0]
     return None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of torch.autocast on a device; None outside of it, and on the meta device,
+    which it does not know."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Leave torch.autocast of a device."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)

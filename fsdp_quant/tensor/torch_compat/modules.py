@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_wrapper_subclass,  # noqa: F401
+)
 
 # Path components that torch.compile, checkpoint_wrapper and FSDP1 add.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -49,6 +52,13 @@ def has_hooks(module: nn.Module) -> bool:
 def make_fx_leaf(module: nn.Module) -> None:
     """Let torch.fx record calls of a module, as it does of torch's: `Tracer.is_leaf_module`."""
     module.__dict__["__module__"] = "torch.nn"
+
+
+def remove_state_hooks(module: nn.Module, functions: Collection[Callable]) -> None:
+    """Remove these hooks on the saving and loading of a module's state dict."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_post_hooks):
+        for key in [key for key, hook in hooks.items() if hook in functions]:
+            del hooks[key]
 
 
 def of_nested(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
