@@ -423,6 +423,11 @@ def test_what_a_server_does_not_hold_is_refused_before_anything_is_written(tmp_p
         ),
         (Net(), {}, "found no quantized layer"),
         (net, {"format": "gguf"}, "format must be one of"),
+        (net, {"dtype": torch.int8}, "dtype must be one of .*got torch.int8"),
+        (net, {"dtype": "bf16"}, "dtype must be one of .*got 'bf16'"),
+        (net, {"share_scales": 1}, "share_scales must be one of .*got 1"),
+        (net, {"input_amax": ["up"]}, "input_amax must be numbers by layer"),
+        (net, {"names": "up"}, "names must be a function"),
         (net, {"max_shard_size": "5 parsecs"}, "max_shard_size must be"),
         (net, {"names": lambda name: "same.weight"}, "two weights are named same.weight"),
     ]

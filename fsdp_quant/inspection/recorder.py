@@ -49,6 +49,7 @@ from ..modules.linear import Linear
 from ..modules.operands import slot_key
 from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
+from ..options import function, integer
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -79,10 +80,9 @@ class Inspection:
         on_record: Callable[[int, Numbers], None] | None,
         first_step: int,
     ):
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"inspect: every is a number of steps, got {every!r}; wanted a positive int"
-            )
+        every = integer(1).read("inspect: every, a number of steps,", every)
+        first_step = integer(0).read("inspect: first_step", first_step)
+        function().read("inspect: on_record", on_record)
         if not converted_modules(model):
             raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
         self.model, self.every, self.on_record = model, every, on_record
