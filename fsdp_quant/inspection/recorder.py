@@ -296,13 +296,13 @@ class Inspection:
         for name, _, layers in _units(self.model):
             for layer in layers:
                 state, weight = layer._weight_state, local_of(layer.weight)
-                if isinstance(of := codes.get(id(state), weight), QuantizedTensor):
+                if id(state) in pieces and id(state) not in codes:
+                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+                elif isinstance(of := codes.get(id(state), weight), QuantizedTensor):
                     sides = {
                         d: of.storage_for(d) for d in Direction if getattr(of, d.value) is not None
                     }
                     measured = [measure_codes(sides)] if sides else []
-                elif id(state) in pieces:
-                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
                     values = values_of(weight).detach()
                     measured = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
