@@ -46,6 +46,16 @@ def text() -> Option:
     return Option("a str", lambda v: isinstance(v, str))
 
 
+def function() -> Option:
+    return Option("a function or None", lambda v: v is None or callable(v))
+
+
+def read_all(table: Mapping[str, Option], **values: object) -> None:
+    """Raise ValueError, naming it, for an argument whose value means nothing."""
+    for name, value in values.items():
+        table[name].read(name, value)
+
+
 def choice(*values: object) -> Option:
     """One of these values, of the same type: 1 is not True."""
     words = f"one of {values}" if len(values) > 2 else " or ".join(map(repr, values))

@@ -4,6 +4,10 @@ of ranks and of wrappers."""
 
 from __future__ import annotations
 
+import tempfile
+import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.single.test_hold import held_bytes
 from fsdp_quant import checkpoint
+from fsdp_quant.tensor import rendezvous
 from fsdp_quant.tensor.torch_compat import local_of
 
 
@@ -191,3 +196,79 @@ def test_a_state_that_one_rank_refuses_is_refused_by_all():
         "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine
         and other == mine
     )
+
+
+# Calls of every rank #
+
+ALONE = {  # calls that one rank may make, as it may call `model.state_dict()`
+    "plan": lambda model, _: fq.plan(model),
+    "receipt": lambda *_: fq.receipt(),
+    "convert": lambda *_: fq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8"),
+    "begin_step": lambda *_: fq.begin_step(3),
+    "sync": lambda model, _: fq.sync(model),
+    "hold": lambda model, _: fq.hold(model).__enter__(),
+    "inspect": lambda model, _: fq.inspect(model),
+}
+TOGETHER = {  # calls that wait for all ranks
+    "state_dict": lambda model, _: fq.state_dict(model),
+    "load_state_dict": fq.load_state_dict,
+    "set_recipe": lambda model, _: fq.set_recipe(model, "fp8_current"),
+    "export": lambda model, _: fq.export(model, tempfile.mkdtemp()),
+    "refit": lambda model, _: fq.refit(model),
+    "share_amaxes": lambda model, _: fq.share_amaxes(model),
+    "fingerprints": lambda model, _: checkpoint.fingerprints(model),
+}
+
+
+def _called_by_one_rank(rank: int, world: int, folder: str) -> dict[str, tuple[float, str, int]]:
+    """Seconds until a call ended, what it raised, and its warnings that it waits; by name."""
+    outcomes, rendezvous.PATIENCE = {}, 0.2
+
+    def fresh_group(name: str) -> None:
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{name}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+    for calls in ({"all": None}, *({name: call} for name, call in TOGETHER.items())):
+        fresh_group(next(iter(calls)))
+        model = fq.convert(nn.Sequential(nn.Linear(64, 64)), "nvfp4")
+        fully_shard(model)(torch.ones(4, 64)).sum().backward()
+        state = fq.state_dict(model)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+        for group in model[0].weight.device_mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
+        for name, call in (ALONE if "all" in calls else calls).items() if rank == 0 else ():
+            begin, raised = time.monotonic(), ""
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    call(model, state)
+                except RuntimeError as error:
+                    raised = str(error)
+            waits = ["s so far" in str(w.message) for w in warned]
+            outcomes[name] = time.monotonic() - begin, raised, sum(waits)
+        done = Path(folder) / f"{next(iter(calls))} done"
+        if rank == 0:
+            done.touch()
+        while not done.exists():
+            time.sleep(0.01)
+    fresh_group("end")
+    return outcomes
+
+
+@on_cpu
+def test_a_call_of_one_rank_returns_or_says_who_must_call_it(tmp_path):
+    """If false, `if rank == 0:` around a collective hangs without a word, as a full state dict of
+    one rank does not.
+    """
+    outcomes, _ = run_ranks(2, _called_by_one_rank, str(tmp_path))
+    assert outcomes.keys() == ALONE.keys() | TOGETHER.keys()
+    for name, (took, raised, warned) in outcomes.items():
+        assert took < 5.0, (name, took)
+        if name in ALONE:
+            assert not raised and not warned, (name, raised)
+            continue
+        assert f"fsdp_quant's {name} was called on rank 0" in raised, (name, raised)
+        assert "Every rank must call it" in raised and warned == 1, (name, warned)
+        document = getattr(fq, name, None) or getattr(checkpoint, name)
+        assert "Every rank must call it" in " ".join(document.__doc__.split()), name

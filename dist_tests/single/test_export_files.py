@@ -345,6 +345,29 @@ def test_shards_hold_what_one_file_does(tmp_path):
     )
 
 
+def test_damage_of_an_export_is_found(tmp_path):
+    """If false, `fq.checkpoint.verify` calls a damaged export whole, or a whole one damaged."""
+    net = converted("nvfp4")
+    fq.export(net, tmp_path / "one")
+    fq.export(net, tmp_path / "many", max_shard_size=1000)
+    for folder in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many"):
+        assert not fq.checkpoint.verify(folder).problems
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    for name, tensor in tensors.items():
+        file = tmp_path / "one" / "model.safetensors"
+        whole = file.read_bytes()
+        at = whole.rindex(tensor.flatten().view(torch.uint8).numpy().tobytes()[:64])
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        for path in (file, file.parent):
+            (problem,) = fq.checkpoint.verify(path).problems
+            assert "holds other bytes" in problem and name in problem
+        file.write_bytes(whole)
+    first = sorted((tmp_path / "many").glob("*.safetensors"))[0]
+    first.unlink()
+    (problem,) = fq.checkpoint.verify(tmp_path / "many").problems
+    assert f"lacks {first.name}" in problem
+
+
 def test_every_tensor_is_aligned_to_its_elements(tmp_path):
     """If false, readers that map a file see fp32 scales at odd addresses."""
     net = converted("fp8_row", Net(rows=9, cols=15))
@@ -400,6 +423,11 @@ def test_what_a_server_does_not_hold_is_refused_before_anything_is_written(tmp_p
         ),
         (Net(), {}, "found no quantized layer"),
         (net, {"format": "gguf"}, "format must be one of"),
+        (net, {"dtype": torch.int8}, "dtype must be one of .*got torch.int8"),
+        (net, {"dtype": "bf16"}, "dtype must be one of .*got 'bf16'"),
+        (net, {"share_scales": 1}, "share_scales must be one of .*got 1"),
+        (net, {"input_amax": ["up"]}, "input_amax must be numbers by layer"),
+        (net, {"names": "up"}, "names must be a function"),
         (net, {"max_shard_size": "5 parsecs"}, "max_shard_size must be"),
         (net, {"names": lambda name: "same.weight"}, "two weights are named same.weight"),
     ]

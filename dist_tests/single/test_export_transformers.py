@@ -347,6 +347,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
             "a scale per row in the file",
         ),
         (fresh, tmp_path, {}, "has neither model.safetensors nor"),
+        (fresh, tmp_path / "good", {"frozen": "yes"}, "frozen must be True or False, got 'yes'"),
     ]
     for model, path, options, message in refusals:
         with pytest.raises(ValueError, match=message):

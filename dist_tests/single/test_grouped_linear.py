@@ -436,7 +436,7 @@ def test_wrong_splits_on_the_host_are_refused_at_the_call():
     ):
         with pytest.raises(ValueError, match=r"moe: splits is torch.*wanted integers \[4\]"):
             module(x, wrong)
-    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_experts must be an integer >= 1, got 0"):
         fq.GroupedLinear(0, K, N)
 
 

@@ -530,7 +530,13 @@ def test_quantized_parameters_have_the_range_of_their_scales():
     "call, message",
     [
         (lambda: fq.inspect(nn.Linear(4, 4)), "inspect found no fq.Linear; call fq.convert"),
-        (lambda: fq.inspect(fq.Linear(16, 16), every=0), "every is a number of steps, got 0"),
+        (
+            lambda: fq.inspect(fq.Linear(16, 16), every=0),
+            "every, a number of steps, must be .*got 0",
+        ),
+        (lambda: fq.inspect(fq.Linear(16, 16), every=True), "every.* got True"),
+        (lambda: fq.inspect(fq.Linear(16, 16), first_step=1.5), "first_step.* got 1.5"),
+        (lambda: fq.inspect(fq.Linear(16, 16), on_record="x"), "on_record.* got 'x'"),
         (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
     ],
 )

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..storage import Storage
+from ..tensor.agreement import axes_of
+from ..tensor.rendezvous import meet
 from .weights import prepared
 
 _CHUNK_WORDS = 1 << 22  # hashed at once
@@ -96,6 +98,7 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
     sums: dict[str, Tensor] = {}
     shards: dict[dist.ProcessGroup, list[str]] = {}
     by_parts: dict[dist.ProcessGroup, list[str]] = {}
+    meet(axes_of(model))
     experts: dict[dist.ProcessGroup, list[tuple[str, int]]] = {}
     for w in prepared(model):
         group, parts, part, part_rows = w.piece.state.tensor_group, (1, 1), (0, 0), 0

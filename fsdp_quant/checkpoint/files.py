@@ -42,7 +42,7 @@ except ImportError:
     safetensors = None
 
 
-_DIGESTS = "fsdp_quant"  # metadata: JSON of name -> digest
+DIGESTS = "fsdp_quant"  # metadata: JSON of name -> digest
 _BUFFER = re.compile(r"(.+)\.(rowwise|columnwise)\.(data|scale|tensor_amax)")
 
 
@@ -91,7 +91,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _digest(value: Tensor | str) -> str:
+def digest(value: Tensor | str) -> str:
     """Digest of a text, or of the dtype, shape and bytes of a CPU tensor."""
     if isinstance(value, str):
         return hashlib.sha256(value.encode()).hexdigest()[:16]
@@ -142,8 +142,8 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
         elif quantized != name:
             metadata[name] = json.dumps({"tied": quantized})
     if writes:
-        metadata[_DIGESTS] = json.dumps(
-            {name: _digest(value) for name, value in (metadata | tensors).items()}
+        metadata[DIGESTS] = json.dumps(
+            {name: digest(value) for name, value in (metadata | tensors).items()}
         )
         with replacing(path) as part:
             save_file(tensors, part, metadata)
@@ -176,14 +176,14 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
     with installed().safe_open(path, "pt", device="cpu") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    if _DIGESTS in metadata:
-        digests = _json(metadata.pop(_DIGESTS))
+    if DIGESTS in metadata:
+        digests = _json(metadata.pop(DIGESTS))
         if not isinstance(digests, dict):
             raise ValueError(
                 f"{path}: the digests of its tensors are damaged; export the model again"
             )
         found = {
-            name: _digest(value)
+            name: digest(value)
             for name, value in (metadata | tensors).items()
             if name in digests or name in tensors
         }

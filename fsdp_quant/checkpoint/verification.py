@@ -60,7 +60,12 @@ def verify(path: str | PathLike) -> Verified:
     """
     path = Path(path)
     found = Verified(str(path))
-    if path.is_dir():
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if files:  # of `fq.export`, or of a hub
+        for file in files:
+            _verify_file(file, found)
+        _verify_index(path, found)
+    elif path.is_dir():
         _verify_folder(path, found)
     else:
         with path.open("rb"):
@@ -83,6 +88,18 @@ def _verify_file(path: Path, found: Verified) -> None:
             f"  {name}: {list(tensor.shape)} "
             + (str(tensor.dtype) if codes is None else codes.describe())
         )
+
+
+def _verify_index(path: Path, found: Verified) -> None:
+    """Report files that the index of a folder names and the folder lacks."""
+    for index in path.glob("*.safetensors.index.json"):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found.problems.append(f"{index} cannot be read: {type(error).__name__}: {error}")
+            continue
+        if missing := sorted(name for name in named if not (path / str(name)).is_file()):
+            found.problems.append(f"{path} lacks {', '.join(missing)}, which {index.name} names")
 
 
 def _verify_folder(path: Path, found: Verified) -> None:

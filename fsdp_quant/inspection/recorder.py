@@ -49,6 +49,7 @@ from ..modules.linear import Linear
 from ..modules.operands import slot_key
 from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
+from ..options import function, integer
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -79,10 +80,9 @@ class Inspection:
         on_record: Callable[[int, Numbers], None] | None,
         first_step: int,
     ):
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"inspect: every is a number of steps, got {every!r}; wanted a positive int"
-            )
+        every = integer(1).read("inspect: every, a number of steps,", every)
+        first_step = integer(0).read("inspect: first_step", first_step)
+        function().read("inspect: on_record", on_record)
         if not converted_modules(model):
             raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
         self.model, self.every, self.on_record = model, every, on_record
@@ -296,13 +296,13 @@ class Inspection:
         for name, _, layers in _units(self.model):
             for layer in layers:
                 state, weight = layer._weight_state, local_of(layer.weight)
-                if isinstance(of := codes.get(id(state), weight), QuantizedTensor):
+                if id(state) in pieces and id(state) not in codes:
+                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+                elif isinstance(of := codes.get(id(state), weight), QuantizedTensor):
                     sides = {
                         d: of.storage_for(d) for d in Direction if getattr(of, d.value) is not None
                     }
                     measured = [measure_codes(sides)] if sides else []
-                elif id(state) in pieces:
-                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
                 else:
                     values = values_of(weight).detach()
                     measured = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]

@@ -20,6 +20,7 @@ from ..formats import Direction
 from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.rng import own_name
+from ..options import flag, integer
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -149,8 +150,8 @@ class GroupedLinear(HasWeight):
     ):
         name = own_name(name, "grouped_linear")
         super().__init__()
-        if num_experts < 1:
-            raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
+        num_experts = integer(1).read(f"{name}: num_experts", num_experts)
+        flag().read(f"{name}: packed", packed)
         its = as_recipe(recipe or identity(), name, Recipe)
         if not packed:
             expert = functools.partial(

@@ -23,6 +23,7 @@ from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_weight import QuantizedWeightState
+from ..tensor.rendezvous import meet
 from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
@@ -79,6 +80,7 @@ class _Sharing:
         self._group = group = self._group or dist.group.WORLD
         if group is None:
             raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
+        meet([(group,)])
         of_ranks: list = [None] * group.size()
         dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
         self._names = names = list(dict.fromkeys(name for names in of_ranks for name in names))
@@ -197,6 +199,10 @@ def _codes(
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     """What a run needs to resume, but parameters and optimizer. Each rank saves its own.
+
+    Every rank must call it under `fully_shard` and tensor parallelism, whose codes are hashed
+    together, even if one rank alone saves: call it before `if rank == 0:`. A rank that waits in
+    vain raises RuntimeError when its process group's time limit ends.
 
     old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of
                   earlier versions: what `dcp.load` of such a file of a wrapped model is given.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..formats import ROWWISE
+from ..options import Option, choice, function, read_all
 from ..storage import Storage
 from ..tensor.agreement import agree
 from ..tensor.torch_compat import device_of, in_state_dict
@@ -38,6 +39,13 @@ from .weights import (
 from .writer import Planned, Writer, in_files, size_of
 
 T = TypeVar("T")
+_OPTIONS = {
+    "format": choice(*TARGETS),
+    "dtype": choice(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "share_scales": choice(None, True, False),
+    "input_amax": Option("numbers by layer", lambda v: v is None or isinstance(v, Mapping)),
+    "names": function(),
+}
 
 
 class Part(NamedTuple):
@@ -177,8 +185,8 @@ def exported(
 
     tensor_amax:  of a matrix of a source; default: of the gathered weight.
     """
-    if format not in TARGETS:
-        raise ValueError(f"format must be one of {', '.join(TARGETS)}, got {format!r}")
+    arguments = {"format": format, "dtype": dtype, "share_scales": share_scales, "names": names}
+    read_all(_OPTIONS, input_amax=input_amax, **arguments)
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model has adapters, which these formats do not hold; merge them first "
@@ -310,7 +318,8 @@ def _parts(
         kind = layouts.kind_in(format, fmt, s.name, (shape[0], shape[1]))
         part = Part(s, shape, own, kind)
         amax = input_amax.get(part.layer)
-        if amax is not None and not (kind.takes_input_amax and 0 < amax < float("inf")):
+        positive = isinstance(amax, (int, float, Tensor)) and 0 < amax < float("inf")
+        if amax is not None and not (kind.takes_input_amax and positive and amax is not True):
             raise ValueError(
                 f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
                 "a whole tensor of inputs"

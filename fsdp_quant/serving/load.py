@@ -17,6 +17,7 @@ from ..checkpoint.files import installed
 from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
 from ..modules.linear import Linear
 from ..modules.operands import weight_storages
+from ..options import flag, function, read_all
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import in_state_dict, local_of
@@ -37,6 +38,7 @@ _UNREAD = (
 )
 
 
+_OPTIONS = {"frozen": flag(), "strict": flag(), "names": function()}
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -123,6 +125,7 @@ def from_pretrained_quantized(
     >>> plain = nn.Sequential(nn.Linear(128, 128, bias=False))
     >>> model = fq.from_pretrained_quantized(plain, "codes")
     """
+    read_all(_OPTIONS, frozen=frozen, strict=strict, names=names)
     files = Files(Path(path))
     sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile
     where: Found = {}

@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ..options import flag
 from ..storage import Storage
 from .export import Exported, exported
 from .shards import LocalTensors, Piece
@@ -86,6 +87,7 @@ def refit(
     >>> sorted(engine)
     ['0.weight', '0.weight_scale_inv']
     """
+    flag().read("sharded", sharded)
     max_bytes = size_of(bucket_size, "bucket_size")
     if sharded:
         local = LocalTensors(model)

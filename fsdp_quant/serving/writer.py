@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files written a tensor at a time: headers first, from shapes, names last.
 
+A file's metadata holds a digest of every tensor, as files of `export_safetensors` do: placeholders
+of the same length are replaced when all tensors are written.
+
 [Note: what a failure leaves]
 Every file is written as ".NAME.partial", flushed to the disk, and renamed when all of them are
 whole; the index of several files, without which no reader opens them, is renamed last. A failure
@@ -13,12 +16,12 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import sync
+from ..checkpoint.files import DIGESTS, digest, sync
 
 # Names of the format (safetensors).
 DTYPES = {
@@ -121,6 +124,9 @@ class Writer:
         self._folder, self._names = folder, []
         # By tensor: as planned, its file, and its first byte there.
         self._places: dict[str, tuple[Planned, Path, int]] = {}
+        # By file: its header, and the digest of each tensor.
+        self._headers: dict[Path, dict[str, Any]] = {}
+        self._digests: dict[Path, dict[str, str]] = {}
         count = len(files)
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         names = names if count > 1 else [SINGLE]
@@ -148,7 +154,8 @@ class Writer:
 
     def _begin(self, name: str, tensors: Sequence[Planned]) -> None:
         """Create a file with its header; wide dtypes first, so that every tensor is aligned."""
-        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        path, header = self._partial(name), {"__metadata__": {"format": "pt"}}
+        self._headers[path], self._digests[path] = header, {t.name: "0" * 16 for t in tensors}
         ends = [0]
         of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
         for tensor in of:
@@ -158,15 +165,21 @@ class Writer:
                 "shape": tensor.shape,
                 "data_offsets": ends[-2:],
             }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        text = len(text).to_bytes(8, "little") + text
+        text = self._header(path)
         self._names.append(name)
-        with open(self._partial(name), "wb") as file:
+        with open(path, "wb") as file:
             file.write(text)
             file.truncate(len(text) + ends[-1])
         for tensor, start in zip(of, ends):
-            self._places[tensor.name] = tensor, self._partial(name), len(text) + start
+            self._places[tensor.name] = tensor, path, len(text) + start
+
+    def _header(self, path: Path) -> bytes:
+        """The first bytes of a file, with the digests so far."""
+        header = self._headers[path]
+        header["__metadata__"] |= {DIGESTS: json.dumps(self._digests[path])}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
 
     def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write (name, tensor) pairs, and hold none of them afterwards."""
@@ -182,15 +195,19 @@ class Writer:
                 f"{place and place[0]}"
             )
         _, path, start = place
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        tensor = tensor.detach().cpu().contiguous()
+        self._digests[path][name] = digest(tensor)
         with open(path, "r+b") as file:
             file.seek(start)
-            file.write(data.numpy().data)
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Rename the files to their final names. Raises ValueError if a tensor is missing."""
         if self._places:
             raise ValueError(f"{next(iter(self._places))} was planned and not written")
+        for path in self._headers:
+            with open(path, "r+b") as file:
+                file.write(self._header(path))
         for name in self._names:
             sync(self._partial(name))
         for name in self._names:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .model_weights import quantized_weights
+from .rendezvous import reduce_together
 from .torch_compat import ManagedParam
 
 _INT31 = 2**31 - 1
@@ -120,7 +121,7 @@ def _rank(groups: Sequence[dist.ProcessGroup]) -> int:
 def _maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """MAX of each of these int31 over the ranks."""
     reduced = torch.tensor(values, dtype=torch.int32, device=torch_compat.device_of(group))
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    reduce_together(reduced, group, dist.ReduceOp.MAX)
     return reduced.tolist()
 
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives in which a call of all ranks begins: a rank that waits alone says for what."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .torch_compat import device_of
+
+PATIENCE = 30.0  # seconds until a rank that waits says so; the group's own limit ends the wait
+
+
+def reduce_together(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+    """All-reduce x in place. Every rank of the group must call it, and waits for it.
+
+    Warns once if other ranks keep this one waiting. Raises RuntimeError, naming the public function
+    that this rank called, when the group's time limit ends (gloo; NCCL's watchdog ends the
+    process).
+    """
+    if group.__class__ is not dist.ProcessGroup:  # a trainer's own
+        dist.all_reduce(x, op, group=group)
+        return
+    start = time.monotonic()
+    try:
+        work = dist.all_reduce(x, op, group=group, async_op=True)
+        while work is not None and not work.is_completed():
+            waited = time.monotonic() - start
+            if waited > PATIENCE:
+                warnings.warn(f"waited {waited:.0f} s so far: {_sentence(group)}", stacklevel=2)
+                break
+            time.sleep(min(1e-3, waited / 8))
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        waited = time.monotonic() - start
+        raise RuntimeError(f"waited {waited:.0f} s in vain: {_sentence(group)}") from error
+
+
+def meet(groups: list[tuple[dist.ProcessGroup, ...]]) -> None:
+    """Wait for all ranks of these meshes before the first collective of a call of all ranks."""
+    for group in dict.fromkeys(group for axes in groups for group in axes):
+        if group.size() > 1:
+            flag = torch.zeros(1, dtype=torch.int32, device=device_of(group))
+            reduce_together(flag, group, dist.ReduceOp.MAX)
+
+
+def _sentence(group: dist.ProcessGroup) -> str:
+    name, frame = "a function of fsdp_quant", sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(f"{__name__.split('.')[0]}."):
+            name = f"fsdp_quant's {frame.f_code.co_name}"
+        frame = frame.f_back
+    return (
+        f"{name} was called on rank {dist.get_rank()}, and not on all {group.size()} ranks that "
+        "share these weights. Every rank must call it (a rank may drop what it returns); take it "
+        "out of `if rank == 0:`"
+    )
