@@ -153,9 +153,7 @@ def _states_by_name(model: nn.Module) -> dict[str, int]:
     """State dict name -> id of the weight's state, also for tied names."""
     states = {id(w.parameter): id(w.state) for w in quantized_weights(model)}
     named = model.named_parameters(remove_duplicate=False)
-    return {
-        torch_compat.in_state_dict(name): states[id(p)] for name, p in named if id(p) in states
-    }
+    return {torch_compat.in_state_dict(name): states[id(p)] for name, p in named if id(p) in states}
 
 
 def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:

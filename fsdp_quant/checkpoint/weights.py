@@ -15,14 +15,13 @@ from ..counters import counters
 from ..formats import Direction
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
-from ..tensor import torch_compat
 from ..tensor.gathered_weight import cuts_and_rank
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import Piece, Shard, WeightState, WeightTensor, encode_shards, values_of
+from ..tensor.weight_state import Piece, Shard, WeightTensor, encode_shards, values_of
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,9 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, cuts, rank, every=True)
-        is_whole = m is None and isinstance(weight.parameter, DTensor)
-        sharded = weight.parameter if is_whole and state.tensor_group is None else None
+        parameter, sharded = weight.parameter, None
+        if isinstance(parameter, DTensor) and m is None and state.tensor_group is None:
+            sharded = parameter
         of = m, state.statistics or {}, experts, codes, weight.is_transposed, sharded
         for e, piece in enumerate(pieces, first):
             weights.append(

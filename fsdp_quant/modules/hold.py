@@ -67,7 +67,7 @@ def hold(model: nn.Module) -> Iterator[None]:
 
 
 def _place_of_entry() -> str:
-    """"file:line" of the code that enters `hold`."""
+    """ "file:line" of the code that enters `hold`."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"] in (__name__, contextlib.__name__):
         frame = frame.f_back
