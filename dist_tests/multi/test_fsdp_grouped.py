@@ -134,11 +134,12 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
             with torch.no_grad():
                 alone.weight.copy_(whole.weight[e])
             for direction in Direction:
-                one = weight_storages(
-                    alone.weight, [direction], alone.plan, alone._weight_state, torch.float32
-                )[direction]
+                one, gathered = (
+                    weight_storages(weight, [direction], alone.plan, own, torch.float32)[direction]
+                    for weight, own in ((alone.weight, alone._weight_state), (matrix, None))
+                )
                 for (name, a), b in zip(
-                    one.buffers().items(), matrix.storage_for(direction).buffers().values()
+                    one.buffers().items(), gathered.buffers().values(), strict=True
                 ):
                     laws.assert_same_bytes(b, a, f"{recipe} {state.name} {direction.value}.{name}")
         sharded.reshard()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every quantized weight of a model, whatever module has it: planned, held, fingerprinted, verified,
-compared among ranks."""
+"""Every quantized weight of a model, whatever module has it, is planned, held, fingerprinted,
+verified, and compared among ranks."""
 
 from __future__ import annotations
 

@@ -6,22 +6,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests import kinds
+from dist_tests.laws import EVERYTHING, assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.modules.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.quantized_weight import QuantizedWeight
+from fsdp_quant.tensor.weight_shard import WeightShard
 
 RECIPES = {
     "identity": recipes.identity(),
@@ -135,6 +141,193 @@ def test_hold_refuses_writes_and_misuse():
     model(batch(0))
     with pytest.raises(ValueError, match="no fq.Linear"), fq.hold(nn.Linear(4, 4)):
         pass
+
+
+def test_a_hold_that_nobody_ends_is_named():
+    """If false, a generator that is never closed leaves a model that cannot be held, and no word of
+    who did."""
+    model = net(RECIPES["mxfp8"])
+    left = fq.hold(model)
+    left.__enter__()
+    with pytest.raises(ValueError, match=rf"0.weight is held already, .* {__file__}:"):
+        fq.hold(model).__enter__()
+    del left
+    gc.collect()  # ends it
+    with fq.hold(model):
+        model(batch(0))
+
+
+def test_hold_keeps_codes_of_parameters_alone():
+    """If false, a call with other parameters multiplies codes of the model's own, or a layer that
+    was put in place of one."""
+    model, twin = net(RECIPES["mxfp8"]), net(RECIPES["mxfp8"])
+    with torch.no_grad():
+        other = {name: p * 2 for name, p in model.named_parameters()}
+        twin.load_state_dict(other)
+        with fq.hold(model):
+            own = model(batch(0))
+            copied = copy.deepcopy(model)
+            copied.load_state_dict(other)
+            for got in (torch.func.functional_call(model, other, batch(0)), copied(batch(0))):
+                assert_same_bytes(got, twin(batch(0)), "other values")
+            assert_same_bytes(model(batch(0)), own, "held")
+            model[0] = twin[0]
+            model[2] = twin[2]
+            assert_same_bytes(model(batch(0)), twin(batch(0)), "other layers")
+
+
+NAMED = [*recipes.names(), "fp8_row/fp8_block", "nvfp4/mxfp8"]
+
+
+@contextlib.contextmanager
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "packed", "experts", "parameters"])
+def test_a_recipe_that_changes_inside_hold_changes_the_codes(kind: str, sharded: bool):
+    """If false, codes of one recipe are multiplied as those of another, in silence, after
+    `fq.set_recipe` or a switch of a schedule."""
+
+    def made(recipe: fq.Recipe | str) -> nn.Module:
+        model = kinds.converted(kind, recipe)
+        return fully_shard(model) if sharded else model
+
+    chain = [[*NAMED, NAMED[0]]]
+    with kept_step(), one_rank():
+        fq.begin_step(0)
+        want = {name: kinds.step(kinds.converted(kind, name)) for name in NAMED}
+        for names in itertools.permutations(NAMED, 2) if EVERYTHING else chain:
+            model = made(names[0])
+            with fq.hold(model):
+                for name in names:
+                    fq.set_recipe(model, name)
+                    for got in (kinds.step(model), kinds.step(model)):
+                        for a, b in zip(got, want[name], strict=True):
+                            assert_same_bytes(a, b, f"{names}: {name}")
+        model = made("mxfp8")
+        later = recipes.nvfp4()
+        fq.set_recipe(model, recipes.schedule(recipes.mxfp8(), (1, None, later)))
+        with fq.hold(model):
+            kinds.step(model)
+            fq.begin_step(1)
+            got = kinds.step(model)
+        for a, b in zip(got, kinds.step(kinds.converted(kind, later)), strict=True):
+            assert_same_bytes(a, b, "a step later")
+
+
+def reachable_tensors(root: object) -> list[torch.Tensor]:
+    """Tensors that objects of our own reach, which classes and modules do not."""
+    seen, found, todo = set(), [], [root]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or issubclass(type(one), (type, type(gc))):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        todo += gc.get_referents(one)
+    return found
+
+
+GRAPHED = {
+    "frozen": {QuantizedTensor},
+    "parameters": {QuantizedWeight},
+    "gathered": {WeightShard, QuantizedTensor},
+    "packed": {WeightShard, QuantizedTensor},
+}
+
+
+@pytest.mark.parametrize("form", GRAPHED)
+def test_graphs_hold_no_codes(form: str):
+    """If false, the codes of a dropped model stay alive as long as the process, in the guards of
+    its graphs."""
+    with one_rank():
+        kind = {"frozen": "linear", "gathered": "linear"}.get(form, form)
+        model = kinds.converted(kind, "mxfp8").bfloat16()
+        if form == "frozen":
+            fq.freeze(model.requires_grad_(False))
+        elif form != "parameters":
+            fully_shard(model)
+        seen = [t.to_local() if isinstance(t, DTensor) else t for t in model.parameters()]
+        hook = model.register_forward_pre_hook(lambda m, args: seen.extend(m.parameters()))
+        x = kinds.batch().bfloat16().requires_grad_()
+        model(x)
+        weights = [t for t in seen if hasattr(t, "__tensor_flatten__")]
+        assert {type(t) for t in weights} == GRAPHED[form]
+        for weight in weights:
+            _, metadata = weight.__tensor_flatten__()
+            assert not reachable_tensors(metadata)
+    if form != "frozen":
+        return
+    codes = [weakref.ref(m.weight.rowwise.data) for m in (model[0], model[2])]
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    seen.clear()
+    del model, weights, weight, hook, metadata
+    gc.collect()
+    assert [code() for code in codes] == [None, None], "dynamo was not reset"
+
+
+@pytest.mark.parametrize(
+    "kind, name, most",
+    [
+        *itertools.product(("linear", "experts", "packed", "Conv1D"), ("mxfp8",), (1.04,)),
+        ("linear", "fp8_current", 1.01),
+        ("experts", "nvfp4", 0.57),
+        ("compiled", "mxfp8", 1.04),
+    ],
+)
+def test_backwards_that_decode_weights_keep_their_codes(kind: str, name: str, most: float):
+    """If false, backward_override="dequantized" keeps a decoded copy of each weight from its
+    forward to its backward."""
+    recipe = recipes.by_name(name, backward_override="dequantized")
+    model = kinds.converted("linear" if kind == "compiled" else kind, recipe)
+    model = model.bfloat16().requires_grad_(False)  # so that no input is kept
+    run = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+    with recorded_saves() as saved:
+        y = run(kinds.batch().bfloat16().requires_grad_())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {t.untyped_storage().data_ptr(): t.nbytes for t in saved if t.dtype is not torch.bool}
+    size = sum(nbytes for place, nbytes in kept.items() if place not in own)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    activations = 2 * 16 * 96 if kind in ("linear", "Conv1D", "compiled") else 0  # of the ReLU
+    assert size - activations <= most * matrices, f"{(size - activations) / matrices:.3f}"
+    y.sum().backward()
+
+
+FIXED = "keeps no values beside its frozen codes, which are mxfp8"
+
+
+def test_recipes_that_change_frozen_weights_are_refused():
+    """If false, the forward of a later step fails, or multiplies codes of other formats."""
+    mx, other = recipes.mxfp8(), recipes.nvfp4()
+    kept = recipes.per_layer(other, {"0": mx})
+    model = net(mx)
+    model[0].weight.requires_grad_(False)
+    fq.freeze(model)
+    for refused in (other, recipes.schedule(mx, (3, None, other)), "mxfp4"):
+        with pytest.raises(ValueError, match=rf"fq.set_recipe: 0.weight {FIXED}"):
+            fq.set_recipe(model, refused)
+        assert [layer.recipe for layer in (model[0], model[2])] == [mx, mx]
+    with kept_step():
+        fq.set_recipe(model, recipes.schedule(mx, (1, None, kept)))
+        for step in range(2):
+            fq.begin_step(step)
+            model(batch(step)).sum().backward()
+        assert (model[0].recipe, model[2].recipe) == (mx, other)
+        model = net(recipes.schedule(mx, (3, None, other)))
+        model[0].weight.requires_grad_(False)
+        with pytest.raises(ValueError, match=rf"fq.freeze: 0.weight {FIXED}"):
+            fq.freeze(model[0])
+        assert type(model[0].weight) is nn.Parameter
+        model = net(recipes.schedule(mx, (3, None, kept)))
+        model[0].weight.requires_grad_(False)
+        assert fq.freeze(model) == 1
 
 
 @pytest.mark.parametrize("name", RECIPES)

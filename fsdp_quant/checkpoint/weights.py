@@ -116,8 +116,9 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, cuts, rank, every=True)
-        is_whole = m is None and isinstance(weight.parameter, DTensor)
-        sharded = weight.parameter if is_whole and state.tensor_group is None else None
+        parameter, sharded = weight.parameter, None
+        if isinstance(parameter, DTensor) and m is None and state.tensor_group is None:
+            sharded = parameter
         of = m, state.statistics or {}, experts, codes, weight.is_transposed, sharded
         for e, piece in enumerate(pieces, first):
             weights.append(

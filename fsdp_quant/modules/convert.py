@@ -262,11 +262,13 @@ def check_fixed(
     """
     for phase in recipe.phases:
         for module, its in given_recipes(units, phase):
-            runtime, state, wanted = module.runtime, module.runtime.weight_state, its.compute_dtype
             why = _DROPPED if module in frozen else _why_fixed(module)
-            plan = None if why is None else runtime.plan_of(its, module.weight.device)
+            if why is None:
+                continue
+            runtime, state, wanted = module.runtime, module.runtime.weight_state, its.compute_dtype
+            plan = runtime.plan_of(its, module.weight.device)
             planned = state.quantizer, state.compute_dtype
-            if plan is not None and (plan.weight, wanted) != planned:
+            if (plan.weight, wanted) != planned:
                 raise ValueError(
                     f"{call}: {runtime.name}.weight {why[0]} {planned[0]} of {planned[1]}, and "
                     f"{its} makes it {plan.weight} of {wanted}; change activations and gradients "

@@ -34,7 +34,8 @@ def hold(model: nn.Module) -> Iterator[None]:
     Use it for micro-batches that share one version of the weights, for generation and for
     evaluation. The codes stay in memory in addition to the weight (one byte per element and
     direction for 8-bit formats). Bits do not change. Under `fully_shard`, the shard's codes are
-    kept and each all-gather sends them. Graphs of torch.compile quantize in each call.
+    kept and each all-gather sends them. Another recipe drops the codes. Graphs of torch.compile,
+    and weights that FSDP2 gathers in high precision, quantize in each call.
 
     All ranks that share the weights must enter and leave the context at the same points.
 

@@ -246,12 +246,13 @@ def multiply(
     else:
         shared.is_read(call.save, backward)
         codes = rowwise.to_layout(call.input_layout(ROWWISE, x))
-    source = None if not backward or isinstance(weight, QuantizedTensor) else _kept_direction(plan)
-    wanted = list(dict.fromkeys([ROWWISE, *([] if source is None else [source])]))
+    both = backward and not isinstance(weight, QuantizedTensor)
+    source = _kept_direction(plan) if both else ROWWISE
+    wanted = [ROWWISE] if source is ROWWISE else [ROWWISE, COLUMNWISE]
     w = weight_storages(weight, wanted, plan, call.state, x.dtype, call.records)
     y = product(call, codes, w[ROWWISE], bias, x.dtype, shape, cut)
     call.record("input", amaxes)  # nothing can be refused any more
-    return y, kept, None if source is None else w[source]
+    return y, kept, w[source] if both else None
 
 
 def _kept_direction(plan: GemmPlan) -> Direction:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantized_weights`: every weight of a model that GEMMs multiply as codes. `fq.hold`, fingerprints,
-checkpoints and comparisons of ranks iterate over these.
+"""`quantized_weights`: every weight of a model that GEMMs multiply as codes, over which `fq.hold`,
+fingerprints, checkpoints and comparisons of ranks iterate.
 
 A module with such a weight has `_weight_state`, and `_matrix_layers`, the layer of each matrix. Its
 class has `source`, the attribute of the parameter (default: "weight"), and `transposed`.

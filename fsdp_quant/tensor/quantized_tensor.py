@@ -255,10 +255,10 @@ class QuantizedTensor(Tensor):
         return list(self._shown_buffers()), NoDynamoGuard(self._facts)
 
     @property
-    def _facts(self) -> tuple[StoragePair, Callable[[], WeightState | None]]:
+    def _facts(self) -> tuple[StoragePair, weakref.ref[WeightState] | None]:
         """The storages without buffers, and a weak reference to their owner."""
         owner = self._pair.owner
-        return self._pair.without_buffers(), _no_owner if owner is None else weakref.ref(owner)
+        return self._pair.without_buffers(), None if owner is None else weakref.ref(owner)
 
     _stable_hash_for_caching = stable_text
 
@@ -268,9 +268,10 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """The tensor over other buffers. Codes whose operands are shown in their place have none,
         since GEMMs do not read them."""
-        pair, owner = context.value
+        pair, reference = context.value
+        owner = None if reference is None else reference()
         if pair.groups:
-            packed = replace(pair, owner=owner(), shown=dict(inner))
+            packed = replace(pair, owner=owner, shown=dict(inner))
             return QuantizedTensor(pair=packed, shape=outer_size)
         rebuilt = {
             name: s.with_buffers(
@@ -281,7 +282,7 @@ class QuantizedTensor(Tensor):
         result = StoragePair(
             rebuilt.get("rowwise", pair.rowwise),
             rebuilt.get("columnwise", pair.columnwise),
-            owner(),
+            owner,
         )
         if pair.shares_data:
             result.share_rowwise()
@@ -328,10 +329,6 @@ def _named(args: Sequence) -> str:
     if pair is None or pair.owner is None:
         return "a QuantizedTensor"
     return f"{pair.owner.name}, a QuantizedTensor,"
-
-
-def _no_owner() -> None:
-    """In place of a weak reference to the owner of a tensor that is no weight."""
 
 
 def _buffer_property(name: str) -> property:

@@ -110,7 +110,8 @@ class StoragePair:
                 return matrix.map(lambda buffer: places.setdefault(id(buffer), object()))
 
             self.facts = StoragePair(
-                *(None if s is None else emptied(s) for s in (self.rowwise, self.columnwise)),
+                None if self.rowwise is None else emptied(self.rowwise),
+                None if self.columnwise is None else emptied(self.columnwise),
                 operands={key: emptied(s) for key, s in self.operands.items()},
                 groups=[group.without_buffers() for group in self.groups],
             )

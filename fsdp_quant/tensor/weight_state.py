@@ -338,17 +338,21 @@ class Held:
 
     def __init__(self, parameter: Callable[[], Tensor], place: str):
         self.place, self.codes = place, {}
-        self._parameter, self._version = parameter, None
+        self._parameter, self._first, self._version = parameter, None, None
 
     def read(self, name: str, key: tuple, values: Tensor, encode: Callable[[], _T]) -> _T:
         """`encode()` of `values`, or its result at the first use of the key.
 
         Codes are kept of values in the memory of the parameter: not of a weight that FSDP2 gathers
-        in high precision or copies from the CPU, nor of one that is computed from parameters.
+        in high precision or copies from the CPU, that is computed from parameters, or that was put
+        in place of the parameter.
 
         Raises StaleWeightError if the parameter was written since the first use.
         """
         parameter = self._parameter()
+        self._first = parameter if self._first is None else self._first
+        if parameter is not self._first:
+            return encode()
         local = local_of(parameter)
         source = values_of(local)
         # DTensor's operators count a write of a sharded parameter on one of these
