@@ -5,6 +5,7 @@ of all that."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import sys
 import threading
@@ -386,6 +387,101 @@ def test_steps_of_a_frozen_quantized_base_advance(trains: str):
     for slot in ("input", "weight", "grad_output"):
         assert history(m, slot)["enc"] > 0, slot
         assert (history(m, slot)["amaxes"] > 0).all(), slot
+
+
+# Whose forward is it, and which step #
+
+
+class Autoencoder(nn.Module):
+    """Is trained by its call, or by a method. Its inputs grow, so that old scales saturate."""
+
+    def __init__(self, layer: Callable[..., nn.Module] = lambda n, k, name: nn.Linear(n, k)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.dec = layer(40, 56, name="enc"), layer(56, 40, name="dec")
+
+    def rebuild(self, x: Tensor) -> Tensor:
+        return self.dec(torch.tanh(self.enc(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rebuild(x)
+
+
+def counted(recipe: str) -> fq.Recipe | recipes.Schedule:
+    if recipe == "schedule":
+        return recipes.schedule(
+            recipes.nvfp4(), (2, 4, recipes.fp8_delayed(length=3)), (4, None, recipes.identity())
+        )
+    return recipes.fp8_delayed(length=3) if recipe == "fp8_delayed" else recipes.nvfp4()
+
+
+def functional(m: nn.Module, x: Tensor) -> Tensor:
+    """Gradients by torch.func, in the place of those of a backward."""
+
+    def loss(values):
+        y = torch.func.functional_call(m, values, (x,))
+        return y.square().mean(), y
+
+    parameters = dict(m.named_parameters())
+    gradients, y = torch.func.grad(loss, has_aux=True)(
+        {n: p.detach() for n, p in parameters.items()}
+    )
+    for n, p in parameters.items():
+        p.grad = gradients[n]
+    return y.detach().requires_grad_()
+
+
+PROGRAMS: dict[str, Callable[[Autoencoder], Callable]] = {
+    "method": lambda m: m.rebuild,
+    "forward": lambda m: m.forward,
+    "compiled": lambda m: torch.compile(m, backend="aot_eager"),
+    "compiled method": lambda m: torch.compile(m.rebuild, backend="aot_eager"),
+    "eval": lambda m: m.eval(),
+    "eval of a layer": lambda m: (m.enc.eval(), m)[1],
+    "reentrant": lambda m: lambda x: checkpoint(m, x, use_reentrant=True),
+    "checkpoint": lambda m: lambda x: checkpoint(m, x, use_reentrant=False),
+    "reentrant method": lambda m: lambda x: checkpoint(m.rebuild, x, use_reentrant=True),
+    "functional": lambda m: lambda x: functional(m, x),
+}
+
+
+def trained(m: nn.Module, program: Callable, called: int = 0, steps: int = 5) -> list[dict]:
+    """Outputs and gradients of steps, the first `called` of them by calls, then the state."""
+    optimizer, seen, run_ = torch.optim.SGD(m.parameters(), lr=0.1), [], program(m)
+    for step in range(steps):
+        with torch.no_grad():
+            m(X)  # an evaluation is no step
+        x = (values(24, 40, seed=step, dtype=torch.float32) * 10.0**step).requires_grad_()
+        y = (m if step < called else run_)(x)
+        if y.grad_fn is not None:
+            y.square().mean().backward()
+        seen.append({"y": y.detach()} | {n: p.grad for n, p in m.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    state = fq.state_dict(m)
+    assert state["step"] == steps
+    histories = state["histories"]
+    return [*seen, {f"{key}.{n}": t for key, h in histories.items() for n, t in h.items()}]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "schedule"])
+def test_every_program_that_trains_has_the_bits_of_the_ordinary_loop(recipe: str):
+    """If false, delayed scales are stale, random bits repeat or a schedule stands still where a
+    model is trained by other means than its call in training mode."""
+    want = trained(fq.convert(Autoencoder(), counted(recipe)), lambda m: m)
+    for name, program in PROGRAMS.items():
+        for called in (0, 1) if name == "method" else (int("compiled method" == name),):
+            STEP.step = 0
+            got = trained(fq.convert(Autoencoder(), counted(recipe)), program, called)
+            for step, (a, b) in enumerate(zip(got, want)):
+                assert_same(a, b, f"{name} after {called} calls, step {step}")
+    if recipe != "schedule":  # which is of a model
+        for name in ("method", "eval", "reentrant"):
+            STEP.step = 0
+            built = Autoencoder(functools.partial(fq.Linear, recipe=counted(recipe)))
+            got = trained(built, PROGRAMS[name])
+            for step, (a, b) in enumerate(zip(got, want)):
+                assert_same(a, b, f"built directly, {name}, step {step}")
 
 
 def test_token_offsets_nest_and_restore():
