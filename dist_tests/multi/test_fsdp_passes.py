@@ -210,7 +210,11 @@ def _losses(net: Autoencoder, run, fails: bool = False) -> list[torch.Tensor]:
                 for p in net.parameters():
                     p.mul_(8.0)
     state = fq.state_dict(net)
-    return [*seen, torch.tensor(state["step"]), *(t for h in state["histories"].values() for t in h.values())]
+    return [
+        *seen,
+        torch.tensor(state["step"]),
+        *(t for h in state["histories"].values() for t in h.values()),
+    ]
 
 
 def _every_program(rank: int, world: int) -> None:

@@ -283,9 +283,7 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
     return {m: SCHEDULED[m].schedule for m in model.modules() if m in SCHEDULED}
 
 
-def switch(
-    model: nn.Module, schedule: Schedule, step: int, running: str | None = None
-) -> None:
+def switch(model: nn.Module, schedule: Schedule, step: int, running: str | None = None) -> None:
     """Give a model the recipe that its schedule has in a step. Raises ValueError if a layer of it
     is running, and that changes a recipe."""
     given = given_recipes(converted_units(model), schedule.at(step))

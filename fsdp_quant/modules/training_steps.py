@@ -509,7 +509,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     for module in model.modules():
         facts = module.__dict__
         for layer in (*facts.get("_linears", ()), facts.get("_layer"), module):
-            if layer is not None and isinstance(layer.__dict__.get("runtime"), Runtime):
+            if isinstance(layer, nn.Module) and isinstance(layer.__dict__.get("runtime"), Runtime):
                 found[id(layer)] = layer
     return list(found.values())
 

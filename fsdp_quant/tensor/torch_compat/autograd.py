@@ -100,8 +100,8 @@ def is_fake() -> bool:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing), function modes (default
-    devices) and inference mode, to create or write what outlives a call."""
+    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing), function modes
+    (default devices) and inference mode, to create or write what outlives a call."""
     with contextlib.ExitStack() as modes:
         if peek_interpreter_stack() is not None:
             modes.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())

@@ -313,9 +313,7 @@ def begins_first_forward(managed: ManagedParam) -> bool:
     return in_forward and shared.iter_forward_root is None
 
 
-def watch_forwards(
-    managed: ManagedParam, begin: Callable[[nn.Module, bool, tuple], None]
-) -> None:
+def watch_forwards(managed: ManagedParam, begin: Callable[[nn.Module, bool, tuple], None]) -> None:
     """Call `begin` with (module, it is the root, arguments) before each forward of the root, and of
     a part of it that is called by itself: in calls and in methods of
     `register_fsdp_forward_method`. A pass that raised midway is ended first.
