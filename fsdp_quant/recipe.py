@@ -334,8 +334,8 @@ def schedule(
 
     The step is that of `fq.begin_step`, else the number of passes of the model that a backward may
     follow: every rank switches before the same one. A model that torch.compile traces as a whole,
-    or that runs in pieces, switches behind its optimizer's step. Raises ValueError for ranges that overlap or hold no step, and
-    for fractions of an unknown total.
+    or that runs in pieces, switches behind its optimizer's step. Raises ValueError for ranges that
+    overlap or hold no step, and for fractions of an unknown total.
     """
 
     def step_of(at: float | None) -> int | None:
