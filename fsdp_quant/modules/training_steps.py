@@ -58,11 +58,8 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
         steps = LOOSE.caught_up()
     has_run = layer.__dict__.get("_ran_in") == steps.current
     if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
-        bias = layer.bias
-        trains = x.requires_grad or (
-            grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-        )
-        if not trains or (steps.inside and not grad):  # a checkpoint in an evaluation
+        operands = x, weight, layer.bias
+        if grad and not any(t is not None and t.requires_grad for t in operands):
             return False
         steps.begin(layer)
         has_run = False
