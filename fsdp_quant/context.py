@@ -5,7 +5,7 @@ contexts.
 Operators read seed, step, micro-batch and token offset from an int64 tensor on the device, so that
 a compiled or captured step sees new values without another trace or capture. Contexts (`autocast`,
 `token_offset`, `quantized_model_init`) belong to the thread that entered them. A backward sees the
-contexts of the thread that called it. `modules/training_steps.py` counts the steps.
+contexts of the thread that called it. `modules/passes.py` counts the steps.
 """
 
 from __future__ import annotations

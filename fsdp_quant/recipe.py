@@ -342,10 +342,10 @@ def schedule(
 
     first, after the last:  steps (int), or fractions of `total_steps` (float; 1.0: no end).
 
-    The step is that of `fq.begin_step`, else the number of training forwards of the model: every
-    rank switches before the same one. A model that torch.compile traces as a whole, or that runs in
-    pieces, needs `fq.begin_step`. Raises ValueError for ranges that overlap or hold no step, and
-    for fractions of an unknown total.
+    The step is that of `fq.begin_step`, else the number of passes of the model that a backward may
+    follow: every rank switches before the same one. A model that torch.compile traces as a whole,
+    or that runs in pieces, switches behind its optimizer's step. Raises ValueError for ranges that
+    overlap or hold no step, and for fractions of an unknown total.
     """
 
     ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -166,6 +166,87 @@ def test_a_first_forward_under_inference_mode_is_like_any_other():
     """If false, a rollout worker's model cannot be trained, or multiplies codes that it made for
     the rollout."""
     run_ranks(2, _inference_first)  # of one rank, plain FSDP2 fails in torch's own copy
+
+
+class Autoencoder(nn.Module):
+    """Is trained by its call, or by a method, which may fail midway."""
+
+    def __init__(self, layer=lambda n, k, name: nn.Linear(n, k)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.dec = layer(40, 48, name="enc"), layer(48, 33, name="dec")
+        self.fails = False
+
+    def rebuild(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.enc(x))
+        if self.fails:
+            raise KeyError("midway")
+        return self.dec(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rebuild(x)
+
+
+def _losses(net: Autoencoder, run, fails: bool = False) -> list[torch.Tensor]:
+    """Outputs, gradients of the input, and amax histories, of steps with growing inputs; between
+    the second and the third the weights are replaced by larger ones."""
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=1e-2), []
+    for step in range(5):
+        x = (laws.values(8, 40, seed=step, dtype=torch.float32) * 4.0**step).requires_grad_()
+        with fq.token_offset(0):
+            if fails and step:
+                net.fails = True
+                with contextlib.suppress(KeyError):
+                    run(x)
+                net.fails = False
+                fq.skip_step(net)
+            y = run(x)
+            y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [y.detach(), x.grad]
+        if step == 1:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(8.0)
+    state = fq.state_dict(net)
+    return [
+        *seen,
+        torch.tensor(state["step"]),
+        *(t for h in state["histories"].values() for t in h.values()),
+    ]
+
+
+def _every_program(rank: int, world: int) -> None:
+    for recipe in (fq.recipes.fp8_delayed(length=3), fq.recipes.nvfp4(), fq.recipes.fp8_current()):
+        whole = fq.convert(Autoencoder(), recipe)
+        want = _losses(whole, whole)
+        programs = {
+            "call": lambda net: net,
+            "method": lambda net: net.rebuild,
+            "eval": lambda net: net.eval(),
+            "reentrant": lambda net: lambda x: checkpoint(net, x, use_reentrant=True),
+            "failed call": lambda net: net,
+            "failed method": lambda net: net.rebuild,
+        }
+        for name, program in programs.items():
+            for is_built in (False, True):
+                if is_built:
+                    net = Autoencoder(functools.partial(fq.Linear, recipe=recipe))
+                else:
+                    net = fq.convert(Autoencoder(), recipe)
+                for part in (net.enc, net.dec, net):
+                    fully_shard(part)
+                register_fsdp_forward_method(net, "rebuild")
+                got = _losses(net, program(net), name.startswith("failed"))
+                _same(got, want, f"{recipe}, {name}, built directly {is_built}")
+
+
+def test_every_program_that_trains_has_the_bits_of_the_whole_model():
+    """If false, a root that is trained by a method has the statistics or scales of an earlier
+    forward, layers that are built directly roll their histories after the gather, or a failed pass
+    leaves weights gathered."""
+    run_ranks(2, _every_program)
 
 
 def _statistics_of_parts_again(rank: int, world: int) -> None:

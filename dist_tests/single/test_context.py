@@ -5,14 +5,17 @@ of all that."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
@@ -21,6 +24,7 @@ from fsdp_quant import context, recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, format_of
+from fsdp_quant.modules import training_steps
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.tensor import torch_compat
@@ -386,6 +390,209 @@ def test_steps_of_a_frozen_quantized_base_advance(trains: str):
     for slot in ("input", "weight", "grad_output"):
         assert history(m, slot)["enc"] > 0, slot
         assert (history(m, slot)["amaxes"] > 0).all(), slot
+
+
+# Whose forward is it, and which step #
+
+
+class Autoencoder(nn.Module):
+    """Is trained by its call, or by a method. Its inputs grow, so that old scales saturate."""
+
+    def __init__(self, layer: Callable[..., nn.Module] = lambda n, k, name: nn.Linear(n, k)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.dec = layer(40, 56, name="enc"), layer(56, 40, name="dec")
+
+    def rebuild(self, x: Tensor) -> Tensor:
+        return self.dec(torch.tanh(self.enc(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rebuild(x)
+
+
+def counted(recipe: str) -> fq.Recipe | recipes.Schedule:
+    if recipe == "schedule":
+        return recipes.schedule(
+            recipes.nvfp4(), (2, 4, recipes.fp8_delayed(length=3)), (4, None, recipes.identity())
+        )
+    return recipes.fp8_delayed(length=3) if recipe == "fp8_delayed" else recipes.nvfp4()
+
+
+def functional(m: nn.Module, x: Tensor) -> Tensor:
+    """Gradients by torch.func, in the place of those of a backward."""
+
+    def loss(values):
+        y = torch.func.functional_call(m, values, (x,))
+        return y.square().mean(), y
+
+    parameters = dict(m.named_parameters())
+    gradients, y = torch.func.grad(loss, has_aux=True)(
+        {n: p.detach() for n, p in parameters.items()}
+    )
+    for n, p in parameters.items():
+        p.grad = gradients[n]
+    return y.detach().requires_grad_()
+
+
+PROGRAMS: dict[str, Callable[[Autoencoder], Callable]] = {
+    "method": lambda m: m.rebuild,
+    "forward": lambda m: m.forward,
+    "compiled": lambda m: torch.compile(m, backend="aot_eager"),
+    "compiled method": lambda m: torch.compile(m.rebuild, backend="aot_eager"),
+    "eval": lambda m: m.eval(),
+    "eval of a layer": lambda m: (m.enc.eval(), m)[1],
+    "reentrant": lambda m: lambda x: checkpoint(m, x, use_reentrant=True),
+    "checkpoint": lambda m: lambda x: checkpoint(m, x, use_reentrant=False),
+    "reentrant method": lambda m: lambda x: checkpoint(m.rebuild, x, use_reentrant=True),
+    "functional": lambda m: lambda x: functional(m, x),
+}
+
+
+def trained(m: nn.Module, program: Callable, called: int = 0, steps: int = 5) -> list[dict]:
+    """Outputs and gradients of steps, the first `called` of them by calls, then the state."""
+    optimizer, seen, run_ = torch.optim.SGD(m.parameters(), lr=0.1), [], program(m)
+    for step in range(steps):
+        with torch.no_grad():
+            m(X)  # an evaluation is no step
+        x = (values(24, 40, seed=step, dtype=torch.float32) * 10.0**step).requires_grad_()
+        y = (m if step < called else run_)(x)
+        if y.grad_fn is not None:
+            y.square().mean().backward()
+        seen.append({"y": y.detach()} | {n: p.grad for n, p in m.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    state = fq.state_dict(m)
+    assert state["step"] == steps
+    histories = state["histories"]
+    return [*seen, {f"{key}.{n}": t for key, h in histories.items() for n, t in h.items()}]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "schedule"])
+def test_every_program_that_trains_has_the_bits_of_the_ordinary_loop(recipe: str):
+    """If false, delayed scales are stale, random bits repeat or a schedule stands still where a
+    model is trained by other means than its call in training mode."""
+    want = trained(fq.convert(Autoencoder(), counted(recipe)), lambda m: m)
+    for name, program in PROGRAMS.items():
+        for called in (0, 1) if name == "method" else (int("compiled method" == name),):
+            STEP.step = 0
+            got = trained(fq.convert(Autoencoder(), counted(recipe)), program, called)
+            for step, (a, b) in enumerate(zip(got, want)):
+                assert_same(a, b, f"{name} after {called} calls, step {step}")
+    if recipe != "schedule":  # which is of a model
+        for name in ("method", "eval", "reentrant"):
+            STEP.step = 0
+            built = Autoencoder(functools.partial(fq.Linear, recipe=counted(recipe)))
+            got = trained(built, PROGRAMS[name])
+            for step, (a, b) in enumerate(zip(got, want)):
+                assert_same(a, b, f"built directly, {name}, step {step}")
+
+
+def test_counting_by_hand_belongs_to_a_model_and_ends_with_its_trainer():
+    """If false, models of a process that one trainer has trained draw the same random bits in every
+    step from then on, and their delayed scales stay."""
+    want = trained(fq.convert(Autoencoder(), counted("fp8_delayed")), lambda m: m)
+    for ends in ("by itself", "by the trainer"):
+        STEP.step = 0
+        m, other = (fq.convert(Autoencoder(), counted("fp8_delayed")) for _ in range(2))
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for step in range(2):
+            for micro_batch in range(2):
+                fq.begin_step(step, micro_batch, model=m)
+                m(X).square().mean().backward()
+                assert (STEP.step, STEP.micro_batch) == (step, micro_batch)
+            optimizer.step()
+            assert fq.state_dict(m)["step"] == step
+        for step, pair in enumerate(zip(trained(other, lambda m: m), want)):
+            assert_same(*pair, f"another model, step {step}")
+        if ends == "by the trainer":
+            training_steps.count_passes(m)
+        seen = steps_seen(m, 2, lambda m: m(X).square().mean().backward())
+        assert seen == [2, 3], ends
+        assert STEP.micro_batch == 0 and not STEP.counted_by_hand
+
+
+def test_skipped_steps_belong_to_a_model():
+    """If false, a scaler that skips a step of one model undoes those of others."""
+    m, other = (fq.convert(Autoencoder(), counted("fp8_delayed")) for _ in range(2))
+    for model in (m, other):
+        model(X).square().mean().backward()
+    kept = fq.state_dict(other)
+    fq.skip_step(m)
+    for key, h in fq.state_dict(other)["histories"].items():
+        assert_same_bytes(h["amaxes"], kept["histories"][key]["amaxes"], key)
+    assert [fq.state_dict(model)["step"] for model in (m, other)] == [0, 1]
+
+
+def test_a_step_that_stands_still_is_one_warning():
+    """If false, `fq.begin_step(0, seed=1)` before a loop, or layers that a compiled function trains
+    uncounted, leave random bits and scales as they are, and nobody is told."""
+    m, other = (fq.convert(Autoencoder(), counted("nvfp4")) for _ in range(2))
+    fq.begin_step(0, seed=1)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            for _ in range(2):  # micro-batches, and a model that this optimizer does not train
+                m(X).square().mean().backward()
+                other(X).square().mean().backward()
+            optimizer.step()
+        for step in range(1, 4):
+            fq.begin_step(step)
+            m(X).square().mean().backward()
+            optimizer.step()
+        STEP.counted_by_hand = False
+        built = Autoencoder(functools.partial(fq.Linear, recipe=counted("nvfp4")))
+        run_ = torch.compile(built, backend="aot_eager")
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+        run_(X).square().mean().backward()
+        optimizer.step()
+    told = [str(w.message) for w in caught if "fq.begin_step" in str(w.message)]
+    assert len(told) == 2, told
+    assert "fq.begin_step(0) was called once" in told[0] and "compiled function" in told[1]
+
+
+@pytest.mark.parametrize("recipe", ["identity", "mxfp8", "fp8_delayed"])
+def test_transforms_without_a_rule_name_the_layer(recipe: str):
+    """If false, forward-mode differentiation and vmap fail inside torch, or in the counter of
+    steps."""
+    m = fq.convert(Autoencoder(), recipe)
+    _, pullback = torch.func.vjp(m, X)
+    y = m(x := X.clone().requires_grad_())
+    if recipe != "fp8_delayed":  # whose second step has another scale
+        assert_same_bytes(pullback(y.detach())[0], torch.autograd.grad(y, x, y.detach())[0])
+    for transform in (
+        lambda: torch.func.jvp(m, (X,), (X,)),
+        lambda: torch.func.vmap(m)(X),
+        lambda: torch.func.vmap(torch.func.grad(lambda x: m(x).sum()))(X),
+    ):
+        with pytest.raises(NotImplementedError, match=r"enc: torch\.func\.(jvp|vmap)"):
+            transform()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="enc: "):
+        m(torch.autograd.forward_ad.make_dual(X, X))
+
+
+def test_nothing_that_outlives_a_call_is_made_under_a_mode():
+    """If false, an estimate with fake tensors, a transform or an evaluation leaves tensors that
+    every later step of the process fails on."""
+    offsets = iter(range(1000, 2000))  # the step's tensor of each is new
+    for under in (FakeTensorMode, torch.inference_mode, lambda: torch.device("meta")):
+        want = trained(fq.convert(Autoencoder(), counted("fp8_delayed")), lambda m: m)
+        STEP.step = 0
+        with fq.token_offset(next(offsets)):
+            with under(), torch.device("cpu"):
+                estimate = fq.convert(Autoencoder(), counted("fp8_delayed"))
+                y = estimate(torch.randn(24, 40))
+                if y.requires_grad:
+                    y.sum().backward()
+            assert not isinstance(STEP.on(X.device), FakeTensor)
+            assert not STEP.on(X.device).is_inference()
+            fq.begin_step(seed=0)
+            estimate = y = None
+        STEP.step = 0
+        got = trained(fq.convert(Autoencoder(), counted("fp8_delayed")), lambda m: m)
+        for step, pair in enumerate(zip(got, want)):
+            assert_same(*pair, f"{under}, step {step}")
+        STEP.step = 0
 
 
 def test_token_offsets_nest_and_restore():
@@ -815,14 +1022,18 @@ def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
         assert_same(histories, want_histories, f"bad batch before step {bad_at}, histories")
 
 
+@pytest.mark.parametrize("repeats", [False, True], ids=["goes on", "repeats"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["counted", "by hand"])
-def test_a_checkpoint_of_a_skipped_step_repeats_it(by_hand: bool):
-    """Otherwise a run that is saved between `fq.skip_step` and the repeated step, and loaded, rolls
-    the histories of its weights once more than a run that went on."""
+def test_a_checkpoint_of_a_skipped_step_is_not_rolled(by_hand: bool, repeats: bool):
+    """Otherwise a run that is saved between `fq.skip_step` and the repeated step (or the next, as
+    trainers count), and loaded, rolls the histories of its weights once more than a run that went
+    on."""
+
+    skipped = 3
 
     def one(m, optimizer, step, ends: bool = True) -> dict:
         if by_hand:
-            fq.begin_step(step)
+            fq.begin_step(step + (not repeats and ends and step >= skipped))
         m(values(24, 40, seed=step, dtype=torch.float32)).backward(DY)
         gradients = {n: p.grad.clone() for n, p in m.named_parameters()}
         if ends:
@@ -839,7 +1050,7 @@ def test_a_checkpoint_of_a_skipped_step_repeats_it(by_hand: bool):
         torch.manual_seed(0)
         (m, optimizer), seen = made(), []
         for step in range(6):
-            if step == 3:
+            if step == skipped:
                 one(m, optimizer, step, ends=False)
                 fq.skip_step()
             if step == saved_at:

@@ -290,6 +290,40 @@ def test_a_schedule_resumes_in_its_phase():
     assert set(named(again).values()) == {"nvfp4"}
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_state_that_is_saved_before_a_switch_resumes(by_hand: bool):
+    """If false, a run that ends where the next step has another recipe cannot go on, or is given
+    histories and codes of the wrong one."""
+
+    def fresh():
+        STEP.step, STEP.counted_by_hand = 0, False
+        m = fq.convert(
+            model(), recipes.schedule(NV, (2, 3, recipes.fp8_delayed(length=4)), (3, None, NV))
+        )
+        return m, torch.optim.SGD(m.parameters(), lr=1e-2)
+
+    def run(m, optimizer, steps) -> list[torch.Tensor]:
+        seen = []
+        for step in steps:
+            if by_hand:
+                fq.begin_step(step)
+            seen += train(m, optimizer, 1, step)
+        return seen
+
+    for saved in range(1, 5):
+        m, optimizer = fresh()
+        run(m, optimizer, range(saved))
+        kept = pickle.dumps((m.state_dict(), fq.state_dict(m)))
+        want = run(m, optimizer, range(saved, 5))
+        again, optimizer = fresh()
+        weights, state = pickle.loads(kept)
+        again.load_state_dict(weights)
+        fq.load_state_dict(again, state)
+        fq.load_state_dict(again, fq.state_dict(again))
+        for i, (a, b) in enumerate(zip(run(again, optimizer, range(saved, 5)), want)):
+            assert_same_bytes(a, b, f"saved after {saved} steps, value {i}")
+
+
 def test_a_state_of_another_schedule_is_refused():
     """If false, a resumed run switches in other steps than the run that was saved."""
     m = fq.convert(model(), recipes.schedule(MX, (8, None, NV)))

@@ -27,11 +27,11 @@ from .layernorm_mlp import check_recompute
 from .linear import Linear
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, reason_against, take_over
+from .passes import SCHEDULED, Scheduled, steps_of
 from .plan import build_plan
 from .progress import progress
 from .skip import AUTO, auto_skips, read_by_others
 from .steps import count_steps
-from .training_steps import SCHEDULED, Scheduled, steps_of
 from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)

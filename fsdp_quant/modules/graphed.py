@@ -15,8 +15,8 @@ from ..context import STEP
 from ..tensor import torch_compat
 from . import guard
 from .convert import schedules_of
+from .passes import steps_of
 from .steps import converted_modules
-from .training_steps import steps_of
 from .transformers_masks import masks_of_captures
 
 WARMUP = 3

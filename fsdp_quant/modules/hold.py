@@ -23,8 +23,8 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState
 from .convert import check_fixed, converted_units
 from .operands import weight_storages
+from .passes import SCHEDULED
 from .steps import converted_modules
-from .training_steps import SCHEDULED
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ from .exchange import TensorParallel
 from .guard import backward_guard_of, guard_of
 from .linear_op import HandedByInput
 from .operands import SLOTS, lay_out_frozen, slot_ids
+from .passes import Runtime, root_begins
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
-from .training_steps import Runtime
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
@@ -116,7 +116,7 @@ class LayerRuntime(Runtime):
 
     def set_weight_state(self, state: WeightState) -> None:
         self.weight_state = state
-        state.plan = self.plan
+        state.plan, state.forward_begins = self.plan, root_begins
 
     def histories(
         self, plan: GemmPlan, slot: str, device: torch.device | None

@@ -18,7 +18,7 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .training_steps import TrainingSteps, continued, histories_of, own_steps, set_steps
+from .passes import TrainingSteps, continued, histories_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 

@@ -27,9 +27,9 @@ from ..tensor.rendezvous import meet
 from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
+from .passes import SHARED, restart_steps, steps_of
 from .plan import EXACT, PRODUCTS, ladder_of
 from .steps import converted_modules, histories_by_side, layer_names
-from .training_steps import SHARED, restart_steps, steps_of
 
 _SIDES = [
     f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction

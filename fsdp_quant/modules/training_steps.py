@@ -1,31 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Begin training steps, and run what belongs around them and around an optimizer's step, in order.
+"""Begin steps by hand, and run what belongs around an optimizer's step, in order.
 
-A step begins with a pass that a backward may follow (`TrainingSteps`), in training or evaluation
-mode, or with `begin_step`. Optimizers begin no steps, so training does not depend on the optimizer:
-wrapped, several, or unknown to torch.
+A step begins with a pass (`modules/passes.py`), or with `begin_step`. Optimizers begin no steps, so
+training does not depend on the optimizer: wrapped, several, or unknown to torch.
 
-    a step begins            amax histories roll (`roll`); the device learns the step (`STEP`);
-                             GEMMs move (`guard`); recipes switch (`_follow_schedules`)
+    a step begins            amax histories roll (`passes.roll`); the device learns the step
+                             (`STEP`); GEMMs move (`guard`); recipes switch (`follow_schedules`)
     an optimizer steps       `_before_optimizer_step`; the step itself; `_after_optimizer_step`
-
-[Note: where a pass begins]
-The first of these begins it; the others find that it has begun:
-
-    the model's call         the hook of a model that counts (`steps.count_steps`)
-    FSDP2's forward          of a root, by a call or a method: before weights are gathered
-    a layer                  that runs outside both (a method, `model.forward`, a compiled function,
-                             a layer that no model counts): if it has run in this pass already
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,69 +24,166 @@ from torch.optim.optimizer import (
 
 from ..context import STEP
 from ..optim.wrapped import optimizers_inside
-from ..recipe import Schedule
 from ..scaling import AmaxHistory
-from ..tensor import root_statistics, torch_compat
+from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
-from ..tensor.weight_state import WeightState
 from . import guard
 from .bad_splits import raise_bad_splits
+from .passes import (
+    LOOSE,
+    Layer,
+    TrainingSteps,
+    follow_schedules,
+    histories_of,
+    layers_of,
+    steps_within,
+)
 from .plan import GemmPlan
 
+# In layers #
 
-class Runtime:
-    """The part of `modules.layer_runtime.LayerRuntime` that steps read.
 
-    steps:        counts the steps of the layer's model; None: not counted yet.
-    leads:        the layer begins the steps of graphs of a method of its model.
-    input_owner:  returns the layer that stores the amax histories of a shared input.
+def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
+    """Return whether a backward may follow this forward of a layer that needs steps, neither
+    recomputed nor traced: then its amaxes are recorded. Begins a pass if nobody has.
+
+    x, weight:  that are multiplied.
     """
-
-    name: str
-    steps: TrainingSteps | None = None
-    leads = False
-    weight_state: WeightState
-    input_owner: Callable[[], Runtime | None] | None
-
-
-class Layer(Protocol):
-    """A module with a quantized weight (`modules.linear.Linear`)."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def plan(self) -> GemmPlan: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
+    grad = torch.is_grad_enabled()
+    if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
+        return False
+    steps = layer.runtime.steps
+    if steps is None or not steps.is_counting:
+        steps = LOOSE.caught_up()
+    has_run = layer.__dict__.get("_ran_in") == steps.current
+    if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
+        operands = x, weight, layer.bias
+        if grad and not any(t is not None and t.requires_grad for t in operands):
+            return False
+        steps.begin(layer)
+        has_run = False
+    if not has_run:
+        steps.run(layer)
+    return True
 
 
-class Scheduled(NamedTuple):
-    """A schedule, and the function that switches a model to its recipe at a step."""
-
-    schedule: Schedule
-    switch: Callable[[nn.Module, Schedule, int, str | None], None]
-
-
-# Models that follow a schedule of recipes (`fq.set_recipe`).
-SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that does before a roll.
-SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
-    weakref.WeakKeyDictionary()
-)
+@torch.compiler.assume_constant_result
+def _is_traced_alone() -> bool:
+    """No call of a model that counts is running, and no backward recomputes the traced forward. A
+    trace runs it, so that graphs do not depend on the answer of another time: a recomputation uses
+    the graph of its forward."""
+    recomputed = torch_compat.backward_is_running() or torch_compat.checkpoint_hook() is not None
+    return not (STEP.calls or recomputed)
 
 
-# Around steps, in order #
+def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
+    """Begin a step in a graph of layers that nobody calls by their model, with the layer that leads
+    them. torch.compile traces it."""
+    # each attribute of a layer that is read here is one guard per layer
+    if not torch.is_grad_enabled() or not _is_traced_alone():
+        return
+    if STEP.calls or STEP.counted_by_hand:  # calls: of a model that is traced as a whole
+        return
+    steps = layer.runtime.steps
+    if steps is None:
+        STEP.unseen = STEP.unseen or plan.needs_steps
+    elif layer.runtime.leads and not steps.has_root:
+        steps.begin_in_graph(device)
 
 
-def _follow_schedules(steps: TrainingSteps, step: int, layer: Layer | None = None) -> None:
-    """Switch models to the recipe of a step. layer: runs now, so its recipe may not change."""
-    for model, (schedule, switch) in list(SCHEDULED.items()):
-        if own_steps(model) is steps:
-            switch(model, schedule, step, None if layer is None else layer.runtime.name)
+# By hand #
+
+
+def begin_step(
+    step: int | None = None,
+    micro_batch: int = 0,
+    seed: int | None = None,
+    model: nn.Module | None = None,
+) -> None:
+    """Set the step, micro-batch and seed of the random bits. Schedules read the step.
+
+    step:   the optimizer step that begins (None: keep). From the first call with a step on, only
+            these calls count steps. Before it, each pass of a model begins the next step, so each
+            micro-batch is a step.
+    model:  the model that trains; others count as before. Its passes count again from the first one
+            on that begins after its optimizer's step without another call. None: all models of the
+            process, for good; a model that trains on while the step stands still warns once.
+
+    A pass is a forward that a backward may follow: gradients are enabled, parameters or inputs
+    require them, and it is no recomputation. If steps are counted by hand, amax histories roll in
+    the call that gives another step. Graphs of torch.compile and CUDA graphs count on the device.
+
+    >>> fq.begin_step(3, micro_batch=1)
+    >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
+    3
+    """
+    if step is not None and (not hasattr(step, "__index__") or step < 0):
+        raise ValueError(
+            f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
+            "begins, an int from 0"
+        )
+    STEP.check_writable()
+    STEP.seed = STEP.seed if seed is None else seed
+    STEP.micro_batch = micro_batch
+    if step is None:
+        STEP.publish()
+        return
+    LOOSE.caught_up()
+    counted = list(TrainingSteps.live) if model is None else steps_within(model)
+    moved = step != STEP.step
+    STEP.counted_by_hand = STEP.counted_by_hand or model is None
+    STEP.show(step)
+    if moved:
+        guard.apply_underflow_policy()
+    for steps in counted:
+        steps.begin_by_hand(step, model is not None)
+
+
+def count_passes(model: nn.Module) -> None:
+    """End what `begin_step(model=)` began: passes of the model count its steps again."""
+    for steps in steps_within(model):
+        steps.end_by_hand()
+
+
+def skip_step(model: nn.Module | None = None) -> None:
+    """Discard the activation and gradient amaxes of the running step, because the optimizer did not
+    apply it. The next step repeats it.
+
+    model:  whose step it was; None: all models of the process.
+
+    Amaxes of weights are kept, because the weights are the same in the repeated step. The amaxes of
+    several micro-batches are discarded together only if `fq.begin_step` counts them as one step.
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.fp8_delayed())
+    >>> layer(torch.ones(2, 64)).sum().backward()
+    >>> fq.skip_step()         # a GradScaler left the optimizer's step out
+    """
+    LOOSE.caught_up()
+    skipped = TrainingSteps.live if model is None else steps_within(model)
+    histories = AmaxHistory.live if model is None else histories_of(layers_of(model))
+    for history in histories:
+        history.discard_step()
+    for steps in list(skipped):
+        steps.skip()
+
+
+def sync(model: nn.Module) -> None:
+    """Quantize quantized parameters again, whose masters others wrote. Every rank calls it.
+
+    >>> with fq.quantized_model_init("mxfp8"):
+    ...     model = nn.Sequential(fq.Linear(64, 32))
+    >>> optimizer = fq.optim.FusedAdam(model.parameters())
+    >>> fq.sync(model)
+    """
+    weights = [w for w in weights_of(model.parameters()) if isinstance(w, QuantizedWeight)]
+    for weight in weights:
+        weight.state.mark_written()
+    refresh_codes(weights)
+
+
+# Optimizers #
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -142,572 +226,11 @@ def _after_training(optimizer: Optimizer) -> None:
         if any(id(p) in trained for p in steps.parameters()):
             steps.applied = steps.at
             if not steps.is_by_hand:
-                _follow_schedules(steps, steps.number)
+                follow_schedules(steps, steps.number)
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)
 register_optimizer_step_post_hook(_after_optimizer_step)
-
-
-# Counting passes #
-
-
-_PASSES = itertools.count()
-
-
-class TrainingSteps:
-    """Counts the passes of a model, or of the layers that a thread runs without one.
-
-    next:          the step that the next pass begins.
-    open:          a step has begun and was not skipped: its histories roll when the next begins.
-    at:            the step whose amaxes the histories collect.
-    hand:          the step that `begin_step(model=)` gave the model; None: others count.
-    is_by_hand_alone:  the same without its value, which graphs would depend on.
-    applied:       the step in which an optimizer has stepped that holds parameters of the model.
-    current:       the pass; None: the next layer that a backward may follow begins one.
-    inside:        how many calls of the model are running.
-    awaits:        FSDP2's forward began the pass, and neither the model nor a layer has run in it.
-    has_root:      forwards of FSDP2 begin passes: layers run in no others.
-    by_pieces:     a layer, or a graph, began the last pass.
-    ahead:         graphs counted steps on their device that the host has not read: `next` is stale.
-    is_counting:   the model's recipe needs steps.
-    is_scheduled:  the model follows a schedule.
-    model:         the model, if one counts.
-    layers:        the layers whose histories roll.
-    alike:         lists of histories of equal shape, which graphs roll together.
-    """
-
-    live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
-
-    def __init__(self):
-        self.next, self.open, self.ahead = 0, False, False
-        self.is_counting = self.is_scheduled = self.has_run = self.has_root = False
-        self.alike: list[list[AmaxHistory]] = []
-        self.at: int | None = None
-        self._make_fleeting()
-
-    def _make_fleeting(self) -> None:
-        """Create what a copy does not inherit."""
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
-        self.model: weakref.ref[nn.Module] | None = None
-        self.hand: int | None = None
-        self.is_by_hand_alone = False
-        self.applied: int | None = None
-        self.current: int | None = None
-        self.inside, self.awaits, self.by_pieces, self.is_restored = 0, False, False, False
-        self._stood_still = False
-        self._rolled: set[int] = set()  # ids of the histories that rolled when this step began
-        self._counts: dict[torch.device, Tensor] = {}  # see `counts_on`
-        self.live.add(self)
-
-    def __getstate__(self) -> dict:
-        names = "open", "at", "alike", "is_counting", "is_scheduled", "has_run", "has_root"
-        counted = {"next": self._after_hand(), "ahead": False}
-        return {name: getattr(self, name) for name in names} | counted
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._make_fleeting()
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters that its passes train."""
-        if (model := self.model and self.model()) is not None:
-            yield from model.parameters()
-        for layer in self.layers:
-            yield layer.weight
-
-    # The number #
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether `begin_step` counts."""
-        return STEP.counted_by_hand or self.is_by_hand_alone
-
-    @property
-    def number(self) -> int:
-        """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
-        if self.hand is not None:
-            return self.hand
-        if STEP.counted_by_hand:
-            return STEP.step
-        self._catch_up()
-        return self.next
-
-    def _catch_up(self) -> None:
-        """Read what graphs have counted from the device that runs them. Waits for it."""
-        if self.ahead:
-            counted = [int(counts[0]) for counts in self._counts.values()]
-            self.next, self.ahead = max(counted, default=STEP.step + self.open), False
-
-    def _publish(self, step: int, is_open: bool) -> None:
-        self.next, self.open, self.ahead = step, is_open, False
-        with torch_compat.outside_modes():
-            for counts in self._counts.values():
-                counts[0].fill_(step)
-                counts[1].fill_(is_open)
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether the step that began last was skipped."""
-        begun = self.has_run or self.at is not None or self.next > 0
-        return begun and not self.open
-
-    def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next pass begin `step`; by hand, `step` is the one that ran.
-
-        skipped:  the histories collect the amaxes of `step` itself.
-        """
-        self.continue_at(step, not skipped)
-        if skipped:
-            self.at = step
-
-    def continue_at(self, step: int, is_open: bool) -> None:
-        self.at = self.current = self.hand = self.applied = None
-        self.is_by_hand_alone = False
-        self.awaits, self.is_restored = False, is_open
-        self._publish(step, is_open)
-
-    # Passes #
-
-    def enter(self, trains: bool, root: nn.Module | None = None) -> None:
-        """Begin a pass of a call of the model, or of FSDP2's forward of `root`, in which it is.
-
-        trains:  a backward may follow.
-        """
-        if root is None:
-            self.call()
-        elif self.inside:
-            return  # of the model
-        if not trains:
-            self.current = self.current if self.inside > 1 else None
-        elif self.awaits:
-            self.awaits = root is not None
-            self._show()
-        else:
-            self.begin()
-            self.awaits = root is not None
-
-    def call(self, change: int = 1) -> None:
-        """Note that a call of the model begins, or ends. torch.compile traces it."""
-        self.inside += change
-        STEP.calls += change
-
-    def begin(self, layer: Layer | None = None) -> None:
-        """Begin the next step. By hand, the pass may be another micro-batch of the running step.
-
-        layer:  has begun the pass.
-        """
-        if layer is not None and not self.is_by_hand:
-            _follow_schedules(self, self.number, layer)  # raises before anything changes
-        self.is_restored = self.is_restored and self.current is None
-        self.current, self.by_pieces, self.has_run = next(_PASSES), layer is not None, True
-        if self.is_by_hand and self._moves():
-            self._begin_hand(self.number)
-            self._show()
-            return
-        if STEP.is_captured:  # replays count on the device
-            self._roll()
-            STEP.count_on_devices()
-            for counts in self._counts.values():
-                counts[0].add_(1)
-            self.ahead = True
-            return
-        step = self.number
-        self._roll()
-        self.at = step
-        self._publish(step + 1, True)
-        STEP.show(step)
-        guard.apply_underflow_policy()
-        _follow_schedules(self, step)
-
-    def _show(self) -> None:
-        if self.at is not None and STEP.step != self.at:
-            STEP.show(self.at)
-
-    def _roll(self) -> None:
-        self._rolled = set()
-        if self.open:
-            roll(self._unrolled(self.layers))
-
-    def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
-        found = [h for h in histories_of(layers) if id(h) not in self._rolled]
-        self._rolled.update(map(id, found))
-        return found
-
-    def run(self, layer: Layer) -> None:
-        """Let a layer run in the current pass."""
-        ran_in = layer.__dict__.get("_ran_in")
-        if layer not in self.layers:
-            self.layers.add(layer)
-            if self.is_restored or ran_in is not None:
-                # amaxes that the checkpoint, or the copied layer, had not rolled yet
-                roll(self._unrolled([layer]))
-        layer.__dict__["_ran_in"], self.awaits = self.current, False
-
-    # In graphs #
-
-    def begin_in_graph(self, device: torch.device) -> None:
-        """Begin a step of a model that is being traced, with the count on `device` alone."""
-        self.has_run = self.by_pieces = True
-        if self.is_by_hand:  # `begin_step` rolls
-            return
-        step, is_open = self.counts_on(device).split(1)
-        for histories in self.alike:
-            for target, values in AmaxHistory.advanced_alike(histories, kept=is_open == 0):
-                target.copy_(values)
-        STEP.show_in_graph(device, step)
-        step.add_(1)
-        is_open.fill_(1)
-        self.open = self.ahead = STEP.ahead = True
-
-    # All models of the process share the step's tensor, so graphs cannot count in it.
-    def counts_on(self, device: torch.device) -> Tensor:
-        """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
-        if device not in self._counts:
-            with torch_compat.outside_modes():
-                self._counts[device] = torch.tensor(
-                    [self.next, self.open], dtype=torch.int64, device=device
-                )
-            torch_compat.mark_static_address([self._counts[device]])
-        return self._counts[device]
-
-    # By hand #
-
-    def begin_by_hand(self, step: int, is_alone: bool) -> None:
-        """Begin a step that `begin_step` counts, for this model alone or for all."""
-        moves, self.applied = self.at != step, None
-        self.hand, self.is_by_hand_alone = step if is_alone else None, is_alone
-        self._begin_hand(step)
-        if moves:
-            _follow_schedules(self, step)
-
-    def _begin_hand(self, step: int) -> None:
-        if self.at != step:
-            self._roll()
-        self.at, self.open = step, True
-
-    def _moves(self) -> bool:
-        """Whether `begin_step` was called since the last step of an optimizer: else the caller has
-        stopped to count. It ends then, if it was of this model alone."""
-        if self.at is None or self.applied != self.at or self.at != self.number:
-            return True
-        if self.hand is not None:
-            self.end_by_hand()
-        elif not self._stood_still:
-            self._stood_still = True
-            warnings.warn(
-                f"fq.begin_step({self.at}) was called once, and the model has trained on since: "
-                "random bits, schedules and delayed scales stay those of this step; call "
-                "fq.begin_step(step) in each step, or only fq.begin_step(seed=) for a seed",
-                stacklevel=8,
-            )
-        return STEP.counted_by_hand
-
-    def _after_hand(self) -> int:
-        """The step that a pass begins once `begin_step` counts no more."""
-        return self.number if self.hand is None else self.hand + self.open
-
-    def end_by_hand(self) -> None:
-        """Count passes from the next one on."""
-        if self.hand is not None:
-            step, self.hand, self.is_by_hand_alone = self._after_hand(), None, False
-            self._publish(step, self.open)
-            STEP.micro_batch *= STEP.counted_by_hand
-
-    def skip(self) -> None:
-        """Let the next pass begin the running step again: it was not applied."""
-        for counts in self._counts.values():
-            if not self.is_by_hand:
-                counts[0].sub_(counts[1]).clamp_(min=0)
-            counts[1].zero_()
-        if not self.is_by_hand and not self.ahead:
-            self.next = max(self.next - self.open, 0)
-        self.open, self.applied = False, None
-
-
-class _LooseLayers(threading.local):
-    """Layers that a thread runs without a model that counts. A step begins when a layer runs that
-    has already run in the current step.
-
-    A layer stores the number of the pass in which it ran last (`_ran_in`); a copy inherits it.
-    """
-
-    def __init__(self):
-        self.steps = TrainingSteps()
-        self._seen = STEP.restarted
-
-    def caught_up(self) -> TrainingSteps:
-        """Return the steps, which continue at the step that `STEP.step` was set to since the last
-        call."""
-        if self._seen is not STEP.restarted:
-            self._seen = STEP.restarted
-            self.steps.continue_at(*self._seen)
-        return self.steps
-
-
-_LOOSE = _LooseLayers()
-
-
-def own_steps(module: nn.Module) -> TrainingSteps | None:
-    """Return the steps of a module: a layer stores them in its runtime, a model in itself."""
-    runtime = module.__dict__.get("runtime")
-    if isinstance(runtime, Runtime):
-        return runtime.steps
-    return module.__dict__.get("_training_steps")
-
-
-def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
-    _OF_ROOT.clear()
-    runtime = module.__dict__.get("runtime")
-    if isinstance(runtime, Runtime):
-        runtime.steps = steps
-    else:
-        module.__dict__["_training_steps"] = steps
-
-
-def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
-    """Return whether a backward may follow this forward of a layer that needs steps, neither
-    recomputed nor traced: then its amaxes are recorded. Begins a pass if nobody has.
-
-    x, weight:  that are multiplied.
-    """
-    grad = torch.is_grad_enabled()
-    if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
-        return False
-    steps = layer.runtime.steps
-    if steps is None or not steps.is_counting:
-        steps = _LOOSE.caught_up()
-    has_run = layer.__dict__.get("_ran_in") == steps.current
-    if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
-        bias = layer.bias
-        trains = x.requires_grad or (
-            grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-        )
-        if not trains or (steps.inside and not grad):  # a checkpoint in an evaluation
-            return False
-        steps.begin(layer)
-        has_run = False
-    if not has_run:
-        steps.run(layer)
-    return True
-
-
-def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
-    """Begin a step in a graph of layers that nobody calls by their model, with the layer that leads
-    them. torch.compile traces it."""
-    # each attribute of a layer that is read here is one guard per layer
-    if STEP.calls or STEP.counted_by_hand or not torch.is_grad_enabled():
-        return
-    steps = layer.runtime.steps
-    if steps is None:
-        STEP.unseen = STEP.unseen or plan.needs_steps
-    elif layer.runtime.leads and not steps.has_root:
-        steps.begin_in_graph(device)
-
-
-def layers_of(model: nn.Module) -> list[Layer]:
-    """Return the layers of a model once each, also those that are no submodules: experts of one
-    weight, and transposed ones."""
-    found: dict[int, Layer] = {}
-    for module in model.modules():
-        facts = module.__dict__
-        for layer in (*facts.get("_linears", ()), facts.get("_layer"), module):
-            if layer is not None and isinstance(layer.__dict__.get("runtime"), Runtime):
-                found[id(layer)] = layer
-    return list(found.values())
-
-
-def steps_within(model: nn.Module) -> list[TrainingSteps]:
-    """Return the steps of all layers of a model, whose layers that no model counts it counts from
-    now on."""
-    layers = layers_of(model)
-    alone = [layer for layer in layers if layer.runtime.steps is None]
-    if alone:
-        steps = continued(model)
-        steps.is_counting = any(layer.plan.needs_steps for layer in alone)
-        steps.model = weakref.ref(model)
-        for layer in alone:
-            layer.runtime.steps = steps
-            steps.layers.add(layer)
-            _LOOSE.steps.layers.discard(layer)
-    return list(dict.fromkeys(s for layer in layers if (s := layer.runtime.steps) is not None))
-
-
-# Root of FSDP2 -> its layers; dropped when a model counts.
-_OF_ROOT: MutableMapping[nn.Module, list[weakref.ref[Layer]]] = weakref.WeakKeyDictionary()
-
-
-def _root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
-    """Begin the pass of a forward of FSDP2, before it gathers weights.
-
-    is_outermost:  else a part of a root is called by itself, as a layer may be (see the note).
-    """
-    if root not in _OF_ROOT:
-        steps_within(root)
-        _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
-    ran_in: dict[TrainingSteps, set] = {}
-    for reference in _OF_ROOT[root]:
-        layer = reference()
-        steps = None if layer is None else layer.runtime.steps
-        if steps is not None and steps.is_counting:
-            ran_in.setdefault(steps, set()).add(layer.__dict__.get("_ran_in"))
-    for steps, passes in ran_in.items():
-        steps.has_root = True
-        if is_outermost or steps.current in (None, *passes) or not trains:
-            steps.enter(trains, root)
-
-
-root_statistics.FORWARD_BEGINS.append(_root_begins)
-
-
-def steps_of(model: nn.Module) -> TrainingSteps:
-    """Return the steps of a model, of a model inside it, or of layers that run without a model."""
-    loose = _LOOSE.caught_up()
-    counted = [steps for m in model.modules() if (steps := own_steps(m)) is not None]
-    if any(layer in loose.layers for layer in layers_of(model)):
-        counted.append(loose)
-    run = [steps for steps in counted if steps.has_run]
-    return next(iter([*run, *counted]), None) or TrainingSteps()
-
-
-def continued(model: nn.Module) -> TrainingSteps:
-    """Return new steps for a model, which continue those of its layers that ran alone."""
-    steps, before = TrainingSteps(), steps_of(model)
-    if before is _LOOSE.steps and before.has_run:
-        steps.restart(before.number)
-    return steps
-
-
-def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
-    """`TrainingSteps.restart` of a model, or of layers without a model."""
-    for module in model.modules():
-        if (steps := own_steps(module)) is not None:
-            steps.restart(step, skipped)
-    STEP.step = step
-    if skipped:
-        STEP.restarted = step, False
-    STEP.publish()
-
-
-def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
-    """Return every amax history that rolls with the steps of these layers, each once. Experts of
-    one weight share histories; layers of one input share the input's histories.
-
-    Weight histories of quantized parameters and of synced weights are omitted. They roll when the
-    weights are encoded, after an optimizer's step.
-    """
-    found: dict[int, AmaxHistory] = {}
-    for layer in layers:
-        state = layer.runtime.weight_state
-        after_steps = isinstance(state, QuantizedWeightState) or state.weight_sync is not None
-        for (_, slot, *_), history in state.histories.items():
-            if not (after_steps and slot == "weight"):
-                found[id(history)] = history
-        if (lead := layer.runtime.input_owner) is not None and (first := lead()) is not None:
-            shared = first.weight_state.histories
-            found |= {id(h): h for (_, slot, *_), h in shared.items() if slot == "input"}
-    return list(found.values())
-
-
-@torch.no_grad()
-def roll(histories: Collection[AmaxHistory], skipped: Tensor | None = None) -> None:
-    """End the step of these histories. skipped: as in `AmaxHistory.advanced`."""
-    for model, share in list(SHARED.items()):
-        share(model, histories)
-    torch_compat.copy_all(AmaxHistory.advanced(histories, skipped))
-
-
-# By hand #
-
-
-def begin_step(
-    step: int | None = None,
-    micro_batch: int = 0,
-    seed: int | None = None,
-    model: nn.Module | None = None,
-) -> None:
-    """Set the step, micro-batch and seed of the random bits. Schedules read the step.
-
-    step:   the optimizer step that begins (None: keep). From the first call with a step on, only
-            these calls count steps. Before it, each pass of a model begins the next step, so each
-            micro-batch is a step.
-    model:  the model that trains; others count as before. Its passes count again from the first one
-            on that begins after its optimizer's step without another call. None: all models of the
-            process, for good; a model that trains on while the step stands still warns once.
-
-    A pass is a forward that a backward may follow: gradients are enabled, parameters or inputs
-    require them, and it is no recomputation. If steps are counted by hand, amax histories roll in
-    the call that gives another step. Graphs of torch.compile and CUDA graphs count on the device.
-
-    >>> fq.begin_step(3, micro_batch=1)
-    >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
-    3
-    """
-    if step is not None and (not hasattr(step, "__index__") or step < 0):
-        raise ValueError(
-            f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
-            "begins, an int from 0"
-        )
-    STEP.check_writable()
-    STEP.seed = STEP.seed if seed is None else seed
-    STEP.micro_batch = micro_batch
-    if step is None:
-        STEP.publish()
-        return
-    _LOOSE.caught_up()
-    counted = list(TrainingSteps.live) if model is None else steps_within(model)
-    moved = step != STEP.step
-    STEP.counted_by_hand = STEP.counted_by_hand or model is None
-    STEP.show(step)
-    if moved:
-        guard.apply_underflow_policy()
-    for steps in counted:
-        steps.begin_by_hand(step, model is not None)
-
-
-def count_passes(model: nn.Module) -> None:
-    """End what `begin_step(model=)` began: passes of the model count its steps again."""
-    for steps in steps_within(model):
-        steps.end_by_hand()
-
-
-def skip_step(model: nn.Module | None = None) -> None:
-    """Discard the activation and gradient amaxes of the running step, because the optimizer did not
-    apply it. The next step repeats it.
-
-    model:  whose step it was; None: all models of the process.
-
-    Amaxes of weights are kept, because the weights are the same in the repeated step. The amaxes of
-    several micro-batches are discarded together only if `fq.begin_step` counts them as one step.
-
-    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.fp8_delayed())
-    >>> layer(torch.ones(2, 64)).sum().backward()
-    >>> fq.skip_step()         # a GradScaler left the optimizer's step out
-    """
-    _LOOSE.caught_up()
-    skipped = TrainingSteps.live if model is None else steps_within(model)
-    histories = AmaxHistory.live if model is None else histories_of(layers_of(model))
-    for history in histories:
-        history.discard_step()
-    for steps in list(skipped):
-        steps.skip()
-
-
-def sync(model: nn.Module) -> None:
-    """Quantize quantized parameters again, whose masters others wrote. Every rank calls it.
-
-    >>> with fq.quantized_model_init("mxfp8"):
-    ...     model = nn.Sequential(fq.Linear(64, 32))
-    >>> optimizer = fq.optim.FusedAdam(model.parameters())
-    >>> fq.sync(model)
-    """
-    weights = [w for w in weights_of(model.parameters()) if isinstance(w, QuantizedWeight)]
-    for weight in weights:
-        weight.state.mark_written()
-    refresh_codes(weights)
-
-
-# Optimizers #
 
 
 def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:

@@ -17,9 +17,9 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .packed_experts import forget_products
+from .passes import SCHEDULED
 from .quantize import Quantize
 from .steps import count_steps
-from .training_steps import SCHEDULED
 
 
 def unconvert(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ method that `register_fsdp_forward_method` was given.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,11 +67,6 @@ class Sharded(NamedTuple):
         return self.state.pieces(values_of(self.local), cuts, rank)
 
 
-# Called as a forward of FSDP2 begins, before it gathers, with its module, whether a backward may
-# follow, and whether the module is the root (else a part of it is called by itself).
-FORWARD_BEGINS: list[Callable[[nn.Module, bool, bool], None]] = []
-
-
 class _Root:
     """Statistics of one root of `fully_shard` in the last forward.
 
@@ -84,6 +79,9 @@ class _Root:
         self.is_reduced, self.trains = False, True
         self.unrecorded: list[ManagedParam] = []
         self.collectives: dict[tuple, Collective] = {}
+        local = (m.local for m in torch_compat.managed_params_of_root(managed))
+        states = [s for t in local if isinstance(t, WeightTensor) for s in t.state.matrices]
+        self._forward_begins = {s.forward_begins for s in states} - {None}
         torch_compat.watch_forwards(managed, self.begin)
 
     def begin(self, module: nn.Module, is_root: bool, args: tuple) -> None:
@@ -94,7 +92,7 @@ class _Root:
         self.trains = torch_compat.backward_may_follow(module, args)
         while self.trains and self.unrecorded:
             self.unrecorded.pop().reshard()
-        for begins in FORWARD_BEGINS:
+        for begins in self._forward_begins:
             begins(module, self.trains, is_root)
 
 

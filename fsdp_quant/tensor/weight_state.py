@@ -60,12 +60,16 @@ class WeightState:
                    scaling.
     gathered:      `gathered_weight.GatheredWeight` under FSDP2.
     held:          the codes inside `fq.hold`; None outside.
+    forward_begins: called before a forward of FSDP2 gathers, with its module, whether a backward
+                   may follow, and whether it is the root (else a part is called by itself).
     statistics:    shared by ranks in the last forward of the root, by matrix and direction; None
                    before one.
     activation_dtype: of the activations that the last eager forward multiplied; None before one.
     """
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
+
+    forward_begins: Any = None
 
     def __init__(
         self,

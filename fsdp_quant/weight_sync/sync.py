@@ -14,7 +14,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import Direction, canonical_text
 from ..gemm import StaleWeightError
-from ..modules.training_steps import roll
+from ..modules.passes import roll
 from ..ops import native
 from ..tensor import torch_compat
 from .cast import cast_master_weights

@@ -15,6 +15,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -108,8 +109,8 @@ def is_fake() -> bool:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing), function modes (default
-    devices) and inference mode, to create or write what outlives a call."""
+    """Leave transforms of torch.func, dispatch modes (fake tensors, tracing), function modes
+    (default devices) and inference mode, to create or write what outlives a call."""
     with contextlib.ExitStack() as modes:
         if peek_interpreter_stack() is not None:
             modes.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
@@ -131,22 +132,31 @@ def forward_transform(x: Tensor) -> str | None:
 
 
 def in_function() -> bool:
-    """The forward of an autograd.Function is running: of a reentrant checkpoint, or another that
-    will compute the gradients of what runs in it."""
-    return not (
+    """The forward of an autograd.Function is running whose backward may follow: of a reentrant
+    checkpoint, or another that will compute the gradients of what runs in it."""
+    if (
         torch.is_grad_enabled()
-        or torch._C._is_fwd_grad_enabled()
+        or torch._C._is_fwd_grad_enabled()  # only a Function's forward disables it
         or torch.is_inference_mode_enabled()
-    )
+    ):
+        return False
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals.get("ctx")
+            # it has no edges if gradients are disabled around it
+            if isinstance(ctx, BackwardCFunction) and ctx.next_functions:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def backward_may_follow(module: nn.Module, args: tuple) -> bool:
     """A backward may follow the forward of `module` that begins with these arguments."""
-    grad = torch.is_grad_enabled()
-    if not (grad or in_function()):
-        return False
+    if not torch.is_grad_enabled():
+        return in_function()
     inputs = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    return inputs or (grad and any(p.requires_grad for p in module.parameters()))
+    return inputs or any(p.requires_grad for p in module.parameters())
 
 
 def checkpoint_hook() -> object | None:
