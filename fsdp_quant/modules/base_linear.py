@@ -147,7 +147,7 @@ class BaseLinear(HasWeight, nn.Linear):
         save:  the backward needs x. grad: a backward may follow.
         """
         runtime, device = self.runtime, x.device
-        state = runtime.weight_state
+        runtime.last_run, state = counters.epoch, runtime.weight_state
         if weight_state(weight) is None and torch_compat.is_managed(weight):
             self._fallback(
                 "its weight is a plain tensor under fully_shard, so high-precision bytes were "

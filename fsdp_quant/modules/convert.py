@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -26,12 +27,14 @@ from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, reason_against, take_over
 from .plan import build_plan
 from .progress import progress
+from .reads import is_defined_by
 from .skip import AUTO, auto_skips, read_by_others
 from .steps import count_steps
 from .training_steps import SCHEDULED, Scheduled, steps_of
 from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
+CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given to `convert`
 
 
 def convert(
@@ -143,6 +146,7 @@ def convert(
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
+    CONVERTED.add(model)
     return model
 
 
@@ -458,6 +462,7 @@ def _is_packed(module: nn.Module) -> bool:
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
 # their code: data cannot prove that a forward adds nothing, as an untrained LoRA layer does not.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+_KNOWN = ("transformers.",)
 
 
 def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
@@ -470,7 +475,9 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
         return False
     if called and issubclass(cls, NonDynamicallyQuantizableLinear):
         return False
-    return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
+    if f"{cls.__module__}.{cls.__qualname__}" in _PLAIN:
+        return is_defined_by(cls, _KNOWN)
+    return cls.forward is nn.Linear.forward
 
 
 def _is_unchanged(module: nn.Module) -> bool:
@@ -499,8 +506,17 @@ def _converted_class(cls: type, kind: type[nn.Module]) -> type:
 
 @functools.cache
 def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of both: `kind`'s forward, and whatever else the user's class has."""
+    """A class of both: `kind`'s forward, and whatever else the user's class has. A forward that the
+    user's class is given later runs instead."""
+    known = own.forward
+
+    def forward(self, *args, **kwargs):
+        cls = kind if own.forward is known else own
+        return cls.forward(self, *args, **kwargs)
+
     members = {
+        "forward": forward,
+        "changed": lambda self: None if own.forward is known else "forward",
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__reduce_ex__": _reduce,

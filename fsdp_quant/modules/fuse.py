@@ -402,22 +402,32 @@ def _other_arguments(module: nn.Module) -> str:
 
 def fused_notes(model: nn.Module) -> list[str]:
     """What was taken over, and what that looks like it was not and why, a line each."""
-    fused, missed = Counter(), Counter()
+    fused, missed, other = Counter(), Counter(), Counter()
     for name, module in model.named_modules():
-        if (pattern := getattr(type(module), "fused_as", None)) is not None:
-            proof, cls = _proof_of(module), type(module).fused_from.__name__
-            changed = "forward" if proof is None else proof[1].changed(module)
-            if "forward" in module.__dict__ or changed is not None:
-                changed = f"{changed or 'forward'} has changed since fq.convert"
-                missed[cls, f"{name or cls}: {changed}, so {cls}.forward runs"] += 1
-            else:
-                fused[pattern.formula] += 1
+        cls, pattern = type(module), getattr(type(module), "fused_as", None)
+        changed = getattr(cls, "changed", lambda module: None)(module)
+        if "forward" in module.__dict__ and hasattr(cls, "changed"):
+            changed = "forward"
+        if changed is not None:
+            other[cls.__name__, changed] += 1
+        elif pattern is not None:
+            fused[pattern.formula] += 1
     for name, why in recognized(model)[1].items():
         missed[type(model.get_submodule(name)).__name__, why] += 1
     taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
+    taken += [
+        f"{cls}: {changed} has changed since fq.convert, so the module's own forward runs  [{count} "
+        "modules]"
+        for (cls, changed), count in other.items()
+    ]
     return taken + [
         f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()
     ]
+
+
+def _changed(module: nn.Module) -> str | None:
+    proof = _proof_of(module)
+    return "forward" if proof is None else proof[1].changed(module)
 
 
 @functools.cache
@@ -455,6 +465,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__module__": cls.__module__,
             "fused_as": pattern,
             "fused_from": cls,
+            "changed": _changed,
         },
     )
 

@@ -47,9 +47,11 @@ class LayerRuntime(Runtime):
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
     frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
                    that has references).
+    last_run:      `counters.epoch` of the last forward in eager mode.
     """
 
     frozen: weakref.ref[Any] | None = None
+    last_run = -1
 
     def __init__(
         self,

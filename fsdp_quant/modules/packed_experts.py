@@ -346,6 +346,7 @@ def _class_of(
             "converted_from": cls,
             "packed_parts": parts,
             "packed_kind": kind,
+            "changed": changed_in,
         },
     )
 
