@@ -462,7 +462,6 @@ def _is_packed(module: nn.Module) -> bool:
 # Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
 # their code: data cannot prove that a forward adds nothing, as an untrained LoRA layer does not.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
-_KNOWN = ("transformers.",)
 
 
 def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
@@ -475,15 +474,15 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
         return False
     if called and issubclass(cls, NonDynamicallyQuantizableLinear):
         return False
-    if f"{cls.__module__}.{cls.__qualname__}" in _PLAIN:
-        return is_defined_by(cls, _KNOWN)
-    return cls.forward is nn.Linear.forward
+    return cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Its forward is that of its class, and its weights are parameters: neither made of others, as
-    by weight_norm, nor read by hooks, as accelerate's."""
+    """Its forward is that of its class, which wrote it or inherits torch's, and its weights are
+    parameters: neither made of others, as by weight_norm, nor read by hooks, as accelerate's."""
     weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    if not is_defined_by(type(module).forward, ("torch.nn.", "transformers.")):
+        return False
     return "forward" not in module.__dict__ and weight in module._parameters
 
 

@@ -335,7 +335,8 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
             continue
         linears = _linears(module)
         parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
-        if parts is not None and is_defined_by(type(module), _KNOWN):
+        known = is_defined_by(type(module).forward, _KNOWN) and type(module).__module__
+        if parts is not None and known and known.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
             if names := _other_arguments(module):
@@ -519,7 +520,8 @@ def _prove(
     cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
     """
     cls = cls or type(module)
-    parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
+    with torch.device("meta"):
+        parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
     shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
 
     def prove() -> tuple[list[Fact] | None, Proof | str]:

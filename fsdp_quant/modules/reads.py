@@ -111,10 +111,11 @@ def forward_of(cls: type[nn.Module]) -> Fact:
     return Fact((), base, "forward", base.__dict__["forward"])
 
 
-def is_defined_by(cls: type[nn.Module], packages: tuple[str, ...]) -> bool:
-    """The class and its forward are of one of these packages: "transformers."."""
-    forward = cls.forward
-    return cls.__module__.startswith(packages) and forward.__module__.startswith(packages)
+def is_defined_by(function: Callable, packages: tuple[str, ...]) -> bool:
+    """The code of a function, and what it wraps, is of one of these packages: "transformers."."""
+    wrapped = getattr(function, "__wrapped__", None)
+    is_own = getattr(function, "__globals__", {}).get("__name__", "").startswith(packages)
+    return is_own and (wrapped is None or is_defined_by(wrapped, packages))
 
 
 @functools.cache

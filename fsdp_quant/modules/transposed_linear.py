@@ -14,16 +14,15 @@ from ..recipe import Recipe
 from ..tensor import torch_compat
 from .grouped_linear import Expert
 from .linear import Linear
-from .reads import is_defined_by
 
 TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
-_KNOWN = ("transformers.",)
 
 
 def is_transposed(cls: type) -> bool:
     """Modules of this class compute x W + b, of `weight` [in, out]; they are not converted."""
-    is_named = f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED
-    return is_named and not issubclass(cls, TransposedLinear) and is_defined_by(cls, _KNOWN)
+    return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(
+        cls, TransposedLinear
+    )
 
 
 class TransposedLinear(nn.Module):
