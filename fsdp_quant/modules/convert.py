@@ -515,7 +515,7 @@ def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
 
     members = {
         "forward": forward,
-        "changed": lambda self: None if own.forward is known else "forward",
+        "_fq_changed": lambda self: None if own.forward is known else "forward",
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__reduce_ex__": _reduce,

@@ -39,7 +39,7 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
-from .reads import Bound, Fact, bound, facts_of, forward_of, held, is_defined_by, proven, watched, without_held
+from .reads import Fact, Held, facts_of, forward_of, held, is_defined_by, proven, watched
 from .symbols import Symbols, Unobserved, Unproven
 
 
@@ -406,8 +406,8 @@ def fused_notes(model: nn.Module) -> list[str]:
     fused, missed, other = Counter(), Counter(), Counter()
     for name, module in model.named_modules():
         cls, pattern = type(module), getattr(type(module), "fused_as", None)
-        changed = getattr(cls, "changed", lambda module: None)(module)
-        if "forward" in module.__dict__ and hasattr(cls, "changed"):
+        changed = getattr(cls, "_fq_changed", lambda module: None)(module)
+        if "forward" in module.__dict__ and hasattr(cls, "_fq_changed"):
             changed = "forward"
         if changed is not None:
             other[cls.__name__, changed] += 1
@@ -427,8 +427,7 @@ def fused_notes(model: nn.Module) -> list[str]:
 
 
 def _changed(module: nn.Module) -> str | None:
-    proof = _proof_of(module)
-    return "forward" if proof is None else proof[1].changed(module)
+    return _proof_of(module).changed(module)
 
 
 @functools.cache
@@ -444,18 +443,22 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
                 return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
         proof = _proof_of(self)
-        if proof is None or proof[1].changed(self) is not None:
+        if proof.changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if len(given) != 1 or given[0].is_nested or not pattern.is_supported(self, given[0], proof[0]):
+        if (
+            len(given) != 1
+            or given[0].is_nested
+            or not pattern.is_supported(self, given[0], proof.outcome)
+        ):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, given[0])
 
     def reduce(self, protocol):
-        _, _, state, *rest = cls.__reduce_ex__(self, protocol)
-        return (_blank, (cls, pattern), without_held(state), *rest)
+        _, _, *state = cls.__reduce_ex__(self, protocol)
+        return (_blank, (cls, pattern), *state)
 
     return type(
         f"Fused{cls.__name__}",
@@ -466,7 +469,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__module__": cls.__module__,
             "fused_as": pattern,
             "fused_from": cls,
-            "changed": _changed,
+            "_fq_changed": _changed,
         },
     )
 
@@ -498,8 +501,8 @@ class _Leaf(nn.Linear):
         return super().__getattribute__(name)
 
 
-def _proof_of(module: nn.Module) -> tuple[Proof, Bound] | None:
-    """The proof of a fused module; None if it was another when this was first asked."""
+def _proof_of(module: nn.Module) -> Held:
+    """The proof of a fused module."""
     cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
 
     def prove() -> tuple[Proof, list[Fact]]:

@@ -272,7 +272,18 @@ class Unobserved(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-SHAPES = {"device", "shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"}
+SHAPES = {
+    "device",
+    "shape",
+    "size",
+    "numel",
+    "nelement",
+    "dim",
+    "ndim",
+    "ndimension",
+    "stride",
+    "nbytes",
+}
 _OBSERVED = SHAPES | {
     "is_contiguous",
     "storage_offset",
