@@ -147,7 +147,9 @@ class BaseLinear(HasWeight, nn.Linear):
         save:  the backward needs x. grad: a backward may follow.
         """
         runtime, device = self.runtime, x.device
-        runtime.last_run, state = counters.epoch, runtime.weight_state
+        state = runtime.weight_state
+        if not torch.compiler.is_compiling():
+            runtime.last_run = counters.epoch
         if weight_state(weight) is None and torch_compat.is_managed(weight):
             self._fallback(
                 "its weight is a plain tensor under fully_shard, so high-precision bytes were "

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..tensor import torch_compat
 from .symbols import Unproven
@@ -39,8 +39,8 @@ _OF_MODULES = frozenset(nn.Module().__dict__) - _CHILDREN - {"training"} | {"_co
 
 
 class Fact(NamedTuple):
-    """path: of a child, by names. where: "__dict__", "_modules", "_parameters" or "__class__" of it,
-    or a class or `_Space`, which has the name."""
+    """path: of a child, by names. where: its "__dict__", "_modules", "_parameters", "__class__" or
+    "training", or a class or `_Space` that has the name."""
 
     path: tuple[str, ...]
     where: Any
