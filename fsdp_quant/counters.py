@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 class Counters:
     """Named counters; a key is (what, detail) with a hashable detail.
 
+    epoch:    number of `reset`s.
+    has_graphs:  layers were traced: which of them run then is not known here.
     sources:  asked for (what, detail, amount) since they were asked last, before anything is read:
               compiled code counts for itself.
     """
 
     def __init__(self):
         self._counts: dict[str, Counter] = defaultdict(Counter)
+        self.epoch, self.has_graphs = 0, False
         self.sources: list[Callable[[], Iterable[tuple[str, object, int]]]] = []
 
     def add(self, what: str, detail: object, amount: int = 1) -> None:
@@ -48,6 +51,7 @@ class Counters:
     def reset(self) -> None:
         self._ask()
         self._counts.clear()
+        self.epoch += 1
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -228,6 +228,31 @@ def test_stacks_of_torch_keep_what_is_seen_of_them(kind: str):
         assert_same_bytes(net.eval()(*given), want["y"], "evaluation multiplies other codes")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_encoder_evaluates_with_masks_as_torchs(batch_first: bool, nested: bool):
+    """If false, evaluation of a converted encoder with torch's defaults raises, or reads weights
+    without their layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 128, batch_first=batch_first)
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    net = fq.convert(copy.deepcopy(plain), recipes.identity())
+    x, padding = values(3, 5, WIDTH, dtype=torch.float32), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = padding[2, 2:] = True
+    valid = ~padding if batch_first else ~padding.t()
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    given = {"src_key_padding_mask": padding}
+    for grad in (False, True):
+        for options in (given, {"mask": causal, "is_causal": True}, given | {"mask": causal < 0}):
+            with torch.set_grad_enabled(grad):
+                x = x if batch_first else x.reshape(5, 3, WIDTH)
+                got, want = net(x, **options)[valid], plain(x, **options)[valid]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="self_attn: query is a nested"):
+        net.layers[0](torch.nested.nested_tensor([x[0, :3], x[1]]))
+
+
 def test_weights_of_several_widths_and_skipped_layers_stay():
     """If false, a name that was skipped is converted, or a weight of another layout is, and the
     plan does not say what stayed."""

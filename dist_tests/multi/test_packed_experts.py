@@ -23,6 +23,7 @@ from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
 from fsdp_quant.counters import counters
+from fsdp_quant.modules.bad_splits import raise_bad_splits
 from fsdp_quant.tensor import gather_group
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
@@ -97,6 +98,71 @@ def test_experts_that_cannot_be_taken_over_are_refused():
             torch.ones(4, 2),
         )
     run_ranks(2, _sharded_first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_changed_later_are_the_modules_own(family: str, monkeypatch):
+    """If false, another gate, limit or forward of experts has no effect, in eager mode or in
+    graphs."""
+    torch.compiler.reset()
+    plain, net = tiny(family).float(), converted(family, fq.recipes.identity()).float()
+
+    def experts_of(model: nn.Module) -> nn.Module:
+        return next(m for m in model.modules() if "Experts" in type(m).__name__)
+
+    of_plain, taken = experts_of(plain), experts_of(net)
+    cls, forward = type(of_plain), type(of_plain).forward
+    for what in ("gate", "forward"):
+        for experts in (of_plain, taken):
+            if what == "forward":
+                monkeypatch.setattr(cls, "forward", lambda self, *args: 2 * forward(self, *args))
+            elif family == "gpt_oss":
+                experts.limit = 0.01
+            else:
+                experts.act_fn = nn.ReLU()
+        want = plain(input_ids=IDS).logits
+        torch.testing.assert_close(net(input_ids=IDS).logits, want, msg=what)
+        assert "has changed since fq.convert" in "\n".join(fq.plan(net).notes)
+    compiled = torch.compile(taken, fullgraph=False, backend="aot_eager")
+    given = [torch.randn(8, 32)]
+    if family != "llama4_text":
+        given += [torch.arange(16).view(8, 2) % 4, torch.rand(8, 2)]
+    torch.testing.assert_close(compiled(*given), of_plain(*given))
+
+
+def test_a_forward_of_someones_under_transformers_flags_is_left_alone():
+    """If false, experts are known by flags, whatever their forward computes."""
+    net = tiny("mixtral")
+    experts = net.model.layers[0].mlp.experts
+
+    class Own(type(experts)):
+        def forward(self, x: Tensor, *routes: Tensor) -> Tensor:
+            return super().forward(x.clamp(-1000, 1000), *routes)
+
+    experts.__class__ = Own
+    fq.convert(net, fq.recipes.mxfp8(), skip="lm_head")
+    assert type(experts) is Own and hasattr(net.model.layers[1].mlp.experts, "down_proj_product")
+    assert "of Own, Own.forward" in "\n".join(fq.plan(net).notes)
+
+
+@pytest.mark.parametrize("index", [-1, 4, 7])
+def test_routes_of_no_expert_are_refused_by_their_index(index: int):
+    """If false, a route of no expert is multiplied by the first one, or the message is about splits
+    that nobody gave."""
+    experts = converted("mixtral", fq.recipes.mxfp8()).model.layers[0].mlp.experts
+    routes = torch.arange(16).view(8, 2) % 4
+    x, weights = torch.zeros(8, 32, dtype=torch.bfloat16), torch.ones(8, 2)
+    routes[3, 0] = index
+    with pytest.raises(
+        ValueError, match=r"experts: 1 of 16 entries of top_k_index .* wanted 0 to 3"
+    ):
+        experts(x, routes, weights)
+    refused = pytest.raises(
+        ValueError, match="top_k_index gave some of 16 rows no expert of 0 to 3"
+    )
+    with hopper.emulated(), refused:  # where the host does not look at routes
+        experts(x, routes, weights)
+        raise_bad_splits()
 
 
 class _Added(nn.Module):

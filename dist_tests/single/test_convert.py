@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import io
+import types
 from collections.abc import Callable
 
 import pytest
@@ -317,6 +318,63 @@ def test_layers_that_are_not_as_their_class_says_are_left_alone(how: str):
         assert "in high precision: " in "\n".join(fq.plan(m).notes)
     with pytest.raises(ValueError, match="whose forward and weight are their class's"):
         fq.convert(CHANGED[how](nn.Linear(32, 32)), recipes.mxfp8())
+
+
+def test_a_class_that_is_given_another_forward_later_runs_it(monkeypatch):
+    """If false, a library that patches a class of linear layers is ignored without a word."""
+
+    class Own(nn.Linear):
+        pass
+
+    net = fq.convert(nn.Sequential(Own(32, 32), nn.Linear(32, 32)), recipes.mxfp8())
+    x = values(4, 32, dtype=torch.float32)
+    monkeypatch.setattr(Own, "forward", lambda self, x: 3 * nn.functional.linear(x, self.weight))
+    for layer in (net[0], torch.compile(net[0], backend="aot_eager", fullgraph=True)):
+        assert_same_bytes(layer(x), 3 * nn.functional.linear(x, net[0].weight), "patched")
+    note = "Own: forward has changed since fq.convert, so the module's own forward runs"
+    assert note in "\n".join(fq.plan(net).notes)
+    other = fq.convert(nn.Sequential(Own(32, 32), nn.Linear(32, 32)), recipes.mxfp8())
+    assert type(other[0]) is Own, "patched before"
+
+
+class Head(nn.Module):
+    """A trainer multiplies the weight of its head, as fused losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(64, 64), nn.Linear(64, 96, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: Tensor, calls: bool = False) -> Tensor:
+        h = self.body(x)
+        return self.lm_head(h) if calls else nn.functional.linear(h, self.lm_head.weight)
+
+
+@pytest.mark.parametrize("recipe", ["identity", "mxfp8", "nvfp4"])
+def test_layers_that_did_not_run_are_in_the_receipt(recipe: str, monkeypatch):
+    """If false, a head whose weight a trainer multiplies itself counts as one in codes."""
+    monkeypatch.setattr(counters, "has_graphs", False)
+    net = fq.convert(Head(), recipe)
+    fq.reset_receipt()
+    assert fq.receipt().idle == ()
+    net(values(4, 64, dtype=torch.float32)).sum().backward()
+    assert fq.receipt().idle == ("lm_head",)
+    assert "did not run: lm_head" in str(fq.receipt())
+    net(values(4, 64, dtype=torch.float32), calls=True)
+    assert fq.receipt().idle == ()
+
+
+def test_heads_that_losses_multiply_are_left_out_and_listed():
+    """If false, the plan of a model in TRL's or Liger's loss names codes that are never made."""
+    names = Head.forward.__globals__ | {"__name__": "trl.trainer.utils"}
+    patched = functools.wraps(Head.forward)(types.FunctionType(Head.forward.__code__, names))
+    net = Head()
+    net.forward = types.MethodType(patched, net)  # as trl patches an instance
+    fq.convert(net, recipes.mxfp8())
+    assert type(net.lm_head) is nn.Linear and isinstance(net.body, fq.Linear)
+    assert "lm_head.weight of Linear, read by the loss of trl" in "\n".join(fq.plan(net).notes)
 
 
 def test_subclasses_with_another_forward_are_left_alone():

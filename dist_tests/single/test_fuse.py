@@ -4,8 +4,10 @@ refused by name."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -436,6 +438,238 @@ def test_blocks_are_recognized_and_change_no_bit():
     assert type(skipped[1]) is Titan  # its products are not ours alone
 
 
+LIMIT: float | None = None
+
+
+def gated(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g if LIMIT is None else g.clamp(max=LIMIT)) * u
+
+
+class Scaled(nn.Module):
+    """An activation as people write them, without a repr of its settings."""
+
+    def __init__(self, beta: float = 1.0):
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) if self.beta == 1 else x * torch.sigmoid(self.beta * x)
+
+
+class Settings(MLP):
+    """Each part is what a pattern says, until something is changed."""
+
+    def __init__(
+        self, act: nn.Module | None = None, scale: float = 1.0, limit: float | None = None
+    ):
+        super().__init__(dtype=torch.float32)
+        self.act_fn, self.drop, self._scale, self.limit = (
+            act or Scaled(),
+            nn.Dropout(0.0),
+            scale,
+            limit,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.gate_proj(x)
+        if self.limit is not None:
+            g = g.clamp(max=self.limit)
+        return self.down_proj(self.drop(self.act_fn(g)) * self.up_proj(x) * self._scale)
+
+
+class Inherits(Settings):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if not hasattr(self, "off") else x
+
+
+class ByGlobals(Titan):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(gated(self.w1(x), self.w3(x)))
+
+
+class InheritsNorm(LlamaNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def of_cls(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "fused_from", type(module))
+
+
+def doubled(forward):
+    return lambda *args: 2 * forward(*args)
+
+
+# (module, what is done to it): in the order of what is changed: children, settings, code
+CHANGES = {
+    "activation": (Settings, lambda m, patch: setattr(m, "act_fn", nn.ReLU())),
+    "class of the activation": (Vision, lambda m, patch: setattr(m.act, "__class__", nn.Sigmoid)),
+    "setting of the activation": (Settings, lambda m, patch: setattr(m.act_fn, "beta", 1.7)),
+    "forward of the activation": (
+        Settings,
+        lambda m, patch: setattr(m.act_fn, "forward", torch.tanh),
+    ),
+    "hook of the activation": (
+        Settings,
+        lambda m, patch: m.act_fn.register_forward_hook(lambda m, args, y: 2 * y),
+    ),
+    "hook of a layer": (
+        Settings,
+        lambda m, patch: m.up_proj.register_forward_pre_hook(lambda m, args: (2 * args[0],)),
+    ),
+    "class of torch": (
+        Vision,
+        lambda m, patch: patch(nn.GELU, "forward", lambda self, x: torch.tanh(x)),
+    ),
+    "dropout": (Settings, lambda m, patch: setattr(m.drop, "p", 0.5)),
+    "private": (Settings, lambda m, patch: setattr(m, "_scale", 1.015)),
+    "limit": (Settings, lambda m, patch: setattr(m, "limit", 0.1)),
+    "attribute that was not there": (Inherits, lambda m, patch: setattr(m, "off", True)),
+    "forward": (Titan, lambda m, patch: patch(of_cls(m), "forward", doubled(of_cls(m).forward))),
+    "forward of the instance": (Titan, lambda m, patch: setattr(m, "forward", doubled(m.forward))),
+    "inherited forward": (
+        Inherits,
+        lambda m, patch: patch(Settings, "forward", doubled(Settings.forward)),
+    ),
+    "function": (ByGlobals, lambda m, patch: patch(None, "gated", lambda g, u: F.relu(g) * u)),
+    "global": (ByGlobals, lambda m, patch: patch(None, "LIMIT", 0.1)),
+    "eps": (LlamaNorm, lambda m, patch: setattr(m, "variance_epsilon", 0.1)),
+    "forward of a norm": (
+        InheritsNorm,
+        lambda m, patch: patch(LlamaNorm, "forward", doubled(LlamaNorm.forward)),
+    ),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_proof_depended_on_is_looked_up_in_each_forward(what: str, copied: bool):
+    """If false, a module that is changed after fq.convert computes what it did before, and the plan
+    says so too."""
+    kind, change = CHANGES[what]
+
+    @contextlib.contextmanager
+    def patched():
+        with pytest.MonkeyPatch.context() as patches:
+            yield (
+                lambda owner, name, value: (
+                    patches.setitem(globals(), name, value)
+                    if owner is None
+                    else patches.setattr(owner, name, value)
+                )
+            )
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(D, D), kind()).to(BF16)
+    net = fq.convert(copy.deepcopy(plain), recipes.identity())
+    assert hasattr(type(net[1]), "fused_as")
+    x, outputs = values(4, 2, D, seed=1, dtype=BF16), []
+    assert_same_bytes(net(x), plain(x), "before")
+    net = copy.deepcopy(net) if copied else net
+    for model in (plain, net):
+        with patched() as patch:
+            change(model[1], patch)
+            torch.manual_seed(1)
+            outputs.append(model(x).detach())
+            notes = "\n".join(fq.plan(net).notes) if model is net else ""
+    assert_same_bytes(outputs[1], outputs[0], what)
+    if what != "hook of a layer":  # which the fused module calls
+        assert "has changed since fq.convert" in notes and "  fused: " not in notes, notes
+
+
+def test_a_changed_module_is_one_function_compiled_and_eager():
+    """If false, the compiled model and the eager one give two answers."""
+    torch.compiler.reset()
+    net = fq.convert(nn.Sequential(Settings()).to(BF16), recipes.identity())
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x = values(4, D, seed=1, dtype=BF16)
+    outputs = []
+    for beta in (1.0, 1.7):
+        net[0].act_fn.beta = beta
+        outputs.append(net(x))
+        assert_same_bytes(compiled(x), outputs[-1], f"beta {beta}")
+    assert not torch.equal(*outputs)
+
+
+def with_forward(forward, **attributes) -> type[nn.Module]:
+    return type("Other", (Settings,), {"forward": forward, **attributes})
+
+
+class Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+def _with_buffer() -> nn.Module:
+    module = with_forward(lambda self, x: Settings.forward(self, x) * self.gain)()
+    module.register_buffer("gain", torch.tensor(1.0))
+    return module
+
+
+def _hooked(self, x):
+    h = self.act_fn(self.gate_proj(x))
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad.clamp(-1000, 1000))
+    return self.down_proj(h * self.up_proj(x))
+
+
+def _counting(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return Settings.forward(self, x)
+
+
+def _in_autocast(self, x):
+    with torch.autocast("cuda", BF16):
+        return Settings.forward(self, x)
+
+
+OTHERS = {
+    "clamp far out": lambda: Settings(limit=1000.0),
+    "scale": lambda: Settings(scale=1.015),
+    "activation": lambda: Settings(Scaled(1.001)),
+    "parameters of the activation": lambda: Settings(nn.PReLU(init=0.0)),
+    "buffer": _with_buffer,
+    "gradient hook": with_forward(_hooked),
+    "detach of the data": with_forward(
+        lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)).data * self.up_proj(x))
+    ),
+    "own gradient": with_forward(
+        lambda self, x: self.down_proj(Silu.apply(self.gate_proj(x)) * self.up_proj(x))
+    ),
+    "number of tokens": with_forward(
+        lambda self, x: Settings.forward(self, x) if x.shape[0] < 1000 else x
+    ),
+    "values": with_forward(lambda self, x: Settings.forward(self, x) if x.max() < 1e9 else x),
+    "dtype of a weight": with_forward(
+        lambda self, x: Settings.forward(self, x.to(self.down_proj.weight.dtype))
+    ),
+    "mutable": with_forward(
+        lambda self, x: Settings.forward(self, x) if self.options["on"] else x, options={"on": True}
+    ),
+    "state": with_forward(_counting),
+    "autocast": with_forward(_in_autocast),
+    "without gradients": with_forward(torch.no_grad()(Settings.forward)),
+    "writes its input": with_forward(lambda self, x: Settings.forward(self, x.mul_(1.5))),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_operators_that_no_pattern_has_are_seen(what: str):
+    """If false, data decides: a clamp that random numbers do not reach, or a branch that a small
+    input does not take, is dropped in silence."""
+    torch.manual_seed(0)
+    # one that is proven before, of the same class, proves nothing of this one
+    net = nn.ModuleDict({"first": Settings(), "linear": nn.Linear(D, D), "block": OTHERS[what]()})
+    fq.convert(net, recipes.identity())
+    assert hasattr(type(net["first"]), "fused_as") and not hasattr(type(net["block"]), "fused_as")
+    assert "not fused: block: " in "\n".join(fq.plan(net).notes)
+
+
 class GatedNorm(LlamaNorm):
     """As transformers writes it for Mamba 2: a norm alone, or of what a gate scaled."""
 
@@ -727,7 +961,9 @@ def test_projections_of_one_input_share_its_codes_while_it_is_that():
             q, k = self.wq(x), self.wk(x)
             return q * k + self.wv(x.mul_(2) if writes else x)
 
-    Written.__module__ = Written.forward.__module__ = "torchtitan.models"
+    names = Written.forward.__globals__ | {"__name__": "torchtitan.models"}
+    Written.forward = types.FunctionType(Written.forward.__code__, names, "forward", (False,))
+    Written.__module__ = "torchtitan.models"
     torch.manual_seed(0)
     plain = nn.Sequential(Written())
     x = values(16, D, seed=4, dtype=BF16)

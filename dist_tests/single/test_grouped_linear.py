@@ -371,6 +371,53 @@ class OfAnother(OfTorchtitan):
     gate = staticmethod(torch.tanh)
 
 
+class OfSomeone(OfTorchtitan):
+    """Experts of someone's own, whose limit no small number reaches."""
+
+    limit: float | None = None
+    scale = 1.0
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        made = []
+        for e, part in enumerate(rows.split(counts.tolist())):
+            gate, up = part @ self.w1[e].mT, part @ self.w3[e].mT
+            if self.limit is not None:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            made.append(torch.nn.functional.silu(gate) * up @ self.w2[e].mT * self.scale)
+        return torch.cat(made)
+
+
+@pytest.mark.parametrize("settings", [{"limit": 7.0}, {"limit": 1000.0}, {"scale": 1.015}])
+def test_experts_are_proven_by_their_operators(settings: dict, monkeypatch):
+    """If false, a clamp or a scale of someone's experts is dropped, at convert or when it is set
+    later."""
+    counts, x = torch.tensor([3, 0, 4, 5]), values(12, K).float() * 300
+    experts = OfSomeone(dtype=torch.float32)
+    net = fq.convert(nn.Sequential(copy.deepcopy(experts), nn.Linear(K, 8)), recipes.identity())
+    assert isinstance(net[0].w1_product, ExpertProduct)
+    twin = copy.deepcopy(net)
+    for where in ("at convert", "later", "later, of the class"):
+        with monkeypatch.context() as patch:
+            for name, value in settings.items():
+                if where == "later, of the class":
+                    patch.setattr(OfSomeone, name, value)
+                else:
+                    vars(experts)[name] = vars(net[0])[name] = value
+            if where == "at convert":
+                net = nn.Sequential(copy.deepcopy(experts), nn.Linear(K, 8))
+                fq.convert(net, recipes.identity())
+                assert type(net[0]) is OfSomeone, "left alone"
+                assert "OfSomeone.forward computes something else" in "\n".join(fq.plan(net).notes)
+            want = OfSomeone.forward(experts, x, counts)
+            assert_same_bytes(net[0](x, counts), want, where)
+            if where != "at convert":
+                (name,) = settings
+                assert f"{name} has changed since fq.convert" in "\n".join(fq.plan(net).notes)
+        for name in settings:
+            vars(experts).pop(name, None)
+        net = twin
+
+
 @pytest.mark.parametrize("suffixed", [False, True], ids=["", "suffixed"])
 def test_experts_of_torchtitan_are_converted_and_proven(suffixed: bool):
     """If false, torchtitan's experts stay in high precision, or experts with another gate get

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -1159,3 +1160,47 @@ def test_the_weight_of_a_module_is_the_parameter_of_nn_linear():
         assert dict(module.named_parameters()).keys() == {"weight", "bias"}
         assert module.recipe == recipe
     assert fq.Linear(8, 16).plan.input.rowwise.fmt == IDENTITY
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_multiplied_as_their_values(layout: torch.layout):
+    """If false, sequences of several lengths need padding in a converted model alone."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48))
+    parts = [values(n, 32, dtype=torch.float32, seed=n) for n in (3, 5, 2)]
+    outcomes = []
+    for net in (plain, fq.convert(copy.deepcopy(plain), recipes.identity())):
+        given = [part.clone().requires_grad_() for part in parts]
+        y = net(torch.nested.as_nested_tensor(given, layout=layout))
+        assert y.is_nested and y.layout is layout
+        sum(part.square().sum() for part in y.unbind()).backward()
+        outcomes.append([*y.unbind(), *(g.grad for g in given), net[0].weight.grad])
+    for got, want in zip(*reversed(outcomes)):
+        assert_same_bytes(got.detach(), want.detach(), str(layout))
+    if layout is torch.jagged:
+        x = torch.nested.as_nested_tensor(parts, layout=layout)
+        square = fq.convert(nn.Sequential(nn.Linear(32, 32)), recipes.mxfp8())
+        assert (square(x) + x).shape == x.shape, "of other lengths"
+        with pytest.raises(ValueError, match="with holes or transposed"):
+            square(x.transpose(1, 2))
+
+
+def test_torch_fx_takes_converted_modules_for_leaves():
+    """If false, symbolic_trace fails on a converted model, or flattens its layers."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.act_fn = nn.Linear(32, 32), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act_fn(self.layer(x)) + x
+
+    net = pickle.loads(pickle.dumps(fq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8")))
+    nets = [net, fq.convert(Net(), "mxfp8")]
+    x = values(4, 32, dtype=torch.float32)
+    for net in nets:
+        graph = torch.fx.symbolic_trace(net)
+        called = {n.target for n in graph.graph.nodes if n.op == "call_module"}
+        assert {n for n, m in net.named_modules() if isinstance(m, fq.Linear)} <= called
+        assert_same_bytes(graph(x), net(x), "traced")

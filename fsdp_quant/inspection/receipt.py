@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..counters import counters
+from ..modules.convert import CONVERTED, converted_units
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Receipt:
     departures:  kind -> number of deviations from the plan (strict=False).
     moved:       (module, product, from, to and reason) of GEMMs that the underflow guard of
                  anchored layouts moved to another domain.
+    idle:        converted layers whose forward did not run in eager mode, of models of which
+                 another layer's did: a trainer multiplies their weights itself, or nobody does.
     """
 
     gemms: dict
@@ -33,6 +37,7 @@ class Receipt:
     dispatch: dict
     departures: dict
     moved: dict
+    idle: tuple[str, ...] = ()
 
     @property
     def gathered_bytes(self) -> int:
@@ -56,6 +61,11 @@ class Receipt:
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
         lines += [
             f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)
+        ]
+        lines += [
+            f"did not run: {name}, whose weight others multiply in high precision, if any do; "
+            f"leave it out of fq.convert (skip=[{name!r}])"
+            for name in self.idle
         ]
         return "\n".join(lines) or "nothing ran"
 
@@ -84,7 +94,15 @@ def receipt() -> Receipt:
         "departure",
         "moved",
     )
-    return Receipt(*map(counters.of, kinds))
+    return Receipt(*map(counters.of, kinds), tuple(_idle()))
+
+
+def _idle() -> Iterator[str]:
+    for model in () if counters.has_graphs else list(CONVERTED):
+        units = converted_units(model).items()
+        ran = {n: any(m.runtime.last_run == counters.epoch for m in of) for n, of in units}
+        if any(ran.values()):
+            yield from (name for name, has_run in ran.items() if not has_run)
 
 
 def reset_receipt() -> None:

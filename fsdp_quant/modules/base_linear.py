@@ -153,6 +153,8 @@ class BaseLinear(HasWeight, nn.Linear):
                 "before fq.convert"
             )
         state = runtime.weight_state
+        if not torch.compiler.is_compiling():
+            runtime.last_run = counters.epoch
         if weight_state(weight) is None and torch_compat.is_managed(weight):
             self._fallback(
                 "its weight is a plain tensor under fully_shard, so high-precision bytes were "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -30,11 +31,13 @@ from .packed_experts import are_sharded, kind_of, products_of, reason_against, t
 from .passes import SCHEDULED, Scheduled, steps_of
 from .plan import build_plan
 from .progress import progress
+from .reads import is_defined_by
 from .skip import AUTO, auto_skips, read_by_others
 from .steps import count_steps
 from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
+CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given to `convert`
 
 
 def convert(
@@ -152,6 +155,7 @@ def convert(
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
+    CONVERTED.add(model)
     return model
 
 
@@ -517,9 +521,11 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Its forward is that of its class, and its weights are parameters: neither made of others, as
-    by weight_norm, nor read by hooks, as accelerate's."""
+    """Its forward is that of its class, which wrote it or inherits torch's, and its weights are
+    parameters: neither made of others, as by weight_norm, nor read by hooks, as accelerate's."""
     weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    if not is_defined_by(type(module).forward, ("torch.nn.", "transformers.")):
+        return False
     return "forward" not in module.__dict__ and weight in module._parameters
 
 
@@ -542,8 +548,17 @@ def _converted_class(cls: type, kind: type[nn.Module]) -> type:
 
 @functools.cache
 def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of both: `kind`'s forward, and whatever else the user's class has."""
+    """A class of both: `kind`'s forward, and whatever else the user's class has. A forward that the
+    user's class is given later runs instead."""
+    known = own.forward
+
+    def forward(self, *args, **kwargs):
+        cls = kind if own.forward is known else own
+        return cls.forward(self, *args, **kwargs)
+
     members = {
+        "forward": forward,
+        "_fq_changed": lambda self: None if own.forward is known else "forward",
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__reduce_ex__": _reduce,

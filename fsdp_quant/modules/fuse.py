@@ -22,7 +22,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -39,18 +38,8 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
-from .reads import (
-    Bound,
-    Fact,
-    facts_of,
-    forward_of,
-    held,
-    is_defined_by,
-    proven,
-    watched,
-    without_held,
-)
-from .symbols import Symbols, Unobserved, Unproven
+from .proof import HIDDEN, WIDTH, Proof, prove
+from .reads import Fact, Held, forward_of, held, is_defined_by
 
 
 class MLPPattern(NamedTuple):
@@ -138,16 +127,14 @@ class MLPPattern(NamedTuple):
                     f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there"
                 )
             layers.append(layer)
-        shapes = [(_WIDTH, _HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [
-            (_HIDDEN, _WIDTH)
-        ]
+        shapes = [(WIDTH, HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [(HIDDEN, WIDTH)]
         small = [
             kind(*shape, layer.bias is not None, dtype=dtype)
             for shape, layer in zip(shapes, layers)
         ]
         probe = copy.copy(module)
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
-        return probe, _WIDTH, [p for layer in small for p in layer.parameters()]
+        return probe, WIDTH, [p for layer in small for p in layer.parameters()]
 
 
 class NormPattern(NamedTuple):
@@ -230,9 +217,7 @@ class NormPattern(NamedTuple):
                 "there"
             )
         names = [self.weight] if bias is None else [self.weight, self.bias]
-        small = {
-            n: nn.Parameter(torch.randn(weight.shape[0], dtype=dtype, device="cpu")) for n in names
-        }
+        small = {n: nn.Parameter(torch.randn(weight.shape[0]).to(dtype)) for n in names}
         probe = copy.copy(module)
         probe.__dict__["_parameters"] = module._parameters | small
         return probe, weight.shape[0], list(small.values())
@@ -268,18 +253,6 @@ class InputPattern(NamedTuple):
 Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
-class Proof(NamedTuple):
-    """A module computes what a pattern says, while `facts` are true.
-
-    dtypes:    of x and of the parameters; all but those of the module and fp32 are optional.
-    autocast:  also under torch.autocast.
-    """
-
-    facts: list[Fact]
-    dtypes: frozenset[torch.dtype] = frozenset()
-    autocast: bool = False
-
-
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
     """The modules that the patterns name, each proven to compute what its pattern says.
 
@@ -298,7 +271,7 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
         for name in names:
             if name in found:
                 raise ValueError(f"{name or 'the model'}: {found[name]} and {pattern} both name it")
-            _prove(name or type(model).__name__, modules[name], pattern)
+            prove(name or type(model).__name__, modules[name], pattern)
             found[name] = pattern
     return found
 
@@ -347,7 +320,8 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
             continue
         linears = _linears(module)
         parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
-        if parts is not None and is_defined_by(type(module), _KNOWN):
+        known = is_defined_by(type(module).forward, _KNOWN) and type(module).__module__
+        if parts is not None and known and known.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
             if names := _other_arguments(module):
@@ -368,7 +342,7 @@ def _first_exact(
     why = ""
     for pattern in patterns:
         try:
-            _prove(name, module, pattern)
+            prove(name, module, pattern)
             return pattern, why
         except ValueError as error:
             why = str(error)
@@ -414,22 +388,31 @@ def _other_arguments(module: nn.Module) -> str:
 
 def fused_notes(model: nn.Module) -> list[str]:
     """What was taken over, and what that looks like it was not and why, a line each."""
-    fused, missed = Counter(), Counter()
+    fused, missed, other = Counter(), Counter(), Counter()
     for name, module in model.named_modules():
-        if (pattern := getattr(type(module), "fused_as", None)) is not None:
-            proof, cls = _proof_of(module), type(module).fused_from.__name__
-            changed = "forward" if proof is None else proof[1].changed(module)
-            if "forward" in module.__dict__ or changed is not None:
-                changed = f"{changed or 'forward'} has changed since fq.convert"
-                missed[cls, f"{name or cls}: {changed}, so {cls}.forward runs"] += 1
-            else:
-                fused[pattern.formula] += 1
+        cls, pattern = type(module), getattr(type(module), "fused_as", None)
+        changed = getattr(cls, "_fq_changed", lambda module: None)(module)
+        if "forward" in module.__dict__ and hasattr(cls, "_fq_changed"):
+            changed = "forward"
+        if changed is not None:
+            other[cls.__name__, changed] += 1
+        elif pattern is not None:
+            fused[pattern.formula] += 1
     for name, why in recognized(model)[1].items():
         missed[type(model.get_submodule(name)).__name__, why] += 1
     taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
+    taken += [
+        f"{cls}: {changed} has changed since fq.convert, so the module's own forward runs  "
+        f"[{count} modules]"
+        for (cls, changed), count in other.items()
+    ]
     return taken + [
         f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()
     ]
+
+
+def _changed(module: nn.Module) -> str | None:
+    return _proof_of(module).changed(module)
 
 
 @functools.cache
@@ -444,23 +427,19 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             if recomputes and len(given) == 1:
                 return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
-        proof = _proof_of(self)
-        if proof is None or proof[1].changed(self) is not None:
+        proof, x = _proof_of(self), given[0] if len(given) == 1 else None
+        if proof.changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if (
-            len(given) != 1
-            or given[0].is_nested
-            or not pattern.is_supported(self, given[0], proof[0])
-        ):
+        if x is None or x.is_nested or not pattern.is_supported(self, x, proof.outcome):
             return cls.forward(self, *args, **kwargs)
-        return pattern.run(self, given[0])
+        return pattern.run(self, x)
 
     def reduce(self, protocol):
-        _, _, state, *rest = cls.__reduce_ex__(self, protocol)
-        return (_blank, (cls, pattern), without_held(state), *rest)
+        _, _, *state = cls.__reduce_ex__(self, protocol)
+        return (_blank, (cls, pattern), *state)
 
     return type(
         f"Fused{cls.__name__}",
@@ -471,6 +450,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__module__": cls.__module__,
             "fused_as": pattern,
             "fused_from": cls,
+            "_fq_changed": _changed,
         },
     )
 
@@ -479,161 +459,15 @@ def _blank(cls: type[nn.Module], pattern: Pattern) -> nn.Module:
     return cls.__new__(_fused_class(cls, pattern))
 
 
-# The proof #
-
-_WIDTH, _HIDDEN = 16, 24
-_DTYPES = torch.bfloat16, torch.float16
-
-
-class _Leaf(nn.Linear):
-    """A linear layer that, closed, may be called and not be looked at."""
-
-    is_closed = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["is_closed"] = False
-        y = super().forward(x)
-        self.__dict__["is_closed"] = True
-        return y
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("weight", "bias", "in_features", "out_features") and self.is_closed:
-            raise Unproven(f"reads {name} of a linear layer")
-        return super().__getattribute__(name)
-
-
-def _proof_of(module: nn.Module) -> tuple[Proof, Bound] | None:
-    """The proof of a fused module; None if it was another when this was first asked."""
+def _proof_of(module: nn.Module) -> Held:
+    """The proof of a fused module."""
     cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
 
-    def prove() -> tuple[Proof, list[Fact]]:
+    def prove_again() -> tuple[Proof, list[Fact]]:
         if isinstance(pattern, InputPattern):
             proof = Proof([forward_of(cls)])
         else:
-            proof = _prove(cls.__name__, module, pattern, cls)
+            proof = prove(cls.__name__, module, pattern, cls)
         return proof, proof.facts
 
-    return held(module, prove)
-
-
-def _prove(
-    name: str, module: nn.Module, pattern: Pattern, cls: type[nn.Module] | None = None
-) -> Proof:
-    """The proof of a module: its own, or that of one of which the same facts are true.
-
-    cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
-    """
-    cls = cls or type(module)
-    parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
-    shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
-
-    def prove() -> tuple[list[Fact] | None, Proof | str]:
-        notes: set[tuple] = set()
-        outcome = _first_proof(module, pattern, cls, notes)
-        try:
-            facts = facts_of(module, cls, notes, pattern.parts)
-        except Unproven as error:
-            return None, f"{cls.__name__}.forward {error}"
-        return facts, outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
-
-    outcome = proven((cls, pattern._replace(modules=""), shapes), module, prove)
-    if isinstance(outcome, str):
-        raise ValueError(f"{name}: {outcome}")
-    return outcome
-
-
-def _first_proof(
-    module: nn.Module, pattern: Pattern, cls: type[nn.Module], notes: set[tuple]
-) -> Proof | str:
-    """A proof without its facts, or why there is none.
-
-    notes:  what was read is added to it.
-    """
-    dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
-    modes = list(itertools.product((True, False), (True, False)))
-
-    def is_proven(dtype: torch.dtype, check, modes=modes, autocast: bool = False) -> bool:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.inference_mode(False),
-            torch.device("cpu"),
-            torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False),
-        ):
-            torch.manual_seed(0)
-            return all(check(module, pattern, cls, notes, dtype, *mode) for mode in modes)
-
-    dtype = torch.float32
-    try:
-        for dtype, check in itertools.product(dtypes, (_is_same, _is_exact)):
-            if not is_proven(dtype, check):
-                return (
-                    f"{cls.__name__}.forward gives other bits than {pattern.formula} in {dtype}; "
-                    f"name what it computes in an fq.{type(pattern).__name__}, or leave it out of "
-                    "fuse"
-                )
-    except Unproven as error:
-        return f"{cls.__name__}.forward {error}"
-    except Exception as error:  # of the user's forward
-        return f"{cls.__name__}.forward fails on a small {dtype} input: {error}"
-    others, autocast = set(), False
-    with contextlib.suppress(Exception):
-        others = {d for d in _DTYPES if d in dtypes or is_proven(d, _is_same)}
-        autocast = is_proven(torch.float32, _is_same, autocast=True)
-    return Proof([], frozenset(dtypes | others), autocast)
-
-
-def _is_same(
-    module: nn.Module,
-    pattern: Pattern,
-    cls: type[nn.Module],
-    notes: set[tuple],
-    dtype: torch.dtype,
-    training: bool,
-    grad: bool,
-) -> bool:
-    """The operators of the module's forward are the pattern's, on the same elements."""
-    probe, width, parameters = pattern.probe("", module, dtype, _Leaf)
-    for part in pattern.parts:
-        getattr(probe, part).is_closed = True
-    symbols = Symbols(exact=True)
-    for index, parameter in enumerate(parameters):
-        symbols.name(parameter, f"parameter {index}")
-    x = torch.randn(2, 2, width).to(dtype).requires_grad_(grad)
-    symbols.name(x, "x")
-    before = symbols.of(x).clone()
-    with torch.set_grad_enabled(grad), symbols:
-        symbols.gradients = grad
-        with Unobserved():
-            y = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
-        symbols.gradients = False
-        ways = pattern.defined(probe, x)
-    if not isinstance(y, Tensor) or not torch.equal(symbols.of(x), before):
-        return False
-    return any(y.dtype is z.dtype and torch.equal(symbols.of(y), symbols.of(z)) for z in ways)
-
-
-def _is_exact(
-    module: nn.Module,
-    pattern: Pattern,
-    cls: type[nn.Module],
-    notes: set[tuple],
-    dtype: torch.dtype,
-    training: bool,
-    grad: bool,
-) -> bool:
-    """Both give the same bits of random data: also of gradients."""
-    if not grad:
-        return True
-    probe, width, parameters = pattern.probe("", module, dtype, nn.Linear)
-    # slopes and tails of an activation; eps of a norm
-    options = {"dtype": torch.float32, "device": "cpu"}
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0], **options).view(4, 1, 1)
-    x, dy = ((torch.randn(4, 8, width, **options) * spread).to(dtype) for _ in range(2))
-    leaves = [x.requires_grad_(), *parameters]
-    with torch.enable_grad():
-        own = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
-        outputs = own, pattern.run(probe, x)
-        results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
-    return all(
-        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
-    )
+    return held(module, prove_again)

@@ -48,10 +48,12 @@ class LayerRuntime(Runtime):
     schedule:      of the recipes of its model, which ranks compare; None: it follows none.
     frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
                    that has references).
+    last_run:      `counters.epoch` of the last forward in eager mode.
     """
 
     schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
+    last_run = -1
 
     def __init__(
         self,

@@ -62,7 +62,13 @@ class MultiheadAttention(TransposedLinear):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of nn.MultiheadAttention; torch refuses nested tensors, which its inference has."""
+        """As of nn.MultiheadAttention. Raises NotImplementedError for nested tensors, which torch
+        takes without gradients alone."""
+        if query.is_nested:
+            raise NotImplementedError(
+                f"{self._layer.runtime.name}: query is a nested tensor; pad it "
+                "(torch.nested.to_padded_tensor) and pass key_padding_mask"
+            )
         is_batched = query.dim() == 3
 
         def sequence_first(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from ..tensor import torch_compat
 from .bad_splits import BAD_SPLITS
 from .grouped_linear import GroupedLinear
 from .has_weight import saved_plain
-from .reads import Fact, facts_of, held, proven, watched, without_held
+from .reads import Fact, facts_of, held, proven, watched
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
 
@@ -315,8 +315,7 @@ def changed_in(module: _Quantized) -> str | None:
             raise Unproven(facts)
         return None, facts
 
-    proof = held(module, prove)
-    return "forward" if proof is None else proof[1].changed(module)
+    return held(module, prove).changed(module)
 
 
 @functools.cache
@@ -357,6 +356,7 @@ def _class_of(
             "converted_from": cls,
             "packed_parts": parts,
             "packed_kind": kind,
+            "_fq_changed": changed_in,
         },
     )
 
@@ -374,8 +374,8 @@ def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
 
 
 def _reduce(module: _Quantized, protocol: int) -> tuple:
-    _, _, state, *rest = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, *module.packed_kind), without_held(state), *rest
+    _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
+    return _blank, (module.converted_from, *module.packed_kind), *state
 
 
 def _blank(cls: type[nn.Module], *kind) -> nn.Module:

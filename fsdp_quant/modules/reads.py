@@ -12,6 +12,7 @@ config, a buffer) has no facts: `Unproven`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dis
 import enum
@@ -38,8 +39,8 @@ _OF_MODULES = frozenset(nn.Module().__dict__) - _CHILDREN - {"training"} | {"_co
 
 
 class Fact(NamedTuple):
-    """path: of a child, by names. where: "__dict__", "_modules", "_parameters" or "__class__" of it,
-    or a class or `_Space`, which has the name."""
+    """path: of a child, by names. where: its "__dict__", "_modules", "_parameters", "__class__" or
+    "training", or a class or `_Space` that has the name."""
 
     path: tuple[str, ...]
     where: Any
@@ -111,10 +112,11 @@ def forward_of(cls: type[nn.Module]) -> Fact:
     return Fact((), base, "forward", base.__dict__["forward"])
 
 
-def is_defined_by(cls: type[nn.Module], packages: tuple[str, ...]) -> bool:
-    """The class and its forward are of one of these packages: "transformers."."""
-    forward = cls.forward
-    return cls.__module__.startswith(packages) and forward.__module__.startswith(packages)
+def is_defined_by(function: Callable, packages: tuple[str, ...]) -> bool:
+    """The code of a function, and what it wraps, is of one of these packages: "transformers."."""
+    wrapped = getattr(function, "__wrapped__", None)
+    is_own = getattr(function, "__globals__", {}).get("__name__", "").startswith(packages)
+    return is_own and (wrapped is None or is_defined_by(wrapped, packages))
 
 
 @functools.cache
@@ -316,23 +318,41 @@ def proven(
 _HELD = "_fq_proof"  # in the __dict__ of a module
 
 
-def held(
-    module: nn.Module, prove: Callable[[], tuple[Any, Iterable[Fact]]]
-) -> tuple[Any, Bound] | None:
-    """(outcome, its facts at the module's objects), as when this is first asked.
+class Held:
+    """What was proven of a module, and its facts at the objects of now: `known`, or None.
 
-    prove:  raises ValueError or Unproven if the module is another by then: None.
+    A copy of the module looks the same facts up at its own objects; a pickle is proven again.
     """
-    if _HELD not in module.__dict__:
-        try:
-            outcome, facts = prove()
-            known = bound(facts, module)
-        except (ValueError, Unproven):
-            known = None
-        module.__dict__[_HELD] = None if known is None else (outcome, known)
-    return module.__dict__[_HELD]
+
+    def __init__(self, outcome: Any = None, facts: Iterable[Fact] | None = None):
+        self.outcome, self.facts = outcome, facts
+        self.space: dict | None = None  # the __dict__ of the module
+        self.known: Bound | None = None
+
+    def __deepcopy__(self, memo: dict) -> Held:
+        return Held(self.outcome, self.facts)
+
+    def __reduce__(self) -> tuple:
+        return Held, ()
+
+    def changed(self, module: nn.Module) -> str | None:
+        """As of `Bound`."""
+        return "forward" if self.known is None else self.known.changed(module)
 
 
-def without_held(state: Any) -> Any:
-    """The state of a module for its copy, which has other objects."""
-    return {k: v for k, v in state.items() if k != _HELD} if isinstance(state, dict) else state
+def held(module: nn.Module, prove: Callable[[], tuple[Any, Iterable[Fact]]]) -> Held:
+    """What `prove` says of a module when this is first asked.
+
+    prove:  (outcome, facts). Raises ValueError or Unproven if the module is another by then.
+    """
+    current = module.__dict__.get(_HELD)
+    if current is not None and current.space is module.__dict__:
+        return current
+    result = Held() if current is None else Held(current.outcome, current.facts)
+    if result.facts is None:
+        with contextlib.suppress(ValueError, Unproven):
+            result.outcome, result.facts = prove()
+    result.space = module.__dict__
+    result.known = None if result.facts is None else bound(result.facts, module)
+    module.__dict__[_HELD] = result
+    return result

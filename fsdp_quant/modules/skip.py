@@ -17,7 +17,7 @@ The rules read names and shapes, never values, so that all ranks skip the same l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -60,10 +60,28 @@ _READ = {
 }
 
 
+# Packages whose losses multiply hidden states by the weight of the head: their forward of a model
+# replaces the model's own, in the class or in the instance.
+_LOSSES = "trl", "liger_kernel", "cut_cross_entropy"
+
+
+def _package_of(function: Callable) -> str:
+    """The package whose code a function or method runs, whatever it wraps."""
+    code = getattr(function, "__func__", function)
+    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0]
+
+
 def read_by_others(model: nn.Module) -> dict[str, str]:
-    """Name -> reason of each layer whose weight is multiplied by another module of `_READ`."""
-    found = {}
+    """Name -> reason of each layer whose weight is multiplied by another module of `_READ`, or by a
+    loss of `_LOSSES`."""
+    found, names = {}, {m: n for n, m in model.named_modules()}
     for name, module in model.named_modules():
+        loss = _package_of(module.forward)
+        if loss in _LOSSES and hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            head = getattr(head, "base_layer", head)  # of PEFT
+            if head in names:
+                found[names[head]] = f"read by the loss of {loss}"
         cls = next((c for c in type(module).__mro__ if c.__name__ in _READ), None)
         if cls is not None and cls.__module__.startswith("transformers."):
             parts = {part: module._modules.get(part) for part in _READ[cls.__name__]}

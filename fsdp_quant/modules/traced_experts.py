@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..context import STEP
+from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
@@ -74,6 +75,7 @@ def traced_experts(
     guards:  what products of the forward and of the backward lose is added to these (`guard`); []:
              nothing is watched.
     """
+    counters.has_graphs = True
     return _TracedExperts.apply(x, ends, weight, bias, plan, save, turned, guards)
 
 

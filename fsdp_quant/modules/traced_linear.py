@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import opaque
@@ -273,6 +274,7 @@ def traced_linear(
                 those of all ranks' parts; dtype in which x is multiplied. x may then be a DTensor
                 that is cut along the sequence.
     """
+    counters.has_graphs = True
     its = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
     counts = [len(its.hybrid(slot).delayed_directions) for slot in SLOTS]
     if len(factors) < sum(counts):

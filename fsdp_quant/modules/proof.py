@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prove`: a module's forward is what a pattern says, operator by operator, and bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .reads import Fact, facts_of, proven, watched
+from .symbols import Symbols, Unobserved, Unproven
+
+WIDTH, HIDDEN = 16, 24  # of the small modules that are looked at
+_DTYPES = torch.bfloat16, torch.float16
+
+
+class Provable(Protocol):
+    """A pattern: `MLPPattern`, `NormPattern`."""
+
+    @property
+    def parts(self) -> Sequence[str]: ...
+    @property
+    def formula(self) -> str: ...
+    def probe(
+        self, name: str, module: nn.Module, dtype: torch.dtype, kind: type[nn.Linear]
+    ) -> tuple[nn.Module, int, list[Tensor]]: ...
+    def defined(self, module: nn.Module, x: Tensor) -> list[Tensor]: ...
+    def run(self, module: nn.Module, x: Tensor) -> Tensor: ...
+    def _replace(self, **options: Any) -> Any: ...
+
+
+class Proof(NamedTuple):
+    """A module computes what a pattern says, while `facts` are true.
+
+    dtypes:    of x and of the parameters; all but those of the module and fp32 are optional.
+    autocast:  also under torch.autocast.
+    """
+
+    facts: list[Fact]
+    dtypes: frozenset[torch.dtype] = frozenset()
+    autocast: bool = False
+
+
+class _Leaf(nn.Linear):
+    """A linear layer that, closed, may be called and not be looked at."""
+
+    is_closed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["is_closed"] = False
+        y = super().forward(x)
+        self.__dict__["is_closed"] = True
+        return y
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("weight", "bias", "in_features", "out_features") and self.is_closed:
+            raise Unproven(f"reads {name} of a linear layer")
+        return super().__getattribute__(name)
+
+
+def prove(
+    name: str, module: nn.Module, pattern: Provable, cls: type[nn.Module] | None = None
+) -> Proof:
+    """The proof of a module: its own, or that of one of which the same facts are true.
+
+    cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
+    """
+    cls = cls or type(module)
+    with torch.device("meta"):
+        parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
+    shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
+
+    def look() -> tuple[list[Fact] | None, Proof | str]:
+        notes: set[tuple] = set()
+        outcome = _first_proof(module, pattern, cls, notes)
+        try:
+            facts = facts_of(module, cls, notes, pattern.parts)
+        except Unproven as error:
+            return None, f"{cls.__name__}.forward {error}"
+        return facts, outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
+
+    outcome = proven((cls, pattern._replace(modules=""), shapes), module, look)
+    if isinstance(outcome, str):
+        raise ValueError(f"{name}: {outcome}")
+    return outcome
+
+
+def _first_proof(
+    module: nn.Module, pattern: Provable, cls: type[nn.Module], notes: set[tuple]
+) -> Proof | str:
+    """A proof without its facts, or why there is none.
+
+    notes:  what was read is added to it.
+    """
+    dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
+    modes = list(itertools.product((True, False), (True, False)))
+
+    def is_proven(dtype: torch.dtype, check, modes=modes, autocast: bool = False) -> bool:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.device("cpu"),
+            torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False),
+        ):
+            torch.manual_seed(0)
+            return all(check(module, pattern, cls, notes, dtype, *mode) for mode in modes)
+
+    dtype = torch.float32
+    try:
+        for dtype, check in itertools.product(dtypes, (_is_same, _is_exact)):
+            if not is_proven(dtype, check):
+                return (
+                    f"{cls.__name__}.forward gives other bits than {pattern.formula} in {dtype}; "
+                    f"name what it computes in an fq.{type(pattern).__name__}, or leave it out of "
+                    "fuse"
+                )
+    except Unproven as error:
+        return f"{cls.__name__}.forward {error}"
+    except Exception as error:  # of the user's forward
+        return f"{cls.__name__}.forward fails on a small {dtype} input: {error}"
+    others, autocast = set(), False
+    with contextlib.suppress(Exception):
+        others = {d for d in _DTYPES if d in dtypes or is_proven(d, _is_same)}
+        autocast = is_proven(torch.float32, _is_same, autocast=True)
+    return Proof([], frozenset(dtypes | others), autocast)
+
+
+def _is_same(
+    module: nn.Module,
+    pattern: Provable,
+    cls: type[nn.Module],
+    notes: set[tuple],
+    dtype: torch.dtype,
+    training: bool,
+    grad: bool,
+) -> bool:
+    """The operators of the module's forward are the pattern's, on the same elements."""
+    probe, width, parameters = pattern.probe("", module, dtype, _Leaf)
+    for part in pattern.parts:
+        getattr(probe, part).is_closed = True
+    symbols = Symbols(exact=True)
+    for index, parameter in enumerate(parameters):
+        symbols.name(parameter, f"parameter {index}")
+    x = torch.randn(2, 2, width).to(dtype).requires_grad_(grad)
+    symbols.name(x, "x")
+    before = symbols.of(x).clone()
+    with torch.set_grad_enabled(grad), symbols:
+        symbols.gradients = grad
+        with Unobserved():
+            y = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
+        symbols.gradients = False
+        ways = pattern.defined(probe, x)
+    if not isinstance(y, Tensor) or not torch.equal(symbols.of(x), before):
+        return False
+    return any(y.dtype is z.dtype and torch.equal(symbols.of(y), symbols.of(z)) for z in ways)
+
+
+def _is_exact(
+    module: nn.Module,
+    pattern: Provable,
+    cls: type[nn.Module],
+    notes: set[tuple],
+    dtype: torch.dtype,
+    training: bool,
+    grad: bool,
+) -> bool:
+    """Both give the same bits of random data: also of gradients."""
+    if not grad:
+        return True
+    probe, width, parameters = pattern.probe("", module, dtype, nn.Linear)
+    # slopes and tails of an activation; eps of a norm
+    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(4, 1, 1)
+    x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
+    leaves = [x.requires_grad_(), *parameters]
+    with torch.enable_grad():
+        own = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
+        outputs = own, pattern.run(probe, x)
+        results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
+    return all(
+        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
+    )
