@@ -513,11 +513,12 @@ def test_dequantized_override_follows_a_delayed_scale():
 
 
 def dgrad_buffers(module: fq.Linear, dtype: torch.dtype) -> list[Tensor]:
-    """What dgrad multiplies of the weight as it is."""
+    """What dgrad multiplies of the weight as it is; the codes, where it multiplies their values."""
+    direction = ROWWISE if module.plan.weight.decodes_columnwise else COLUMNWISE
     made = operands.weight_storages(
-        module.weight, [COLUMNWISE], module.plan, copy.deepcopy(module._weight_state), dtype
+        module.weight, [direction], module.plan, copy.deepcopy(module._weight_state), dtype
     )
-    return list(made[COLUMNWISE].buffers().values())
+    return list(made[direction].buffers().values())
 
 
 def assert_same_saves(saved: list[Tensor], want: list[Tensor]) -> None:

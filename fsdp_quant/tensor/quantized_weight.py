@@ -163,6 +163,8 @@ class QuantizedWeight(WeightCodes):
         shared = context.value()
         content = WeightContent(shared.state)
         content.adopt(shared)
+        if content.values is not None:  # dynamo keeps what it traced
+            content.values, content.master = None, weakref.ref(content.values)
         codes = QuantizedTensor(pair=content.pair, shape=outer_size)
         content.pair = QuantizedTensor.__tensor_unflatten__(
             inner, NoDynamoGuard(codes._facts), outer_size, outer_stride
