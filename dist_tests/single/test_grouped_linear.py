@@ -426,8 +426,8 @@ def test_wrong_splits_on_the_host_are_refused_at_the_call():
     ):
         with pytest.raises(
             ValueError,
-            match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows: a list is "
-            "counts, and a tensor is ends",
+            match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows: a list "
+            "is counts, and a tensor is ends",
         ):
             module(x, wrong)
     for wrong in (
