@@ -467,15 +467,16 @@ def test_wrong_splits_on_the_host_are_refused_at_the_call():
         [3, 3, 3],
         [3, 3, 3, 4],
         [6, -3, 6, 3],
+        torch.tensor([3, 3, 3, 3]),  # counts, where ends are wanted
+        torch.tensor([3, 2, 9, 12]),
+        torch.tensor([3, 6, 9, 11]),
     ):
         with pytest.raises(
             ValueError,
-            match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows",
+            match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows: a list "
+            "is counts, and a tensor is ends",
         ):
             module(x, wrong)
-    for wrong in ([3, 3, 3, 3], [3, 2, 9, 12], [3, 6, 9, 11]):  # the first are counts
-        with pytest.raises(ValueError, match=r"moe: splits is a tensor \[.*ends.*wanted 4.*12"):
-            module(x, torch.tensor(wrong))
     for wrong in (
         torch.tensor([3.0, 6, 9, 12]),
         torch.tensor([6, 12]),

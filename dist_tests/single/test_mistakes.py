@@ -95,10 +95,27 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
+    "a filter function as skip": Mistake(
+        lambda: fq.convert(net(), "mxfp8", skip=lambda module, name: False),
+        r"skip is <function.*names and globs of layers",
+    ),
+    "a pattern's name as fuse": Mistake(
+        lambda: fq.convert(net(), "mxfp8", fuse="mlp"),
+        r"fuse is 'mlp'; wanted True, False or patterns",
+    ),
+    "every layer skipped": Mistake(
+        lambda: fq.convert(net(), "mxfp8", skip=["*"]), r"those that it has are in skip="
+    ),
+    "a quantizer as recipe": Mistake(
+        lambda: fq.convert(net(), fq.Quantizer("mxfp8")), r"got mxfp8, a Quantizer of one tensor"
+    ),
+    "frozen before convert": Mistake(
+        lambda: fq.freeze(net().requires_grad_(False)), r"fq.freeze found no fq.Linear; call"
+    ),
     "converted twice": Mistake(
         lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),
-        r"no nn.Linear to convert \(0 skipped, 0 tied to an embedding\): 0 were converted before; "
-        r"change their recipe with "
+        r"no nn.Linear to convert \(0 skipped, 0 tied to an embedding\): 0 are quantized layers "
+        r"already; change their recipe with "
         r"fq.set_recipe\(model, recipe\)",
     ),
     "fp64 weights": Mistake(

@@ -231,8 +231,8 @@ class BaseLinear(HasWeight, nn.Linear):
         if isinstance(weight, QuantizedTensor) and plan.weight != self.plan.weight:
             raise ValueError(
                 f"{runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
-                f"{plan.weight}, but fully_shard gathers it outside any context; use fq.set_recipe "
-                "at a step boundary"
+                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
+                "frozen weight, or a gather of fully_shard); use fq.set_recipe at a step boundary"
             )
         return plan
 

@@ -98,6 +98,11 @@ def convert(
             f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
         )
     recipe = as_recipe(recipe, "fq.convert")
+    if callable(skip) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(
+            f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
+            "['lm_head', '*.router'], and no filter function"
+        )
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     gathered = torch_compat.reshard(model)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
@@ -167,6 +172,11 @@ def _fused(
 ) -> dict[str, Pattern | InputPattern]:
     """The pattern of each fused module. Of recognized ones all linear layers are converted."""
     check_recompute(recompute)
+    if isinstance(fuse, str):
+        raise ValueError(
+            f"fq.convert: fuse is {fuse!r}; wanted True, False or patterns (fq.MLPPattern, "
+            "fq.NormPattern)"
+        )
     if isinstance(fuse, bool):
         known = recognized(model)[0] if fuse else {}
         found: dict[str, Pattern | InputPattern] = {
@@ -410,9 +420,11 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
     )
     if before := converted_units(model):
         return (
-            f"{said}: {_some(before)} were converted before; change their recipe with "
+            f"{said}: {_some(before)} are quantized layers already; change their recipe with "
             "fq.set_recipe(model, recipe)"
         )
+    if skipped and not tied:
+        return f"{said}: those that it has are in skip=; leave one out of it"
     return (
         f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
         "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts, whose forward "

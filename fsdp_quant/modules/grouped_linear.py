@@ -315,7 +315,7 @@ class GroupedLinear(HasWeight):
                     "departure",
                     (self._name, f"waits for the device to tell the token splits: {reason}"),
                 )
-                sizes = self._checked(sizes.tolist(), len(rows), are_ends=True)
+                sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -435,23 +435,18 @@ class GroupedLinear(HasWeight):
             )
         if splits.device.type != "cpu" or native.is_available_on(splits.device):
             return splits
-        return self._checked(splits.tolist(), len(rows), are_ends=True)
+        return self._checked(_sizes_of(splits.tolist()), len(rows))
 
-    def _checked(self, splits: list[int], rows: int, are_ends: bool = False) -> list[int]:
-        """The rows of each expert. Raises ValueError unless they are those of the input."""
-        experts, sizes = len(self._linears), _sizes_of(splits) if are_ends else splits
-        if len(sizes) == experts and min(sizes) >= 0 and sum(sizes) == rows:
-            return sizes
-        if are_ends:
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        experts = len(self._linears)
+        if len(sizes) != experts or any(size < 0 for size in sizes) or sum(sizes) != rows:
             raise ValueError(
-                f"{self._name}: splits is a tensor {splits}, which are ends (the row behind each "
-                f"expert's last, torch's offs); wanted {experts} that do not decrease, the last "
-                f"{rows}: pass splits.cumsum(0) for counts, or a list, which is counts"
+                f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in "
+                f"all; wanted {experts} counts, none negative, that add up to the input's {rows} "
+                "rows: a list is counts, and a tensor is ends (the row behind each expert's last, "
+                "torch's offs; those of counts are counts.cumsum(0))"
             )
-        raise ValueError(
-            f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in all; "
-            f"wanted {experts} counts, none negative, that add up to the input's {rows} rows"
-        )
+        return sizes
 
     def _apply(self, fn, recurse: bool = True) -> GroupedLinear:
         applied = super()._apply(fn, recurse)

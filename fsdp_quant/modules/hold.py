@@ -105,6 +105,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     own = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
     untrained = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
     layers = {name: m for name, m in untrained.items() if type(m.weight) is not QuantizedTensor}
+    if not converted:
+        raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
     if not layers:
         raise ValueError(
             f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "

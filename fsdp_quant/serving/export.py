@@ -236,11 +236,12 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
 def _check_values(parts: dict[Source, list[Part]]) -> None:
     """Raise ValueError on every rank for values that no file holds (`num_lost`). One SUM all-reduce
     of a number per weight."""
-    device = device_of(dist.group.WORLD) if dist.is_initialized() else torch.device("cpu")
-    lost = torch.stack([num_lost(source, of[0].dtype).to(device) for source, of in parts.items()])
+    counts = [num_lost(source, of[0].dtype) for source, of in parts.items()]
+    lost = torch.stack([count.to(counts[0].device) for count in counts])
     if dist.is_initialized():
+        lost = lost.to(device_of(dist.group.WORLD))
         dist.all_reduce(lost)
-    counts = {source.name: of for source, of in zip(parts, lost.tolist())}
+    named = {source.name: of for source, of in zip(parts, lost.tolist())}
     for i, (cause, remedy) in enumerate(
         (
             (
@@ -250,7 +251,7 @@ def _check_values(parts: dict[Source, list[Part]]) -> None:
             ("too large for dtype=", ", or pass another dtype="),
         )
     ):
-        if listed := [f"{of[i]} elements of {name}" for name, of in counts.items() if of[i]]:
+        if listed := [f"{of[i]} elements of {name}" for name, of in named.items() if of[i]]:
             raise ValueError(
                 f"{', '.join(listed[:4])}{', ...' * (len(listed) > 4)} are {cause}; mend the "
                 f"weights{remedy}"

@@ -258,7 +258,7 @@ def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
     else:
         is_counted = rank == 0
     if not is_counted or not tensor.is_floating_point() or tensor.element_size() == 1:
-        return torch.zeros(2, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     if has_codes_alone(source) and (codes := codes_of(source)) is not None:
         values = codes.dequantize()
     else:

@@ -154,7 +154,8 @@ class Writer:
 
     def _begin(self, name: str, tensors: Sequence[Planned]) -> None:
         """Create a file with its header; wide dtypes first, so that every tensor is aligned."""
-        path, header = self._partial(name), {"__metadata__": {"format": "pt"}}
+        path = self._partial(name)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._headers[path], self._digests[path] = header, {t.name: "0" * 16 for t in tensors}
         ends = [0]
         of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
