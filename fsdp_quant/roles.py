@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .formats import IDENTITY
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
+from .tensor.torch_compat import without_wrappers
 
 TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
 QUANTIZED_TYPES, BOUNDARY_TYPES = TENSOR_TYPES[:3], TENSOR_TYPES[3:]
@@ -69,5 +70,8 @@ def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) 
 
 
 def matches(pattern: str, name: str) -> bool:
-    """A layer's qualified name, its last component, or a glob."""
-    return fnmatch.fnmatch(name, pattern) or name.rpartition(".")[2] == pattern
+    """A layer's qualified name, its last component, or a glob; with its wrappers or without."""
+    return any(
+        fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
+        for n in (name, without_wrappers(name))
+    )

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_quant as fq
@@ -443,6 +444,32 @@ def test_tail_counts_layers_exactly(layers: int, percent: int):
 def untouched(m: nn.Module, before: dict[str, type]) -> None:
     assert kinds(m) == before
     assert not any(isinstance(p, WeightShard) for p in m.parameters())
+
+
+def wrapped_head(how: str) -> nn.Module:
+    net = nn.ModuleDict({"up": nn.Linear(64, 64), "lm_head": nn.Linear(64, 32)})
+    if how == "checkpoint":
+        net["lm_head"] = checkpoint_wrapper(net["lm_head"])
+    elif how == "compile":
+        net["lm_head"] = torch.compile(net["lm_head"], backend="eager")
+    elif how == "base of an adapter":
+        net["lm_head"] = nn.ModuleDict({"base_layer": net["lm_head"]})
+    else:
+        saved = nn.ModuleDict({"default": net["lm_head"]})
+        original = copy.deepcopy(net["lm_head"])
+        net["lm_head"] = nn.ModuleDict({"original_module": original, "modules_to_save": saved})
+    return net
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile", "base of an adapter", "saved by PEFT"])
+def test_patterns_see_through_wrappers(how: str):
+    """Otherwise skip=["lm_head"], as every page says, quantizes a head that something wrapped."""
+    net = fq.convert(wrapped_head(how), "mxfp8", skip=["lm_head"])
+    assert [n for n, m in net.named_modules() if isinstance(m, fq.Linear)] == ["up"]
+    recipe = recipes.per_layer("mxfp8", {"lm_head": "fp8_current"})
+    net = fq.convert(wrapped_head(how), recipe)
+    heads = [m for n, m in net.named_modules() if isinstance(m, fq.Linear) and n != "up"]
+    assert heads and all(m.recipe == recipes.fp8_current() for m in heads)
 
 
 def test_a_skip_that_matches_nothing_warns():

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import pickle
 
 import pytest
@@ -1205,3 +1206,42 @@ def test_torch_fx_takes_converted_modules_for_leaves():
         called = {n.target for n in graph.graph.nodes if n.op == "call_module"}
         assert {n for n, m in net.named_modules() if isinstance(m, fq.Linear)} <= called
         assert_same_bytes(graph(x), net(x), "traced")
+
+
+def with_other_strides(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Inputs [.., 64] that are views."""
+    shapes = {
+        "batch of sequences": ((6, 4, 64), lambda x: x.transpose(0, 1)),
+        "features first": ((4, 64, 6), lambda x: x.transpose(1, 2)),
+        "half of the features": ((4, 6, 128), lambda x: x[..., ::2]),
+        "expanded": ((1, 6, 64), lambda x: x.expand(4, 6, 64)),
+        "channels last": ((2, 64, 3, 5), lambda x: x.permute(0, 2, 3, 1)),
+        "a transposed matrix": ((64, 6), lambda x: x.t()),
+        "no rows": ((6, 0, 64), lambda x: x.transpose(0, 1)),
+        "contiguous": ((4, 6, 64), lambda x: x),
+    }
+    return {
+        name: view(torch.linspace(-2, 2, math.prod(shape)).sin().to(dtype).view(shape))
+        for name, (shape, view) in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_identity_is_torchs_linear_whatever_the_strides(dtype: torch.dtype, bias: bool):
+    """If false, identity differs from plain torch where a program passes a view (attention that is
+    batch first, channels last), or a program that reads strides meets others."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 40, bias=bias, dtype=dtype)
+    net = fq.convert(nn.Sequential(copy.deepcopy(plain)), "identity")[0]
+    for name, view in with_other_strides(dtype).items():
+        results = []
+        for layer in (net, plain):
+            x = view.detach().requires_grad_()
+            y = layer(x)
+            rows = torch.linspace(-1, 1, y.numel()).cos().to(dtype)
+            dy = rows.view(y.shape[::-1]).permute(*range(y.dim() - 1, -1, -1))
+            results.append([y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)])
+        for got, want in zip(*results):
+            assert_same_bytes(got, want, name)
+            assert got.stride() == want.stride(), name

@@ -22,6 +22,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops import native
 from ..tensor import code_check, torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
@@ -260,11 +261,24 @@ def linear(
             "the input of this layer has no values, and no compiled call computes them; see "
             "can_fuse_activation"
         )
+    elif _is_torchs(x, weight, bias, call.plan):
+        y = torch.nn.functional.linear(x, weight, bias)
     else:
         y = defined_linear(x, weight, bias, call, backward)
     if isinstance(weight, QuantizedWeight) and backward and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
+
+
+def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
+    """Nothing is quantized, and operands have strides on which the rounding of torch's linear
+    depends: it flattens contiguous ones alone, as the definition does all."""
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if plan.quantizes or all(t.is_contiguous() for t in tensors):
+        return False
+    return all(
+        not isinstance(t, (QuantizedTensor, FSDPHooks)) and t.dtype is x.dtype for t in tensors
+    )
 
 
 def _refuse_written(weight: QuantizedWeight, version: object, grads: object) -> None:

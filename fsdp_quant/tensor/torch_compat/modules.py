@@ -15,12 +15,23 @@ from torch.utils._python_dispatch import (
 
 # Path components that torch.compile, checkpoint_wrapper and FSDP1 add.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_OF_PEFT = frozenset({"base_layer", "modules_to_save", "original_module"})
 _PREFIXES = (("module",), ("base_model", "model"))  # of DDP, PEFT
 
 
 def in_state_dict(name: str) -> str:
     """The name that `get_model_state_dict` gives to `name`, without wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def without_wrappers(name: str) -> str:
+    """The name that a layer had before it was wrapped: by torch, or by PEFT as the base of an
+    adapter or as a module that it saves (`lm_head.modules_to_save.default`)."""
+    parts, path = in_state_dict(name).split("."), []
+    for before, part in zip(["", *parts], parts):
+        if part not in _OF_PEFT and before != "modules_to_save":
+            path.append(part)
+    return ".".join(path)
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
