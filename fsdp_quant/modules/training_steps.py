@@ -68,11 +68,22 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result
+def _is_traced_alone() -> bool:
+    """No call of a model that counts is running, and no backward recomputes the traced forward. A
+    trace runs it, so that graphs do not depend on the answer of another time: a recomputation uses
+    the graph of its forward."""
+    recomputed = torch_compat.backward_is_running() or torch_compat.checkpoint_hook() is not None
+    return not (STEP.calls or recomputed)
+
+
 def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
     """Begin a step in a graph of layers that nobody calls by their model, with the layer that leads
     them. torch.compile traces it."""
     # each attribute of a layer that is read here is one guard per layer
-    if STEP.calls or STEP.counted_by_hand or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not _is_traced_alone():
+        return
+    if STEP.calls or STEP.counted_by_hand:  # calls: of a model that is traced as a whole
         return
     steps = layer.runtime.steps
     if steps is None:
