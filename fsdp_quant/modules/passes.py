@@ -298,7 +298,7 @@ class TrainingSteps:
     def counts_on(self, device: torch.device) -> Tensor:
         """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
-            with torch_compat.outside_modes():
+            with torch.inference_mode(False):  # which torch.compile traces
                 self._counts[device] = torch.tensor([self.next, self.open], device=device)
             torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
