@@ -100,6 +100,27 @@ class _Generate(transformers.TrainerCallback):
         assert tokens.shape[1] > 3
 
 
+class _Stops(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("callbacks", [(), (_Stops(),)], ids=["ends", "raises"])
+def test_other_loops_count_their_steps_after_a_trainer(callbacks, tmp_path: Path):
+    """If false, one run of a Trainer stops the random bits and scales of all other models."""
+    model = llama()
+    with contextlib.suppress(KeyboardInterrupt):
+        _trainer(tmp_path, "nvfp4", model, callbacks=callbacks)
+    other = fq.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nvfp4")
+    for _ in range(3):
+        other(torch.ones(4, 64)).sum().backward()
+    assert fq.state_dict(other)["step"] == 3
+    if not callbacks:
+        model(torch.arange(8)[None]).logits.sum().backward()
+        assert fq.state_dict(model)["step"] == STEPS + 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
     """If false, generation, evaluation or held codes change what the Trainer trains, or

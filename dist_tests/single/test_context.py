@@ -452,8 +452,9 @@ def trained(m: nn.Module, program: Callable, called: int = 0, steps: int = 5) ->
     """Outputs and gradients of steps, the first `called` of them by calls, then the state."""
     optimizer, seen, run_ = torch.optim.SGD(m.parameters(), lr=0.1), [], program(m)
     for step in range(steps):
-        with torch.no_grad():
-            m(X)  # an evaluation is no step
+        with torch.no_grad():  # an evaluation is no step
+            m(X)
+            checkpoint(m, X.clone().requires_grad_(), use_reentrant=True)
         x = (values(24, 40, seed=step, dtype=torch.float32) * 10.0**step).requires_grad_()
         y = (m if step < called else run_)(x)
         if y.grad_fn is not None:

@@ -260,12 +260,13 @@ class TrainingSteps:
     def _roll(self) -> None:
         self._rolled = set()
         if self.open:
-            roll(self._unrolled(self.layers))
+            known = (h for histories in self.alike for h in histories)  # of a copy, before it runs
+            roll(self._unrolled([*known, *histories_of(self.layers)]))
 
-    def _unrolled(self, layers: Iterable[Layer]) -> list[AmaxHistory]:
-        found = [h for h in histories_of(layers) if id(h) not in self._rolled]
-        self._rolled.update(map(id, found))
-        return found
+    def _unrolled(self, histories: Iterable[AmaxHistory]) -> list[AmaxHistory]:
+        unrolled = {id(h): h for h in histories if id(h) not in self._rolled}
+        self._rolled |= unrolled.keys()
+        return list(unrolled.values())
 
     def run(self, layer: Layer) -> None:
         """Let a layer run in the current pass."""
@@ -274,7 +275,7 @@ class TrainingSteps:
             self.layers.add(layer)
             if self.is_restored or ran_in is not None:
                 # amaxes that the checkpoint, or the copied layer, had not rolled yet
-                roll(self._unrolled([layer]))
+                roll(self._unrolled(histories_of([layer])))
         layer.__dict__["_ran_in"], self.awaits = self.current, False
 
     # In graphs #
@@ -297,7 +298,7 @@ class TrainingSteps:
     def counts_on(self, device: torch.device) -> Tensor:
         """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
-            with torch_compat.outside_modes():
+            with torch.inference_mode(False):  # which torch.compile traces
                 self._counts[device] = torch.tensor(
                     [self.next, self.open], dtype=torch.int64, device=device
                 )
