@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .formats import ROWWISE, Direction, Encoding, Format
-from .ops import dispatch, reference
+from .ops import dispatch, opaque, reference
 from .ops.dispatch import Encoded
 from .ops.layout import ANCHORED_TENSOR, COMPACT, operand_format
 
@@ -23,10 +23,24 @@ BUFFERS = ("data", "scale", "tensor_amax")
 _Matrix = TypeVar("_Matrix", bound="EncodedMatrix")
 
 
+class StaleWeightError(RuntimeError):
+    """A GEMM would read codes that were freed, or encoded from a master that has changed since.
+
+    >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
+    >>> with fq.hold(model), torch.no_grad():
+    ...     y = model(x)
+    ...     model[0].weight.add_(1.0)
+    ...     y = model(x)
+    Traceback (most recent call last):
+    fsdp_quant.encoded_matrix.StaleWeightError: ...
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedMatrix:
     """Codes and scales of one direction of a [rows, cols] matrix; `Storage` and `GemmOperand` give
-    the shapes of the buffers.
+    the shapes of the buffers. FSDP2 frees and fills the memory of gathered ones: whatever reads it
+    asks `readable` first.
 
     tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
     dtype:        what `dequantize()` returns by default.
@@ -87,7 +101,8 @@ class EncodedMatrix:
 
     def map(self: _Matrix, fn: Callable[[Tensor], Tensor]) -> _Matrix:
         """The same matrix with fn applied to every buffer."""
-        return self.with_buffers({name: fn(t) for name, t in self.buffers().items()})
+        buffers = self.readable().buffers()
+        return self.with_buffers({name: fn(t) for name, t in buffers.items()})
 
     @property
     def scales(self) -> Tensor:
@@ -113,6 +128,20 @@ class EncodedMatrix:
     def is_freed(self) -> bool:
         """The memory of the codes was freed (FSDP resharded) and must not be read."""
         return self.data.untyped_storage().size() == 0 and self.data.numel() > 0
+
+    def readable(self: _Matrix, name: str = "") -> _Matrix:
+        """The matrix, for whoever reads its memory now; a graph reads it when it runs.
+
+        Raises StaleWeightError if the memory was freed. name: of the weight.
+        """
+        if self.is_freed and not opaque.is_tracing():
+            raise StaleWeightError(
+                f"{name or self.describe()}: the {self.direction.value} codes were freed: FSDP "
+                "resharded the weight or gathered the other direction only; if this block is "
+                "recomputed in a way that hooks cannot see, or reads the other direction in its "
+                "forward, set recomputes_forward=True on its fq.Linear"
+            )
+        return self
 
     @property
     def operand_format(self) -> Format:
@@ -141,7 +170,7 @@ class EncodedMatrix:
         dtype: torch.dtype | None,
     ) -> Tensor:
         """Values of compact codes of this matrix, with the scales that are not None."""
-        of = self.fmt, self.direction, self.padded_shape[1], self.row0
+        of = self.readable().fmt, self.direction, self.padded_shape[1], self.row0
         return dispatch.decode(data, scale, tensor_amax, *of, dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .counters import counters
 from .encoded_matrix import EncodedMatrix
+from .encoded_matrix import StaleWeightError as StaleWeightError
 from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
 from .gemm_operand import GemmOperand
 from .ops import dispatch, native, opaque
@@ -69,19 +70,6 @@ class Epilogue(NamedTuple):
         return y.to(self.out_dtype)
 
 
-class StaleWeightError(RuntimeError):
-    """A GEMM would read codes that were freed, or encoded from a master that has changed since.
-
-    >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
-    >>> with fq.hold(model), torch.no_grad():
-    ...     y = model(x)
-    ...     model[0].weight.add_(1.0)
-    ...     y = model(x)
-    Traceback (most recent call last):
-    fsdp_quant.gemm.StaleWeightError: ...
-    """
-
-
 def gemm(
     a: EncodedMatrix,
     b: EncodedMatrix,
@@ -119,8 +107,7 @@ def gemm(
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     tracing = opaque.is_tracing()
-    if not tracing:  # a gathered weight may be filled when the graph runs
-        _check_there(a, b)
+    a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
         raise ValueError(
@@ -169,17 +156,6 @@ def gemm(
     if out_amax is not None and result.numel():
         torch.maximum(out_amax, result.abs().amax().float(), out=out_amax)
     return result
-
-
-def _check_there(*operands: EncodedMatrix) -> None:
-    """Raise StaleWeightError for codes that were freed."""
-    for name, storage in zip("ab", operands):
-        if storage.is_freed:
-            raise StaleWeightError(
-                f"gemm operand {name} ({storage.describe()}) was freed: FSDP resharded it, or "
-                "gathered the other direction only; under activation checkpointing of a compiled "
-                "block set recomputes_forward=True on its fq.Linear modules"
-            )
 
 
 def _check_compiled(a: EncodedMatrix, b: EncodedMatrix, domain: str) -> None:
@@ -298,7 +274,7 @@ def _storage_over(
 def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
     a = _storage_over(a, a_is, shapes[:2], a_dtype)
     b = _storage_over(b, b_is, shapes[2:], b_dtype)
-    _check_there(a, b)
+    a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
     with torch.no_grad():
         return _DOMAINS[domain](a, b, Epilogue(out_dtype, bias, alpha))

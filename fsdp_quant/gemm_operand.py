@@ -38,7 +38,7 @@ class GemmOperand(EncodedMatrix):
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         if self.layout in LAID_OUT:
             return self._decoded(*self.compact_buffers(), self.tensor_amax, dtype)
-        outer, scale = self.data.shape[0], self.scales
+        outer, scale = self.readable().data.shape[0], self.scales
         if self.layout in (ANCHORED_TENSOR, ANCHORED):
             scale = scale.view(-1, 1)
         elif self.layout == ANCHORED_TILE:
@@ -65,7 +65,7 @@ class GemmOperand(EncodedMatrix):
         arch: of the GPU whose layout this is; None: the device of the codes.
         """
         fmt, rowwise, (rows, cols) = self.fmt, self.direction is ROWWISE, self.padded_shape
-        data, scale = self.data, self.scale
+        data, scale = self.readable().data, self.scale
         if not rowwise:
             data = dispatch.transpose_codes(data, cols, rows, fmt)
         if scale is None:

@@ -173,7 +173,7 @@ class Storage(EncodedMatrix):
                 f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole "
                 "tensor"
             )
-        rows, cols = self.padded_shape
+        rows, cols = self.readable().padded_shape
         rowwise, scale = self.direction is ROWWISE, self.scale
         if layout in ANCHORS:
             codes = self.data, self.scales, self.tensor_amax, cols, self.fmt, self.direction
@@ -403,7 +403,8 @@ def _is_size(value: object, least: int = 0) -> bool:
 
 
 def _reduced(matrix: EncodedMatrix) -> tuple:
-    return rebuild_storage, (matrix.facts(), matrix.buffers(), matrix.row0, matrix.layout)
+    buffers = matrix.readable().buffers()
+    return rebuild_storage, (matrix.facts(), buffers, matrix.row0, matrix.layout)
 
 
 copyreg.pickle(Storage, _reduced)

@@ -323,12 +323,15 @@ def test_meta_device_init_equals_cpu_init():
 def _convert_order(rank: int, world: int) -> None:
     for label, recipe in FEW.items():
         results = []
-        for late in (False, True):
+        for late in ("", "late", "after an evaluation"):
             net = nets.build()
             if not late:
                 fq.convert(net, recipe)
             nets.shard(net)
             optimizer = nets.adam(net)
+            if late == "after an evaluation":
+                with torch.no_grad():
+                    net(nets.batch(0))  # it leaves the root gathered
             if late:
                 held = [id(p) for group in optimizer.param_groups for p in group["params"]]
                 fq.convert(net, recipe)
@@ -336,15 +339,23 @@ def _convert_order(rank: int, world: int) -> None:
                     "the optimizer lost its parameters"
                 )
             results.append([nets.train_step(net, optimizer, s, rank) for s in range(2)])
-        for late, early in zip(results[1], results[0]):
-            laws.assert_same_bytes(
-                late, early, f"{label}: convert after against before fully_shard"
-            )
+        for early, *others in zip(*results):
+            for late in others:
+                laws.assert_same_bytes(
+                    late, early, f"{label}: convert after against before fully_shard"
+                )
+    inside = nn.Sequential(nn.Linear(nets.K, nets.K))
+    outer = fully_shard(nn.Sequential(inside))
+    with torch.no_grad():
+        outer(nets.batch(0))
+    with pytest.raises(ValueError, match="is gathered by an FSDP module around Sequential"):
+        fq.convert(inside, "mxfp8")
+    assert type(inside[0]) is nn.Linear
 
 
 def test_convert_after_fully_shard_equals_before():
-    """If false, the order of the two calls matters, or an optimizer built in between trains
-    nothing."""
+    """If false, the order of the two calls matters, also after an evaluation, or an optimizer built
+    in between trains nothing."""
     run_ranks(3, _convert_order)
 
 

@@ -70,15 +70,20 @@ def test_taken_over_experts_are_the_modules_own(family: str):
     torch.save(net, memory)
     memory.seek(0)
     with torch.device("meta"):
-        empty = converted(family, fq.recipes.identity())
+        empty, assigned = (converted(family, fq.recipes.identity()) for _ in range(2))
     empty = empty.to_empty(device="cpu")
-    empty.model.rotary_emb = copy.deepcopy(net.model.rotary_emb)  # whose buffers no checkpoint has
+    assigned.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    for other in (empty, assigned):  # whose buffers no checkpoint has
+        other.model.rotary_emb = copy.deepcopy(net.model.rotary_emb)
     for what, other in {
         "copied": copy.deepcopy(net),
         "pickled": torch.load(memory, weights_only=False),
         "made on meta": empty,
+        "assigned": assigned,
     }.items():
-        other.load_state_dict(net.state_dict())
+        if other is not assigned:
+            other.load_state_dict(net.state_dict())
+        assert [n for n, _ in other.named_parameters()] == [n for n, _ in net.named_parameters()]
         (experts, *_) = (m for m in other.modules() if hasattr(m, "down_proj_product"))
         assert experts.down_proj is experts.down_proj_product.weight, what
         assert_same(step(other), want, what, rounding)

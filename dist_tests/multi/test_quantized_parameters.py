@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -387,6 +389,71 @@ def _events(rank: int, world: int) -> None:
 def test_events_reach_the_codes():
     """If false, a gather sends codes of an earlier master or recipe."""
     run_ranks(3, _events)
+
+
+def _adopted(rank: int, world: int) -> None:
+    recipe, full = RECIPES["mxfp8/nvfp4"], nets.build(seed=1).state_dict()
+    places = {
+        "": {},
+        "HSDP": mesh(world, 1),
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())},
+    }
+    cases = ("meta", ""), ("meta", "offload"), (DEVICE, "HSDP")
+    for kind, (device, place) in itertools.product((fq.convert, quantized), cases):
+        what, given = f"{kind.__name__}, {device}, {place}", {}
+        for _ in range(2):  # another model loads the dict too
+            with torch.device(device):
+                net = nets.build()
+            nets.shard(kind(net, recipe), **places[place])
+            given = given or {
+                n: nn.Parameter(distribute_tensor(full[n].clone(), p.device_mesh, p.placements))
+                for n, p in net.state_dict().items()
+            }
+            net.load_state_dict(given, assign=True)
+            assert {type(local_of(t)) for t in given.values()} == {torch.Tensor}, what
+            shards = {n: t for n, p in net.named_parameters() if is_ours(t := local_of(p))}
+            assert len(shards) == 5 and {t.state.name for t in shards.values()} == {*shards}, what
+            assert all(t.state.holds_codes is (kind is quantized) for t in shards.values()), what
+        nets.assert_equals_fresh(net, recipe, what)
+
+
+def is_ours(local: torch.Tensor) -> bool:
+    return isinstance(local, FSDPHooks)
+
+
+def test_assigned_weights_are_those_of_the_module():
+    """If false, FSDP2's own load (meta device, `distribute_tensor`, assign=True) ends in an error,
+    gathers high precision, or makes one state of two models that load one dict."""
+    run_ranks(2, _adopted)
+
+
+def _decoded(rank: int, world: int) -> None:
+    for label in ("mxfp8/nvfp4", "fp8_current/fp8_row"):
+        net = nets.shard(quantized(nets.build(), RECIPES[label]))
+        weights = [p for p in net.parameters() if is_ours(local_of(p))]
+
+        def check(p: torch.Tensor, what: str) -> None:
+            laws.assert_same_bytes(p.to_local().dequantize().detach(), plain(p), what)
+            laws.assert_same_bytes(local_of(p.dequantize()), plain(p), what)
+
+        for p in weights:
+            check(p, f"{label}: no codes yet")
+        net(nets.batch(0))
+        net.reshard()
+        for p in weights:
+            decoded = p.to_local().dequantize()
+            assert not torch.equal(decoded, plain(p)) or not len(decoded), label
+            decoded.square().sum().backward()
+            laws.assert_same_bytes(local_of(p.grad), 2 * decoded.detach(), f"{label}: gradient")
+            with torch.no_grad():
+                p.mul_(2)
+            check(p, f"{label}: written")
+
+
+def test_a_shard_decodes_before_its_first_gather_and_after_writes():
+    """If false, a penalty of a sharded quantized parameter has no gradient, or sees the codes of
+    values that were replaced."""
+    run_ranks(2, _decoded)
 
 
 def _encodes_in_groups(rank: int, world: int) -> None:

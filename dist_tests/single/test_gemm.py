@@ -432,7 +432,7 @@ def test_freed_operands_are_refused():
     for position in (0, 1):
         pair = list(operands("mxfp8", "nvfp4", "fprop"))
         pair[position].data.untyped_storage().resize_(0)
-        with pytest.raises(StaleWeightError, match=f"operand {'ab'[position]} .*was freed"):
+        with pytest.raises(StaleWeightError, match=f"operand {'ab'[position]}: .*were freed"):
             gemm(*pair)
 
 

@@ -9,8 +9,10 @@ parameters the same optimizers are writers of test_lockstep.py.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
+import pickle
 
 import pytest
 import torch
@@ -452,3 +454,45 @@ def test_masters_live_as_long_as_their_optimizer() -> None:
     gc.collect()
     assert not net[0].weight.has_values
     laws.assert_same_bytes(net(x_of(1)).detach(), want, "output of the codes alone")
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+COPIED = {
+    "FusedAdam": fq.optim.FusedAdam,
+    "FusedAdam, 8-bit moments": functools.partial(
+        fq.optim.FusedAdam, moment_dtype=torch.float8_e4m3fn
+    ),
+    "AdamW": fq.optim.wrap(torch.optim.AdamW),
+    "SGD": functools.partial(fq.optim.wrap(torch.optim.SGD), momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_of_a_model_and_its_optimizer_trains_as_they_do(name: str, how: str):
+    """If false, a copied optimizer steps masters that no weight reads, or the original's, or cannot
+    be copied at all."""
+    for dtype in (torch.float32, torch.bfloat16):
+        net = build("mxfp8/nvfp4", True, dtype=dtype)
+        pair = net, COPIED[name](net.parameters(), lr=1e-2)
+
+        def run(net: nn.Module, optimizer, steps: range) -> list[Tensor]:
+            for step in steps:
+                fq.begin_step(step)
+                step_once(net, optimizer, x_of(step, dtype), False)
+            return [t.detach().clone() for t in net.state_dict().values()]
+
+        run(*pair, range(2))
+        copied = COPIES[how](pair)
+        for a, b in zip(pair[0].parameters(), copied[0].parameters()):
+            assert (type(a), a.dtype) == (type(b), b.dtype)
+        before = run(*pair, range(0))
+        got = run(*copied, range(2, 4))
+        for value, old in zip(run(*pair, range(0)), before, strict=True):
+            laws.assert_same_bytes(value, old, f"{name}: the original, while the copy trains")
+        for value, want in zip(got, run(*pair, range(2, 4)), strict=True):
+            laws.assert_same_bytes(value, want, f"{name}: the copy")
+        assert not any(torch.equal(value, old) for value, old in zip(got[:1], before))

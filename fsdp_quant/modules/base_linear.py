@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,15 @@ class BaseLinear(HasWeight, nn.Linear):
     """A linear layer with a `LayerRuntime`.
 
     recomputes_forward:  True: the backward recomputes the forward unseen (torch.utils.checkpoint
-                         in a compiled block), so FSDP2 gathers both directions; None: detected.
+                         in a compiled block), or the forward takes gradients (torch.autograd.grad
+                         inside it), so FSDP2 gathers both directions for both; "backward": for the
+                         backward alone; None: detected.
     parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
     """
 
     runtime: LayerRuntime
     module_type = "linear"  # of its roles (`Role.module_type`)
-    recomputes_forward: bool | None = None
+    recomputes_forward: bool | Literal["backward"] | None = None
     parallel: TensorParallel | Layouts | None = None
 
     def make_quantized(
@@ -239,7 +242,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""
         if self.recomputes_forward is not None:
-            owner.recomputes = self.recomputes_forward
+            owner.recomputes = bool(self.recomputes_forward)
         elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
         elif torch_compat.in_function():  # reentrant checkpointing runs the first forward

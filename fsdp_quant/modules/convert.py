@@ -77,11 +77,11 @@ def convert(
     layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
     whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
     `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
-    PEFT's adapters of a `base_layer`:
-    convert before or after `get_peft_model`. Works before and after `fully_shard`, which it reshards.
-    Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
-    another forward are left alone, but for Falcon's. So are layers with a forward of their own
-    (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
+    PEFT's adapters of a `base_layer`: convert before or after `get_peft_model`. Works before and
+    after `fully_shard`, also after a forward: it reshards the model. Subclasses of nn.Linear keep
+    what they add, and stay instances of their class; those with another forward are left alone, but
+    for Falcon's. So are layers with a forward of their own (accelerate's hooks) and those whose
+    weight is made of others (`weight_norm`, `spectral_norm`).
 
     Warns of a `skip` pattern that matches nothing.
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a

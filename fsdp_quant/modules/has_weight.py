@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules whose weight `fully_shard` gathers as codes, and the `WeightState` of a weight.
 
-FSDP2 registers a parameter by `setattr`: when it shards it, and at each gather and reshard.
+[Note: how a module adopts a weight]
+FSDP2 registers a parameter by `setattr`: when it shards it, and at each gather and reshard. So do
+load_state_dict(assign=True) and users. `adopt` makes the local tensor of what was registered one of
+the module's state, in place, since FSDP2 and optimizers hold the parameter. It runs too after
+`nn.Module._apply`, a load and unpickling, which replace parameters without `setattr`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +23,8 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.torch_compat import local_of
-from ..tensor.weight_shard import WeightShard, as_shard
-from ..tensor.weight_state import WeightState
+from ..tensor.weight_shard import WeightShard
+from ..tensor.weight_state import WeightState, copies_are_weights
 from .operands import weight_state
 
 
@@ -60,11 +64,52 @@ class HasWeight(nn.Module):
                 "quantizes its weight itself; call fq.unconvert(model) before the library that "
                 "replaces weights"
             )
-        if name == "weight" and isinstance(value, DTensor) and not self.transposed:
-            state = getattr(self, "_weight_state", None)
-            if state is not None:
-                self.set_weight_state(as_shard(value, state))
+        if name == "weight":
+            adopt(self, value)
         registered[name] = value
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        state_dict = plain_in_load(state_dict, [f"{prefix}weight"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn, recurse: bool = True):
+        with copies_are_weights():
+            applied = super()._apply(fn, recurse)
+        adopt(self, self._parameters.get("weight"))
+        return applied
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        adopt(self, self._parameters.get("weight"))
+
+
+def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
+    """Make a weight, by whatever means it became the module's, one of the module's state: see the
+    note. A shard or codes have a state already, which the module adopts: of a tied layer."""
+    state = getattr(module, "_weight_state", None)
+    if weight is None or state is None:
+        return
+    local = local_of(weight)
+    if isinstance(local, FSDPHooks):
+        module.set_weight_state(local.state)
+    elif not isinstance(local, QuantizedTensor) and not module.transposed:
+        if state.holds_codes or isinstance(weight, DTensor):
+            _wrap(weight, state)
+
+
+def _wrap(
+    weight: nn.Parameter, state: WeightState, managed: torch_compat.ManagedParam | None = None
+) -> None:
+    """Put a shard, or the codes of a quantized parameter, over a weight, in place."""
+    values = local_of(weight).detach()
+    is_codes = isinstance(state, QuantizedWeightState)
+    local = state.wrapped(values) if is_codes else WeightShard(values, state)
+    if managed is not None:
+        managed.replace_local(local)
+    elif isinstance(weight, DTensor):
+        torch_compat.replace_local(weight, local)
+    else:
+        torch_compat.swap_parameter(weight, nn.Parameter(local, weight.requires_grad))
 
 
 # id of a plain weight -> the module that has its state, for layers that share one. A weak reference
@@ -103,17 +148,12 @@ def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
 def register_weight(module: HasWeight) -> None:
     """Attach the state to the module's weight, in codes or in a shard; a plain one is listed."""
     weight, state = module.weight, module._weight_state
-    if isinstance(state, QuantizedWeightState):
-        _wrap_codes(weight, state)
+    managed = _managed(weight)
+    if state.holds_codes or managed is not None:
+        _wrap(weight, state, managed)
     elif not isinstance(weight, DTensor):
         _TIED[id(weight)] = module
-    if not isinstance(weight, DTensor):
-        return
     attach_tensor_group(module)
-    managed = _managed(weight)
-    if managed is None or isinstance(state, QuantizedWeightState):
-        return
-    managed.replace_local(WeightShard(local_of(weight).detach(), state))
 
 
 def attach_tensor_group(module: HasWeight) -> None:
@@ -134,18 +174,6 @@ def attach_tensor_group(module: HasWeight) -> None:
             )
         state.tensor_group, state.tensor_dim = mesh.get_group(), cut.dim
         module.prepare_graphs()
-
-
-def _wrap_codes(weight: nn.Parameter, state: QuantizedWeightState) -> None:
-    """Put a quantized parameter over a weight; optimizers that hold the parameter keep it."""
-    managed = _managed(weight)
-    codes = state.wrapped(local_of(weight).detach())
-    if managed is not None:
-        managed.replace_local(codes)
-    elif isinstance(weight, DTensor):
-        torch_compat.replace_local(weight, codes)
-    else:
-        torch_compat.swap_parameter(weight, nn.Parameter(codes, weight.requires_grad))
 
 
 # State dicts #
@@ -174,10 +202,15 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
     return nn.Parameter(plain, weight.requires_grad) if isinstance(saved, nn.Parameter) else plain
 
 
+def plain_in_load(state_dict: dict, keys: Iterable[str]) -> dict:
+    """The state dict with plain tensors under these keys: assign=True would wrap its parameters in
+    place, and make one state of two models."""
+    found = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
+    return {**state_dict, **{key: saved_plain(t, t.detach()) for key, t in found.items()}}
+
+
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:
-    """Encode the values of quantized parameters that a load wrote (assign=True: replaced)."""
-    state = module._weight_state
-    if isinstance(state, QuantizedWeightState):
-        if not isinstance(local_of(module.weight), FSDPHooks):
-            _wrap_codes(module.weight, state)
+    """Encode the values of quantized parameters that a load wrote."""
+    adopt(module, module._parameters.get("weight"))
+    if isinstance(state := module._weight_state, QuantizedWeightState):
         state.pending = True

@@ -81,7 +81,7 @@ class LayerNormMLP(nn.Module):
         self._share()
         for layer in (self.gate_proj, self.up_proj):
             if recompute and layer is not None:
-                layer.recomputes_forward = True
+                layer.recomputes_forward = "backward"
 
     def _share(self) -> None:
         """Gate and up have one history of n."""

@@ -41,7 +41,7 @@ from ..ops.reference import known
 from ..tensor import torch_compat
 from .bad_splits import BAD_SPLITS
 from .grouped_linear import GroupedLinear
-from .has_weight import saved_plain
+from .has_weight import plain_in_load, saved_plain
 from .reads import Fact, facts_of, held, proven, watched
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
@@ -337,20 +337,35 @@ def _class_of(
             return cls.forward(self, *args, **kwargs)
         return named(self, *args, **kwargs)
 
+    def _share(self, name: str) -> None:
+        """Give a parameter of the module to the product that multiplies it."""
+        part = name.removesuffix("_bias")
+        if part in parts and name in self._parameters:
+            product = getattr(self, f"{part}_product")
+            setattr(product, "weight" if name == part else "bias", self._parameters[name])
+
+    def __setattr__(self, name, value):
+        cls.__setattr__(self, name, value)
+        _share(self, name)
+
     def _apply(self, fn, recurse: bool = True):
         applied = cls._apply(self, fn, recurse)
-        for part in parts:  # one that was replaced, as by to_empty, is tied again
-            own = getattr(self, f"{part}_product")._parameters
-            own["weight"] = self._parameters[part]
-            own["bias"] = self._parameters.get(f"{part}_bias")
+        for name in self._parameters:
+            _share(self, name)
         return applied
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        state_dict = plain_in_load(state_dict, [f"{prefix}{part}" for part in parts])
+        cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     return type(
         f"Quantized{cls.__name__}",
         (cls,),
         {
             "forward": proven_forward,
+            "__setattr__": __setattr__,
             "_apply": _apply,
+            "_load_from_state_dict": _load_from_state_dict,
             "__reduce_ex__": _reduce,
             "__module__": cls.__module__,
             "converted_from": cls,
@@ -436,17 +451,20 @@ class _Routed(torch.autograd.Function):
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Of the module's weight, which is not the product's if it is parametrized (LoRA)."""
+    """Of the module's weight and bias, which are not the product's if they are parametrized (LoRA),
+    or those of a functional call."""
     product = getattr(module, f"{part}_product")
-    if module._parameters.get(part) is product._parameters["weight"]:
+    weight, bias = getattr(module, part), getattr(module, f"{part}_bias", None)
+    own = product._parameters
+    if weight is own["weight"] and bias is own["bias"]:
         return product(rows, ends)
-    weight = getattr(module, part)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
             "to keep these experts as they are"
         )
-    return torch.func.functional_call(product, {"weight": weight}, (rows, ends))
+    given = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    return torch.func.functional_call(product, given, (rows, ends))
 
 
 def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:

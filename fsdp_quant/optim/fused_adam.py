@@ -137,6 +137,9 @@ class FusedAdam(torch.optim.Optimizer):
             state = {**state, "state": self.state}
         super().__setstate__(state)
         self._held = {}
+        for p, own in self.state.items():  # of a copy, whose weights hold values of their own
+            if isinstance(weight := local_of(p), QuantizedWeight) and "master" in own:
+                weight.attach_master(local_of(own["master"]), self)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)

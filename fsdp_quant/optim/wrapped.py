@@ -113,6 +113,12 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
+def _rebuilt(optimizer_cls: type[Optimizer]) -> Optimizer:
+    """An optimizer of `wrap`, to be given its state: pickle finds the class by that of torch."""
+    cls = wrap(optimizer_cls)
+    return cls.__new__(cls)
+
+
 class WithMasters(Optimizer):
     """An optimizer of quantized parameters through one of class `wraps`; see the module's note.
 
@@ -148,7 +154,7 @@ class WithMasters(Optimizer):
         is_inner = inner is not None and not is_own and hasattr(inner, name)
         object.__setattr__(inner if is_inner else self, name, value)
 
-    __getstate__, __setstate__ = Optimizer.__getstate__, Optimizer.__setstate__
+    __getstate__ = Optimizer.__getstate__
 
     def add_param_group(self, param_group: dict) -> None:
         Optimizer.add_param_group(self, param_group)
@@ -187,6 +193,21 @@ class WithMasters(Optimizer):
         )
         self._masters[p] = local, parameter, master
         return parameter
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        inside = [(p, parameter) for p, (_, parameter, _) in self._masters.items()]
+        state = Optimizer.__getstate__(self) | {"inner": self.inner, "_masters": inside}
+        return _rebuilt, (self.wraps,), state
+
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy, whose weights hold values of their own: let them refer to the masters."""
+        inside = state["_masters"]
+        Optimizer.__setstate__(self, state | {"_masters": {}})
+        for p, parameter in inside:
+            if isinstance(weight := local_of(p), QuantizedWeight):
+                master = local_of(parameter).detach()
+                weight.attach_master(master, self)
+                self._masters[p] = weight, parameter, master
 
     # The step #
 

@@ -110,24 +110,27 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
             tensor.refresh_shard(member.managed)
     if begins:
         group.is_checkpointed = torch_compat.checkpoint_hook() is not None
-    recomputed = group.recomputed
-    needed = {one: directions_needed(managed, one) for one in set(recomputed)}
-    group.send(local, params, tuple(needed[one] for one in recomputed), managed.phase)
+    reads = list(zip(group.recomputed, (m.forward_reads_both for m in group.members)))
+    needed = {one: directions_needed(managed, *one) for one in set(reads)}
+    group.send(local, params, tuple(needed[one] for one in reads), managed.phase)
     if managed.in_forward and managed.stays_unsharded_after_forward:
         root_statistics.gather_again_in_training(group.members)
     return first
 
 
-def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Direction]:
+def directions_needed(
+    managed: ManagedParam, recomputes: bool, forward_reads_both: bool = False
+) -> frozenset[Direction]:
     """Directions that GEMMs read before FSDP2 reshards: both, unless the pass provably needs one.
 
     recomputes:  the backward recomputes the forward of the weight's module.
+    forward_reads_both:  the forward takes gradients.
     """
     if managed.in_pre_backward:
         return _BOTH if recomputes or managed.stays_unsharded_after_backward else _COLUMNWISE
     if managed.in_forward and not managed.stays_unsharded_after_forward:
         needs_both = torch_compat.backward_is_running() or managed.prefetched_after_its_forward
-        return _BOTH if needs_both else _ROWWISE
+        return _BOTH if needs_both or forward_reads_both else _ROWWISE
     return _BOTH
 
 

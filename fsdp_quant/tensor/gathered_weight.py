@@ -292,6 +292,12 @@ class GatheredWeight:
     # The two halves of a gather #
 
     @property
+    def forward_reads_both(self) -> bool:
+        """A module of it says that its forward reads both directions (`BaseLinear`)."""
+        owners = self.managed.owners
+        return any(getattr(module, "recomputes_forward", None) is True for module, _ in owners)
+
+    @property
     def leaves_amaxes_out(self) -> bool:
         """Evaluation with delayed scales: a forward that trains has to record amaxes again."""
         return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import ROWWISE, Direction
-from ..gemm import StaleWeightError
 from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
@@ -73,12 +72,15 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rowwise: EncodedMatrix | None = None,
+        rowwise: EncodedMatrix | Tensor | None = None,
         columnwise: EncodedMatrix | None = None,
         *,
         shape: Sequence[int] | None = None,
         pair: StoragePair | None = None,
+        requires_grad: bool = False,
     ) -> QuantizedTensor:
+        if isinstance(rowwise, Tensor):  # accelerate rebuilds a parameter by its class
+            return torch.nn.Parameter(rowwise, requires_grad)  # pyright: ignore
         pair = pair or StoragePair(rowwise, columnwise)
         pairs = pair.groups or [pair]
         storages = [s for s in (pairs[0].rowwise, pairs[0].columnwise) if s is not None]
@@ -135,13 +137,7 @@ class QuantizedTensor(Tensor):
         owner = self._pair.owner
         if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
-        elif owner is not None and storage.is_freed:
-            raise StaleWeightError(
-                f"{owner.name}: the {storage.direction.value} codes were freed: FSDP resharded the "
-                "weight or gathered the other direction only; if this block is recomputed in a way "
-                "that hooks cannot see, set recomputes_forward=True on its fq.Linear"
-            )
-        return storage
+        return storage.readable("" if owner is None else owner.name)
 
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
@@ -154,17 +150,17 @@ class QuantizedTensor(Tensor):
         """The values in high precision, decoded from the rowwise storage unless it is freed.
 
         dtype:    of the result (default: of the tensor).
+
+        The gradient of the result is that of the tensor: decoding is not differentiated.
         Raises StaleWeightError if every storage was freed.
         """
+        return _Decode.apply(self, dtype)  # pyright: ignore[reportReturnType]
+
+    def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         if self._pair.groups:
-            parts = [part.dequantize(dtype) for part in self._groups()]
-            return torch.cat(parts).view(self.shape)
-        for storage in (self.rowwise, self.columnwise):
-            if storage is not None and not storage.is_freed:
-                return storage.dequantize(dtype).reshape(self.shape)
-        raise StaleWeightError(
-            f"nothing to decode: every storage of {self!r} was freed when FSDP resharded"
-        )
+            parts = torch.cat([part._decoded(dtype) for part in self._groups()])
+            return parts.view(self.shape)
+        return self._pair.readable[0].dequantize(dtype).reshape(self.shape)
 
     def data_ptr(self) -> int:
         """Raise ValueError, because the memory holds codes and no `dtype` values; inside
@@ -292,9 +288,9 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(pair=result, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        storages, shape = (self.rowwise, self.columnwise), tuple(self.shape)
-        return _rebuild, (*storages, shape, self.requires_grad, is_parameter)
+        is_parameter, pair = isinstance(self, torch.nn.Parameter), self._pair.map(lambda s: s)
+        of = tuple(self.shape), self.requires_grad, is_parameter
+        return _rebuild, (pair.rowwise, pair.columnwise, *of)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
@@ -316,9 +312,27 @@ class QuantizedTensor(Tensor):
             raise NotImplementedError(
                 f"{func} is not defined on {_named(args)} and will not decode it silently; call "
                 f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
-                "layer out of fq.convert (skip=) if another module reads its weight"
+                "layer out of fq.convert (skip=) if another module reads its weight; adapters of "
+                "PEFT that read a frozen base want fq.integrations.peft.freeze after "
+                "get_peft_model, those that multiply it (HRA, SHiRA) fq.unfreeze"
             )
         return handler(func, *args, **(kwargs or {}))
+
+
+class _Decode(torch.autograd.Function):
+    """Values of a quantized tensor, whose gradient passes straight through."""
+
+    @staticmethod
+    def forward(tensor: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        return tensor._decoded(dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype), None
 
 
 def _named(args: Sequence) -> str:
@@ -501,11 +515,10 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 
 def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
-    """((part, direction), storage) of every storage."""
+    """((part, direction), storage) of every readable storage."""
     for part, pair in enumerate((tensor._pair, *tensor._pair.groups)):
-        for direction in Direction:
-            if (storage := pair.get(direction)) is not None:
-                yield (part, direction), storage
+        for storage in pair.readable:
+            yield (part, storage.direction), storage
 
 
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
@@ -20,6 +23,7 @@ from ..ops.layout import COMPACT
 from ..storage import to_storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
+from .fsdp_hooks import managed_of
 from .quantized_tensor import QuantizedTensor, as_parameter
 from .refresh import encode_stale, refresh_codes
 from .storage_pair import StoragePair
@@ -27,6 +31,7 @@ from .torch_compat import ManagedParam, tree_map_only
 from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
+from .weight_state import is_weight_copied
 
 _TABLE = AtenTable()
 
@@ -35,11 +40,11 @@ class QuantizedWeightState(CodesState):
     """The state of a `QuantizedWeight`."""
 
     def wrapped(self, values: Tensor) -> QuantizedWeight:
-        return _wrapped(self, values)
+        return _wrapped(self, values, values.dtype)
 
 
-def _wrapped(state: CodesState, values: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(WeightContent(state, values), values.shape, values.dtype, values.device)
+def _wrapped(state: CodesState, values: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight(WeightContent(state, values), values.shape, dtype, values.device)
 
 
 class QuantizedWeight(WeightCodes):
@@ -57,8 +62,15 @@ class QuantizedWeight(WeightCodes):
 
     @staticmethod
     def __new__(
-        cls, content: WeightContent, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls,
+        content: WeightContent | Tensor,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        requires_grad: bool = False,
     ) -> QuantizedWeight:
+        if isinstance(content, Tensor):
+            return QuantizedTensor(content, requires_grad=requires_grad)  # pyright: ignore
         # FSDP2 views its shards inside a first forward too, and views need version counters
         with torch.inference_mode(False):
             self = torch.Tensor._make_wrapper_subclass(
@@ -103,6 +115,13 @@ class QuantizedWeight(WeightCodes):
         self._current()
         return super().matrix_for(direction)
 
+    def _decoded(self, dtype: torch.dtype | None) -> Tensor:
+        """Of a shard that is to be encoded with those of other ranks: the values themselves."""
+        self._current()
+        if self.state.weight_sync is not None or self.is_current(ROWWISE):
+            return super()._decoded(dtype)
+        return self.read().to(dtype or self.dtype)
+
     def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
         pair, operand = self._current(), super().operand_for(direction, layout)
@@ -144,7 +163,8 @@ class QuantizedWeight(WeightCodes):
             if content.master is None and values is None and start == 0:
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:
-                return _wrapped(self.state, self.inner.narrow(0, start, length))
+                rows = self.inner.narrow(0, start, length)
+                return _wrapped(self.state, rows, rows.dtype)
         return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
 
     def __tensor_flatten__(self):
@@ -174,13 +194,17 @@ class QuantizedWeight(WeightCodes):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """A copy with its own values, even if an optimizer holds these."""
-        _, (values, state, *options) = self.__reduce_ex__(2)
-        memo[id(self)] = copied = _rebuild(values.clone(), copy.deepcopy(state, memo), *options)
+        of = copy.deepcopy(self.state, memo), isinstance(self, torch.nn.Parameter)
+        values = self.inner.detach().clone()
+        memo[id(self)] = copied = _rebuild(values, *of, self.requires_grad, self.dtype)
         return copied
 
     def __reduce_ex__(self, protocol):
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self.inner.detach(), self.state, is_parameter, self.requires_grad)
+        """A parameter, which a module holds, is pickled as one; others as their values."""
+        if not isinstance(self, torch.nn.Parameter):
+            return self.saved.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        of = self.state, True, self.requires_grad, self.dtype
+        return _rebuild, (self.inner.detach(), *of)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (
@@ -205,8 +229,16 @@ class QuantizedWeight(WeightCodes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _rebuild(values: Tensor, state: CodesState, is_parameter: bool, requires_grad: bool) -> Tensor:
-    return as_parameter(_wrapped(state, values), is_parameter, requires_grad)
+def _rebuild(
+    values: Tensor,
+    state: CodesState,
+    is_parameter: bool,
+    requires_grad: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dtype: of the weight, whose values may be an fp32 master; None: theirs."""
+    weight = _wrapped(state, values, dtype or values.dtype)
+    return as_parameter(weight, is_parameter, requires_grad)
 
 
 def _through_masters(func, *args, **kwargs):
@@ -236,6 +268,19 @@ def _through_masters(func, *args, **kwargs):
 def _on_values(func, *args, **kwargs):
     """Run an operator that reads whole weights on their high-precision values."""
     return func(*tree_map_only(QuantizedWeight, lambda w: w.read(), args), **kwargs)
+
+
+@register_sharding(aten.dequantize.self)
+def _dequantize_rows(x: Tensor) -> list[tuple[list[Placement], list[Placement]]]:
+    """Each rank decodes its part of a DTensor."""
+    kept = [Replicate(), *(Shard(dim) for dim in range(x.ndim))]
+    return [([placement], [placement]) for placement in kept]
+
+
+@_TABLE.implements(aten.dequantize.self)
+def _dequantize(func, weight):
+    """Values in fp32, as torch decodes its own quantized tensors; of `DTensor.dequantize()`."""
+    return weight._decoded(torch.float32)
 
 
 @_TABLE.implements(aten.copy_.default)
@@ -273,22 +318,36 @@ def _split(func, weight, sizes, dim=0):
 
 @_TABLE.implements(aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default)
 def _new(func, weight, size=None, dtype=None, device=None, **ignored):
+    """Memory of a weight for nn.Module.to_empty, and for FSDP2, which moves a parameter that it
+    cuts and short shards into padded memory; else a plain tensor."""
+    size, managed = weight.shape if size is None else torch.Size(size), managed_of(weight.state)
+    pads = func is aten.new_zeros.default and (
+        size[1:] == weight.shape[1:] if managed is None else managed.pads(weight.shape, size)
+    )
+    if not pads and not is_weight_copied():
+        return QuantizedTensor.__torch_dispatch__(
+            func, (QuantizedWeight,), (weight, size), {"dtype": dtype, "device": device}
+        )
     content = WeightContent(weight.state)
-    content.is_padding = func is aten.new_zeros.default
-    size = weight.shape if size is None else size
+    content.is_padding = pads
     device = torch_compat.with_index(device or weight.device)
     return QuantizedWeight(content, size, dtype or weight.dtype, device)
 
 
 @_TABLE.implements(aten._to_copy.default, aten.clone.default, aten._pin_memory.default)
 def _copy(func, weight, *args, dtype=None, **kwargs):
-    """Copy codes and values to another device or dtype. A clone has its own values; other copies
-    share the master."""
+    """Copy codes and values for nn.Module._apply, and to the device of FSDP2: such a copy shares
+    the master, but a clone. Other copies are plain tensors of the values."""
     if weight.state.weight_sync is not None:
         raise NotImplementedError(
             f"{weight.state.name} is published by a weight sync, which would not write a copy of "
             "it; move or cast the model before plan_weight_sync, or copy what dequantize() gives"
         )
+    device = torch_compat.with_index(kwargs.get("device") or weight.device)
+    moves = device != weight.device or func is aten._pin_memory.default
+    if not (is_weight_copied() or (moves and dtype in (None, weight.dtype))):
+        cast = {} if dtype is None else {"dtype": dtype}
+        return func(weight.read(), *args, **cast, **kwargs)
     dtype = dtype or weight.dtype
     source, content = weight._content, WeightContent(weight.state)
     shares = source.master is not None and func is not aten.clone.default
@@ -298,7 +357,6 @@ def _copy(func, weight, *args, dtype=None, **kwargs):
         content.values = func(
             weight.inner, *args, **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {})
         )
-    device = torch_compat.with_index(kwargs.get("device") or weight.device)
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
         content.pair = source.pair.map(lambda s: s.map(lambda t: func(t, *args, **kwargs)))

@@ -13,6 +13,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops.layout import COMPACT
 from ..storage import Storage, to_storage
+from . import torch_compat
 from .weight_state import WeightState
 
 
@@ -107,7 +108,10 @@ class StoragePair:
             places: dict[int, Any] = {}
 
             def emptied(matrix: EncodedMatrix) -> EncodedMatrix:
-                return matrix.map(lambda buffer: places.setdefault(id(buffer), object()))
+                buffers = matrix.buffers().items()
+                return matrix.with_buffers(
+                    {name: places.setdefault(id(t), object()) for name, t in buffers}
+                )
 
             self.facts = StoragePair(
                 None if self.rowwise is None else emptied(self.rowwise),
@@ -117,15 +121,32 @@ class StoragePair:
             )
         return self.facts
 
+    @property
+    def readable(self) -> list[EncodedMatrix]:
+        """The storages whose memory is there, rowwise first: a gather brings one direction. A graph
+        that is traced reads those that the gather of its forward brings.
+
+        Raises StaleWeightError if every storage was freed.
+        """
+        storages = [s for s in (self.rowwise, self.columnwise) if s is not None]
+        if self.owner is not None and self.owner.gathered is not None and torch_compat.is_fake():
+            laid_out = [s for (direction, _), s in self.operands.items() if direction is ROWWISE]
+            return [*laid_out, *storages][:1]
+        there = [s for s in storages if not s.is_freed]
+        if storages and not there:
+            storages[0].readable("" if self.owner is None else self.owner.name)
+        return there
+
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
-        """fn of each storage, for the same owner; a shared storage is mapped once."""
+        """fn of each readable storage, for the same owner; a shared storage is mapped once."""
         if self.groups:
             return StoragePair(owner=self.owner, groups=[group.map(fn) for group in self.groups])
-        rowwise = None if self.rowwise is None else fn(self.rowwise)
-        if rowwise is not None and self.shares_data:
-            return StoragePair(rowwise, to_storage(rowwise).as_direction(COLUMNWISE), self.owner)
-        columnwise = None if self.columnwise is None else fn(self.columnwise)
-        return StoragePair(rowwise, columnwise, self.owner)
+        shares_data, mapped = self.shares_data, StoragePair(owner=self.owner)
+        for storage in self.readable[: 1 if shares_data else None]:
+            mapped.put(storage.direction, fn(storage))
+        if shares_data:
+            mapped.share_rowwise()
+        return mapped
 
 
 def name_in_graphs(direction: Direction, layout: str = COMPACT) -> str:

@@ -197,16 +197,21 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
 
         Raises ValueError for a weight on the meta device, or whose master another optimizer has.
         """
-        content = self._content
         self.check_not_taken()
         values = self.inner
         master = values.detach() if values.dtype is torch.float32 else values.float()
         if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
             master = master.clone()
-        self.state.pending = True
+        self.attach_master(master, owner)
+        return master
+
+    def attach_master(self, master: Tensor, owner: object) -> None:
+        """Refer to the fp32 master that `owner` keeps, in place of own values: a copy of a model
+        and its optimizer is rebuilt so."""
+        content = self._content
         content.values, content.master, content.writes = None, weakref.ref(master), [object(), 0]
         content.owner = None if owner is None else weakref.ref(owner)
-        return master
+        self.state.pending = True
 
     def return_master(self, master: Tensor) -> None:
         """Hold the values again: undo `detach_master`, which returned `master`."""

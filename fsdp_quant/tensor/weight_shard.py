@@ -3,8 +3,7 @@
 gathers it as codes.
 
 Without `fully_shard` a weight is a plain nn.Parameter. FSDP2 registers each sharded parameter with
-its modules by `setattr`, where `as_shard` puts this class over the shard's memory
-(`modules.has_weight.HasWeight.__setattr__`).
+its modules by `setattr`, where `modules.has_weight.adopt` puts this class over the shard's memory.
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .aten_table import aten
-from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import QuantizedTensor
+from .fsdp_hooks import FSDPHooks, managed_of
 from .traced import NoDynamoGuard, stable_text
 from .weight_state import WeightState
 
 _T = TypeVar("_T", bound=Tensor)
 
-# Views and copies that FSDP2, DTensor and nn.Module._apply use as the shard. Other operators return
-# plain tensors, so gradients and optimizer states are never of this class.
-_KEEPS_CLASS = frozenset(
+# Views, which FSDP2, DTensor and `DTensor.to_local()` use as the shard.
+_VIEWS = frozenset(
     {
         aten.detach.default,
         aten.alias.default,
@@ -40,14 +36,21 @@ _KEEPS_CLASS = frozenset(
         aten.narrow.default,
         aten.split.Tensor,
         aten.split_with_sizes.default,
-        aten.new_zeros.default,
-        aten.new_empty.default,
-        aten.empty_like.default,
-        aten._to_copy.default,
-        aten.clone.default,
-        aten._pin_memory.default,
     }
 )
+_COPIES = frozenset({aten.new_zeros.default, aten._to_copy.default, aten._pin_memory.default})
+
+
+def _is_shard(func, shard: WeightShard, args: Sequence) -> bool:
+    """The result of an operator is the shard for FSDP2: a view, the copy of an offloaded shard, or
+    memory for a short one with rows behind it. Other results are plain tensors: gradients,
+    optimizer states, and users' copies, which outlive the model or go to files."""
+    if func in _VIEWS or func not in _COPIES:
+        return func in _VIEWS
+    managed = managed_of(shard.state)
+    if managed is None or func is not aten.new_zeros.default:
+        return managed is not None and managed.is_offloaded
+    return managed.pads(shard.shape, torch.Size(args[1]))
 
 
 class WeightShard(FSDPHooks, Tensor):
@@ -132,7 +135,8 @@ class WeightShard(FSDPHooks, Tensor):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (self.inner, self._state, self.requires_grad)
+        """Of the values: files hold no class of the library."""
+        return self.inner.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (
@@ -148,17 +152,13 @@ class WeightShard(FSDPHooks, Tensor):
         plain_args = [_mapped(WeightShard, _inner, a) for a in args]
         plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()}
         # FSDP2 pads shards inside a first forward
-        if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+        first = args[0] if args else None
+        if isinstance(first, WeightShard) and _is_shard(func, first, args):
+            with torch_compat.outside_inference_mode():
                 result = func(*plain_args, **plain_kwargs)
-        else:
-            result = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
-            return _written(func, args, kwargs, result)
-        if func in _KEEPS_CLASS:
-            state = next(a for a in args if isinstance(a, WeightShard))._state
-            return _mapped(Tensor, lambda values: WeightShard(values, state), result)
-        return result
+            return _mapped(Tensor, lambda values: WeightShard(values, first.state), result)
+        result = func(*plain_args, **plain_kwargs)
+        return _written(func, args, kwargs, result) if func._schema.is_mutable else result
 
 
 def _mapped(kind: type[_T], fn: Callable[[_T], object], value: object) -> Any:
@@ -192,25 +192,3 @@ def _written(func, args, kwargs, result):
     if counted:
         torch.autograd.graph.increment_version(counted)
     return written[0] if isinstance(result, Tensor) and written else result
-
-
-def _rebuild(values: Tensor, state: WeightState, requires_grad: bool) -> WeightShard:
-    shard = WeightShard(values, state)
-    shard.requires_grad_(requires_grad)
-    return shard
-
-
-def as_shard(parameter: DTensor, state: WeightState) -> WeightState:
-    """Replace the local tensor of a sharded parameter, in place, by a `WeightShard`; returns its
-    state.
-
-    A local tensor with FSDP2's hooks (of a tied layer, or a quantized parameter) stays, and so do
-    gathered codes, which under tensor parallelism are in a DTensor too.
-    """
-    local = torch_compat.local_of(parameter)
-    if isinstance(local, FSDPHooks):
-        return local.state
-    if isinstance(local, QuantizedTensor):
-        return state
-    torch_compat.replace_local(parameter, WeightShard(local.detach(), state))
-    return state

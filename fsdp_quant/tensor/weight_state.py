@@ -9,9 +9,11 @@ weight was written.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -243,6 +245,24 @@ class WeightTensor(Tensor):
     def saved(self) -> Tensor:
         """The tensor in a state dict."""
         return self.inner
+
+
+_COPIES_ARE_WEIGHTS = contextvars.ContextVar("fsdp_quant_copies_are_weights", default=False)
+
+
+@contextlib.contextmanager
+def copies_are_weights() -> Iterator[None]:
+    """Inside nn.Module._apply a copy of a quantized parameter takes its place, with its master;
+    elsewhere it is a plain tensor of the values."""
+    token = _COPIES_ARE_WEIGHTS.set(True)
+    try:
+        yield
+    finally:
+        _COPIES_ARE_WEIGHTS.reset(token)
+
+
+def is_weight_copied() -> bool:
+    return _COPIES_ARE_WEIGHTS.get()
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -195,6 +195,10 @@ class ManagedParam:
         """`reshard_after_forward=<int>`."""
         return self.group._use_post_forward_mesh
 
+    def pads(self, shape: torch.Size, size: torch.Size) -> bool:
+        """FSDP2 moves a short shard of `shape` into memory of `size`."""
+        return shape != size == self.param.padded_sharded_param_size
+
     def reshard(self) -> None:
         """Reshard the group between two forwards."""
         # FSDP2 does not reshard a group in its forward, where an exception leaves it.
