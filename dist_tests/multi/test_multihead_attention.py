@@ -249,8 +249,9 @@ def test_an_encoder_evaluates_with_masks_as_torchs(batch_first: bool, nested: bo
                 x = x if batch_first else x.reshape(5, 3, WIDTH)
                 got, want = net(x, **options)[valid], plain(x, **options)[valid]
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    attention, nested_x = net.layers[0].self_attn, torch.nested.nested_tensor([x[0, :3], x[1]])
     with torch.no_grad(), pytest.raises(NotImplementedError, match="self_attn: query is a nested"):
-        net.layers[0](torch.nested.nested_tensor([x[0, :3], x[1]]))
+        attention(nested_x, x, x)
 
 
 def test_weights_of_several_widths_and_skipped_layers_stay():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..counters import counters
 from ..modules.convert import CONVERTED, converted_units
@@ -37,7 +37,7 @@ class Receipt:
     dispatch: dict
     departures: dict
     moved: dict
-    idle: tuple[str, ...] = ()
+    idle: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def gathered_bytes(self) -> int:
@@ -94,7 +94,7 @@ def receipt() -> Receipt:
         "departure",
         "moved",
     )
-    return Receipt(*map(counters.of, kinds), tuple(_idle()))
+    return Receipt(*map(counters.of, kinds), idle=tuple(_idle()))
 
 
 def _idle() -> Iterator[str]:

@@ -59,9 +59,10 @@ def convert(
               [E, N] or none, called with (tokens sorted by expert, splits), as around
               `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
     fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each
-              proven exact first, and projections of one attention quantize their input once; or
-              which MLPs and norms do, by `fq.MLPPattern` and `fq.NormPattern`. `fq.plan` says which
-              were taken, and why others were not.
+              proven first from the operators of its forward, and projections of one attention
+              quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
+              `fq.NormPattern`. `fq.plan` says which were taken, and why others were not. A module
+              that is changed later runs its own forward.
     recompute:  "gate_up": the backward of every fused MLP computes gate(x) and up(x) again.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see
@@ -76,12 +77,12 @@ def convert(
     product; attention to other tensors multiplies parts of its packed weight in high precision. A
     layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
     whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
-    `out_proj`): `fq.plan` lists them with all else that is multiplied in high precision. So do
-    PEFT's adapters of a `base_layer`: convert before or after `get_peft_model`. Works before and
-    after `fully_shard`, also after a forward: it reshards the model. Subclasses of nn.Linear keep
-    what they add, and stay instances of their class; those with another forward are left alone, but
-    for Falcon's. So are layers with a forward of their own (accelerate's hooks) and those whose
-    weight is made of others (`weight_norm`, `spectral_norm`).
+    `out_proj`) or a loss of TRL or Liger does (a head): `fq.plan` lists them with all else that is
+    multiplied in high precision. So do PEFT's adapters of a `base_layer`: convert before or after
+    `get_peft_model`. Works before and after `fully_shard`, also after a forward: it reshards the
+    model. Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
+    another forward are left alone, but for Falcon's. So are layers with a forward of their own
+    (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
 
     Warns of a `skip` pattern that matches nothing.
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
@@ -149,12 +150,9 @@ def convert(
         elif isinstance(module, Linear):
             module.make_quantized(recipes[name], plain[name])
     for module in model.modules():  # whose inference reads weights without a call of their layers
-        if not any(isinstance(m, OURS) for m in module.modules()):
-            continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+            if any(isinstance(m, OURS) for m in module.modules()):
+                module.activation_relu_or_gelu = 0
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():

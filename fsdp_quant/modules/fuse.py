@@ -217,7 +217,9 @@ class NormPattern(NamedTuple):
                 "there"
             )
         names = [self.weight] if bias is None else [self.weight, self.bias]
-        small = {n: nn.Parameter(torch.randn(weight.shape[0]).to(dtype)) for n in names}
+        small = {
+            n: nn.Parameter(torch.randn(weight.shape, dtype=torch.float32).to(dtype)) for n in names
+        }
         probe = copy.copy(module)
         probe.__dict__["_parameters"] = module._parameters | small
         return probe, weight.shape[0], list(small.values())

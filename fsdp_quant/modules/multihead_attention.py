@@ -9,6 +9,7 @@ to other keys and values multiplies parts of that weight, in high precision. `ou
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -62,13 +63,9 @@ class MultiheadAttention(TransposedLinear):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of nn.MultiheadAttention. Raises NotImplementedError for nested tensors, which torch
-        takes without gradients alone."""
+        """As of nn.MultiheadAttention."""
         if query.is_nested:
-            raise NotImplementedError(
-                f"{self._layer.runtime.name}: query is a nested tensor; pad it "
-                "(torch.nested.to_padded_tensor) and pass key_padding_mask"
-            )
+            return self._of_nested(query, key, value)
         is_batched = query.dim() == 3
 
         def sequence_first(x: Tensor) -> Tensor:
@@ -106,6 +103,21 @@ class MultiheadAttention(TransposedLinear):
         if not is_batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return (y.transpose(0, 1) if self.batch_first else y), weights
+
+    def _of_nested(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        """Self-attention of sequences of several lengths, as torch's encoder makes of a mask."""
+        if key is not query or value is not query or not self.batch_first:
+            raise NotImplementedError(
+                f"{self._layer.runtime.name}: query is a nested tensor, and not key and value too, "
+                "batch first; pad them (torch.nested.to_padded_tensor) and pass key_padding_mask"
+            )
+        lengths = [len(sequence) for sequence in query.unbind()]
+        x = torch.nested.to_padded_tensor(query, 0.0)
+        ends = torch.tensor(lengths, dtype=torch.int64, device=x.device)
+        padding = torch.arange(x.shape[1], dtype=torch.int64, device=x.device) >= ends[:, None]
+        y, _ = self.forward(x, x, x, padding, need_weights=False)
+        sequences = [rows[:length] for rows, length in zip(y, lengths)]
+        return torch.nested.as_nested_tensor(sequences, layout=query.layout), None
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -71,15 +71,14 @@ class ExpertProduct(GroupedLinear):
         last = len(self.weight) - 1
         return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
 
-    def _checked(self, splits: list[int], rows: int, are_ends: bool = False) -> list[int]:
-        routed = splits[-1] if are_ends else sum(splits)
-        if self.is_routed and routed != rows:
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        if self.is_routed and sum(sizes) != rows:
             raise ValueError(
-                f"{self._name.rpartition('.')[0]}: {rows - routed} of {rows} entries of "
-                f"top_k_index are no expert index; wanted 0 to {len(splits) - 1}: leave such "
-                "routes out before the experts are called"
+                f"{self._name.rpartition('.')[0]}: {rows - sum(sizes)} of {rows} entries of "
+                f"top_k_index are no expert index; wanted 0 to {len(sizes) - 1}: leave such routes "
+                "out before the experts are called"
             )
-        return super()._checked(splits, rows, are_ends)
+        return super()._checked(sizes, rows)
 
 
 class Kind(NamedTuple):
@@ -180,9 +179,12 @@ _DISPATCH = "transformers.integrations.moe"
 class _Defined(nn.Module):
     """A product of packed experts by torch's operators."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, transposed: bool):
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, parameters: dict, part: str, transposed: bool):
         super().__init__()
-        self._parameters |= {"weight": weight, "bias": bias}
+        self._parameters |= {"weight": parameters[part], "bias": parameters.get(f"{part}_bias")}
         self.transposed = transposed
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -212,8 +214,8 @@ def _is_same(
     symbols, random = Symbols(exact=False), torch.Generator().manual_seed(0)
 
     def symbol(name: str, *shape: int) -> Tensor:
-        tensor = torch.randn(shape, generator=random, device="cpu").to(dtype).requires_grad_()
-        symbols.name(tensor, name)
+        tensor = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(dtype)
+        symbols.name(tensor.requires_grad_(), name)
         return tensor
 
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
@@ -221,12 +223,12 @@ def _is_same(
             n: None if p is None else symbol(n, experts, *(small[d] for d in p.shape[1:]))
             for n, p in module._parameters.items()
         }
+        numbers = torch.arange(experts + 1, dtype=torch.int64, device="cpu")
         if kind.forward is _forward:
-            first, second = torch.arange(experts + 1) % experts, torch.arange(1, experts + 2)
-            routes = torch.stack([first, second % experts], 1)[:, : min(experts, 2)]
+            routes = torch.stack([numbers, numbers + 1], 1)[:, : min(experts, 2)] % experts
             given = [symbol("x", experts + 1, small[hidden]), routes, symbol("p", *routes.shape)]
         else:
-            counts = torch.arange(1, experts + 1) % 3
+            counts = numbers[1:] % 3
             rows = int(counts.sum()) if kind.forward is _forward_of_rows else 2 * experts
             given = [symbol("x", rows, small[hidden])]
             given += [counts] * (kind.forward is _forward_of_rows)
@@ -237,10 +239,7 @@ def _is_same(
         }
         probe = copy.copy(module)
         products = {
-            f"{part}_product": _Defined(
-                parameters[part], parameters.get(f"{part}_bias"), kind.transposed
-            )
-            for part in kind.parts
+            f"{part}_product": _Defined(parameters, part, kind.transposed) for part in kind.parts
         }
         children = {n: m for n, m in module._modules.items() if n not in products}
         probe.__dict__ |= {"_parameters": parameters, "_modules": children} | sizes
@@ -305,12 +304,12 @@ class _Quantized(nn.Module):
     packed_kind: Kind
 
 
-def changed_in(module: _Quantized) -> str | None:
+def changed_in(module: nn.Module) -> str | None:
     """What is not as it was proven, of experts that were taken over."""
-    cls = module.converted_from
+    cls, kind = (getattr(type(module), name) for name in ("converted_from", "packed_kind"))
 
     def prove() -> tuple[None, list[Fact]]:
-        facts = _proof_of(module, module.packed_kind, cls)
+        facts = _proof_of(module, kind, cls)
         if isinstance(facts, str):
             raise Unproven(facts)
         return None, facts
@@ -409,9 +408,8 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     # no expert has a negative index, which sorts last so
     chosen = top_k_index.reshape(-1).bitwise_and(torch.iinfo(top_k_index.dtype).max)
     chosen, order = chosen.sort(stable=True)
-    ends = torch.searchsorted(
-        chosen, torch.arange(experts, dtype=torch.int64, device=chosen.device), right=True
-    ).int()
+    numbers = torch.arange(experts, dtype=torch.int64, device=chosen.device)
+    ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places)
     rows = _Routed.apply(hidden_states, order, back, copies)

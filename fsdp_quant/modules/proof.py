@@ -62,6 +62,10 @@ class _Leaf(nn.Linear):
         return super().__getattribute__(name)
 
 
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cpu")
+
+
 def prove(
     name: str, module: nn.Module, pattern: Provable, cls: type[nn.Module] | None = None
 ) -> Proof:
@@ -145,7 +149,7 @@ def _is_same(
     symbols = Symbols(exact=True)
     for index, parameter in enumerate(parameters):
         symbols.name(parameter, f"parameter {index}")
-    x = torch.randn(2, 2, width).to(dtype).requires_grad_(grad)
+    x = _random(2, 2, width).to(dtype).requires_grad_(grad)
     symbols.name(x, "x")
     before = symbols.of(x).clone()
     with torch.set_grad_enabled(grad), symbols:
@@ -173,8 +177,8 @@ def _is_exact(
         return True
     probe, width, parameters = pattern.probe("", module, dtype, nn.Linear)
     # slopes and tails of an activation; eps of a norm
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(4, 1, 1)
-    x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
+    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0], dtype=torch.float32, device="cpu")
+    x, dy = ((_random(4, 8, width) * spread.view(4, 1, 1)).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     with torch.enable_grad():
         own = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)

@@ -122,16 +122,16 @@ def is_defined_by(function: Callable, packages: tuple[str, ...]) -> bool:
 @functools.cache
 def _watching(cls: type[nn.Module]) -> type[nn.Module]:
     def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if (notes := own.get(_NOTES)) is not None:
-            notes.add((own[_PATH], name))
+        state = object.__getattribute__(self, "__dict__")
+        if (notes := state.get(_NOTES)) is not None:
+            notes.add((state[_PATH], name))
         return cls.__getattribute__(self, name)
 
     def __getattr__(self, name: str) -> Any:  # of nn.Module, which reads its own __dict__
-        own = object.__getattribute__(self, "__dict__")
+        state = object.__getattribute__(self, "__dict__")
         for kind in ("_parameters", "_buffers", "_modules"):
-            if name in own[kind]:
-                return own[kind][name]
+            if name in state[kind]:
+                return state[kind][name]
         if cls.__getattr__ is not nn.Module.__getattr__:
             raise Unproven("has a __getattr__ of its own")
         raise AttributeError(name)
@@ -139,8 +139,9 @@ def _watching(cls: type[nn.Module]) -> type[nn.Module]:
     def __setattr__(self, name: str, value: Any) -> None:
         raise Unproven(f"sets self.{name}")
 
-    members = {"__getattribute__": __getattribute__, "__getattr__": __getattr__}
-    return type(cls)(cls.__name__, (cls,), members | {"__setattr__": __setattr__})
+    members: dict[str, Any] = {"__getattribute__": __getattribute__, "__getattr__": __getattr__}
+    members["__setattr__"] = __setattr__
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(members))
 
 
 def facts_of(
@@ -287,8 +288,10 @@ def bound(facts: Iterable[Fact], module: nn.Module) -> Bound | None:
         elif where == "training":
             result.modes.append(child)
         else:
-            space = vars(child)[where] if isinstance(where, str) and where != "__dict__" else where
-            space = vars(child) if where == "__dict__" else getattr(space, "__dict__", space)
+            if where == "__dict__":
+                space = vars(child)
+            else:
+                space = vars(child)[where] if isinstance(where, str) else vars(where)
             result.looked_up.append((space, name, value))
     return result
 

@@ -78,7 +78,7 @@ def read_by_others(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         loss = _package_of(module.forward)
         if loss in _LOSSES and hasattr(module, "get_output_embeddings"):
-            head = module.get_output_embeddings()
+            head = getattr(module, "get_output_embeddings")()
             head = getattr(head, "base_layer", head)  # of PEFT
             if head in names:
                 found[names[head]] = f"read by the loss of {loss}"

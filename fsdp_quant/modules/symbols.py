@@ -37,11 +37,7 @@ _CONSTANT = ("zeros_like", "ones_like", "empty_like", "full_like") + tuple(
     f"new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_strided")
 )
 _FLOATING = torch.float32, torch.bfloat16, torch.float16, torch.float64
-_NEVER = (
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-)
+_NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Unproven(Exception):
@@ -74,8 +70,8 @@ class Symbols(torch_compat.DispatchMode):
             memory = self._memory[self._key(tensor)]
             return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         dtype = tensor.dtype if self.exact else None
-        values = [self._number(("constant", v, dtype)) for v in tensor.flatten().tolist()]
-        return torch.tensor(values, dtype=torch.int64).view(tensor.shape)
+        values = tensor.flatten().tolist()
+        return _integers([self._number(("constant", v, dtype)) for v in values], tensor.shape)
 
     # Numbers #
 
@@ -87,7 +83,8 @@ class Symbols(torch_compat.DispatchMode):
 
     def _new(self, key: tuple, shape: torch.Size) -> Tensor:
         first = self._number((*key, shape), shape.numel())
-        return torch.arange(first, first + shape.numel()).view(shape)
+        ends = first, first + shape.numel()
+        return torch.arange(*ends, dtype=torch.int64, device="cpu").view(shape)
 
     def _key(self, tensor: Tensor) -> tuple[int, int]:
         return tensor.untyped_storage().data_ptr(), tensor.itemsize
@@ -102,7 +99,7 @@ class Symbols(torch_compat.DispatchMode):
             size = tensor.untyped_storage().nbytes() // tensor.itemsize
             whole = tensor.detach().as_strided((size,), (1,), 0)
             self._memory[self._key(tensor)] = (
-                self.of(whole) if numbers is None else torch.full((size,), -1)
+                self.of(whole) if numbers is None else _integers([-1] * size, (size,))
             )
         if numbers is not None:
             self.of(tensor).copy_(numbers)
@@ -120,6 +117,8 @@ class Symbols(torch_compat.DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         every = [t for a in (*args, *(kwargs or {}).values()) for t in _tensors(a)]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unproven(f"calls {func}, which is random")
         is_constant = func._schema.name.removeprefix("aten::") in _CONSTANT
         if func.is_view or is_constant or not any(map(self._has_symbols, every)):
             out = func(*args, **(kwargs or {}))
@@ -127,7 +126,7 @@ class Symbols(torch_compat.DispatchMode):
             return out
         if self.gradients:
             self._check_gradients(func, every)
-        if func not in _MOVES and any(tag in func.tags for tag in _NEVER):
+        if func not in _MOVES and _NEVER.intersection(func.tags):
             raise Unproven(f"calls {func}")
         is_mutable = func._schema.is_mutable
         if is_mutable and not self._has_symbols(args[0]):
@@ -178,7 +177,7 @@ class Symbols(torch_compat.DispatchMode):
         key = name, others, *sorted(kwargs.items())
         columns = (n.expand_as(out).flatten().tolist() for n in numbers)
         every = [(*key, *(sorted(ids) if name == "mul" else ids)) for ids in zip(*columns)]
-        return torch.tensor([self._number(k) for k in every]).view(out.shape)
+        return _integers(map(self._number, every), out.shape)
 
     def _moved(self, tensor: Tensor, values: dict[int, Tensor]) -> Tensor:
         if tensor.is_floating_point():
@@ -196,18 +195,18 @@ class Symbols(torch_compat.DispatchMode):
 
     def _of_add(self, a: Tensor, b: Tensor | float) -> Tensor:
         if not isinstance(b, Tensor):
-            b = torch.tensor(self._number(("constant", b, None)))
-        a, b = torch.broadcast_tensors(a, b)
-        pairs = zip(a.flatten().tolist(), b.flatten().tolist())
-        return torch.tensor([self._sum(pair) for pair in pairs]).view(a.shape)
+            b = _integers([self._number(("constant", b, None))], ())
+        a, c = torch.broadcast_tensors(a, b)
+        pairs = zip(a.flatten().tolist(), c.flatten().tolist())
+        return _integers(map(self._sum, pairs), a.shape)
 
     def _of_sum(self, x: Tensor, dims: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-        shape = x.sum(dims, keepdim=keepdim).shape
+        shape = x.sum(list(dims), keepdim=keepdim).shape
         summed = [d % x.dim() for d in dims] or range(x.dim())
         rest = [d for d in range(x.dim()) if d not in summed]
         rows = x.permute(*rest, *summed)
         rows = rows.reshape(shape.numel(), -1).tolist()
-        return torch.tensor([self._sum(row) for row in rows]).view(shape)
+        return _integers(map(self._sum, rows), shape)
 
     def _of_index_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         result = x.clone()
@@ -220,7 +219,7 @@ class Symbols(torch_compat.DispatchMode):
         rows = [self._number(("row", *r)) for r in a.tolist()]
         columns = [self._number(("row", *c)) for c in b.t().tolist()]
         dots = [self._number(("dot", r, c)) for r in rows for c in columns]
-        return torch.tensor(dots, dtype=torch.int64).view(len(rows), len(columns))
+        return _integers(dots, (len(rows), len(columns)))
 
     def _of_addmm(self, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self._of_add(self._of_mm(a, b), bias)
@@ -232,6 +231,10 @@ class Symbols(torch_compat.DispatchMode):
         ends = offs.tolist()
         parts = [a[start:end] for start, end in zip([0, *ends], ends)]
         return torch.cat(list(map(self._of_mm, parts, b)))
+
+
+def _integers(values: Iterable[int], shape: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu").view(shape)
 
 
 def _tensors(value: Any) -> list[Tensor]:

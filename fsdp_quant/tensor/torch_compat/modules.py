@@ -77,7 +77,7 @@ def of_nested(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.layout is torch.jagged:
         if not x.is_contiguous():
             raise ValueError("a jagged tensor with holes or transposed: call contiguous() first")
-        return torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets())
+        return torch.nested.nested_tensor_from_jagged(function(x.values()), getattr(x, "offsets")())
     parts = x.unbind()
     values = function(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
     pieces = values.split([part.shape[:-1].numel() for part in parts])
