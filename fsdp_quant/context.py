@@ -135,7 +135,8 @@ class StepState:
         """The step that began last (before the first: 0). Waits for the device if graphs count
         there."""
         if self.ahead:
-            self._step, self.ahead = max(int(t[_STEP]) for t in self._kept.values()), False
+            counts = [int(t[_STEP]) for t in self._kept.values() if not t.is_meta]
+            self._step, self.ahead = max(counts), False
         return self._step
 
     @step.setter
@@ -172,7 +173,7 @@ class StepState:
         An autograd node that saves it reads the offset of its forward and the step of its backward.
         """
         if torch_compat.is_fake():  # reads the values of now
-            return torch.tensor(self.values(), device=device)
+            return torch.tensor(self.values(), dtype=torch.int64, device=device)
         return self._of_offset(device, contexts().token_offset)
 
     def _of_offset(self, device: torch.device, offset: int) -> Tensor:

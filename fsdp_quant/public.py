@@ -20,7 +20,7 @@ from .inspection.advise import advise
 from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
 from .inspection.recorder import inspect
-from .modules.convert import convert, set_recipe
+from .modules.convert import convert
 from .modules.fuse import MLPPattern, NormPattern
 from .modules.graphed import graphed
 from .modules.grouped_linear import GroupedLinear
@@ -30,6 +30,7 @@ from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
 from .modules.norm import Norm
 from .modules.quantize import Quantize
+from .modules.set_recipe import set_recipe
 from .modules.training_state import load_state_dict, share_amaxes, state_dict
 from .modules.training_steps import begin_step, skip_step, sync
 from .modules.unconvert import unconvert

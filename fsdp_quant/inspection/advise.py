@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from ..counters import counters
 from ..formats import IDENTITY, family_of
-from ..modules.convert import convert, converted_units, set_recipe
+from ..modules.convert import convert
 from ..modules.progress import progress
+from ..modules.set_recipe import converted_units, set_recipe
 from ..recipe import PerLayer, identity, matches, names, per_layer
 from ..tensor import torch_compat
 

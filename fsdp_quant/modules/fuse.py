@@ -218,7 +218,8 @@ class NormPattern(NamedTuple):
             )
         names = [self.weight] if bias is None else [self.weight, self.bias]
         small = {
-            n: nn.Parameter(torch.randn(weight.shape, dtype=torch.float32).to(dtype)) for n in names
+            n: nn.Parameter(torch.randn(weight.shape, dtype=torch.float32, device="cpu").to(dtype))
+            for n in names
         }
         probe = copy.copy(module)
         probe.__dict__["_parameters"] = module._parameters | small

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from ..context import STEP
 from ..tensor import torch_compat
 from . import guard
-from .convert import schedules_of
 from .passes import steps_of
+from .set_recipe import schedules_of
 from .steps import converted_modules
 from .transformers_masks import masks_of_captures
 

@@ -21,9 +21,9 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState
-from .convert import check_fixed, converted_units
 from .operands import weight_storages
 from .passes import SCHEDULED
+from .set_recipe import check_fixed, converted_units
 from .steps import converted_modules
 
 

@@ -37,7 +37,7 @@ from .operands import (
     record_activations,
     weight_storages,
 )
-from .plan import GemmPlan, Resolved
+from .plan import PRODUCTS, GemmPlan, Resolved
 
 
 class GatedInput(NamedTuple):
@@ -274,7 +274,9 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -
     """Nothing is quantized, and operands have strides on which the rounding of torch's linear
     depends: it flattens contiguous ones alone, as the definition does all."""
     tensors = [t for t in (x, weight, bias) if t is not None]
-    if plan.quantizes or all(t.is_contiguous() for t in tensors):
+    if all(t.is_contiguous() for t in tensors):
+        return False
+    if any(plan.operand(*side).is_quantized for p in PRODUCTS for side in (p.a, p.b)):
         return False
     return all(
         not isinstance(t, (QuantizedTensor, FSDPHooks)) and t.dtype is x.dtype for t in tensors

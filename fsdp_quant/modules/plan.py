@@ -170,11 +170,6 @@ class GemmPlan:
         _PLANS.setdefault(self.key, self)
 
     @cached_property
-    def quantizes(self) -> bool:
-        """An operand of a GEMM is quantized."""
-        return any(self.operand(*side).is_quantized for p in PRODUCTS for side in (p.a, p.b))
-
-    @cached_property
     def is_delayed(self) -> bool:
         """Whether an activation or gradient is encoded with delayed scaling in some direction."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)

@@ -24,11 +24,11 @@ from ..tensor.agreement import agree, axes_of
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.rendezvous import meet
-from .convert import converted_units, given_recipes, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .passes import SHARED, restart_steps, steps_of
 from .plan import EXACT, PRODUCTS, ladder_of
+from .set_recipe import converted_units, given_recipes, schedules_of, switch
 from .steps import converted_modules, histories_by_side, layer_names
 
 _SIDES = [

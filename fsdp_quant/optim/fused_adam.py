@@ -17,7 +17,6 @@ bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -216,8 +215,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         def hide_states(_, state_dict: dict) -> dict:
             """From torch, which would round them to their parameters' dtypes."""
-            ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-            states = {i: _Saved(state_dict["state"].get(i)) for i in ids}
+            groups, saved = state_dict["param_groups"], state_dict["state"]
+            states = {i: _Saved(saved.get(i)) for group in groups for i in group["params"]}
             return {**state_dict, "state": states}
 
         hook = self.register_load_state_dict_pre_hook(hide_states)  # behind those of others
@@ -244,27 +243,24 @@ class FusedAdam(torch.optim.Optimizer):
                 elif state:
                     states.append((p, state, _new_state(p, group)))
         for group, loaded in zip(self.param_groups, groups):
-            keeps = {k: v for k, v in group.items() if k in STORING or k not in loaded}
-            loaded.update(keeps)
+            loaded |= {k: v for k, v in group.items() if k in STORING or k not in loaded}
         for p, state, values in states:
             self.state[p] = state
             for name in state.keys() & values.keys():
                 tensor, value = local_of(state[name]), values[name]
-                if isinstance(value, Tensor):
-                    tensor.copy_(local_of(value).view_as(tensor))
-                else:
-                    tensor.fill_(value)
+                is_tensor = isinstance(value, Tensor)
+                tensor.copy_(local_of(value).view_as(tensor)) if is_tensor else tensor.fill_(value)
         for group in groups:
             for p in group["params"]:
                 if group["capturable"] and (state := self.state.get(p)):
                     state["step"] = state["step"].to(p.device)
 
 
-@dataclass(eq=False)
 class _Saved:
-    """What a state dict has of a parameter, or None."""
+    """What a state dict has of a parameter, or None: `values`."""
 
-    values: dict | None
+    def __init__(self, values: dict | None):
+        self.values = values
 
 
 def _check_saved(p: Tensor, state: dict, saved: dict) -> None:

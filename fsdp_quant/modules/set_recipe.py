@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`set_recipe`: another recipe for a converted model; models that follow a schedule of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..ops.capability import arch_of
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..tensor import torch_compat
+from ..tensor.agreement import agree, axes_of, text_of
+from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_codes import WeightCodes
+from .grouped_linear import GroupedLinear
+from .linear import Linear
+from .passes import SCHEDULED, Scheduled, steps_of
+from .plan import build_plan
+from .progress import progress
+from .steps import count_steps
+from .transposed_linear import TransposedLinear
+
+
+def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
+    """Change the recipe of every converted module, between steps. Every rank must call it.
+
+    A schedule that the model followed ends.
+
+    Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
+    not the one that other ranks of a `fully_shard` are given (on all of them), a model without
+    converted modules, a gathered weight, or a published or frozen one of other formats.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> fq.set_recipe(model, fq.recipes.identity())
+    """
+    recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
+    if not units:
+        raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
+    asked = {
+        n: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in of]
+        for n, of in units.items()
+    }
+    recipes = planned_recipes(recipe, asked, steps_of(model).number)
+    managed = {
+        id(s): (m, local.state)
+        for m in all_managed_weights()
+        if isinstance(local := m.local, FSDPHooks)
+        for s in local.state.matrices
+    }
+    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
+    for module, _ in modules:
+        under_fsdp = managed.get(id(module.runtime.weight_state))
+        if under_fsdp is not None and not under_fsdp[0].is_sharded:
+            raise ValueError(
+                f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
+                "set_recipe between steps, or reshard() on its FSDP module first"
+            )
+    check_fixed("fq.set_recipe", recipe, units)
+    agree_on_recipes(model, recipe, recipes)
+    for module, its in modules:
+        module.runtime.set_recipe(its, module.weight.device)
+        state = module.runtime.weight_state
+        state.set_quantizer(module.plan.weight)
+        state.compute_dtype = module.recipe.compute_dtype
+        if id(state) in managed:
+            param, owner = managed[id(state)]
+            if owner is not state:  # of all matrices
+                owner.set_quantizer(None)
+            param.reset_gather_buffers()
+    for module, _ in modules:
+        module.prepare_graphs()
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            module.prepare()
+    follow(model, recipe)
+
+
+def agree_on_recipes(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
+) -> None:
+    """Raise ValueError, on every rank, where ranks that share weights are given other recipes."""
+    facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
+    for groups in axes_of(model):
+        agree(facts, groups)
+
+
+def check_fixed(
+    call: str,
+    recipe: Recipe | PerLayer | Schedule,
+    units: Mapping[str, Sequence[Linear]],
+    frozen: Collection[Linear] = (),
+) -> None:
+    """Raise ValueError for a recipe that changes, in any step, the formats of codes that cannot be
+    encoded again: a weight sync publishes them, or no values are left.
+
+    call:    that is refused, for the error.
+    frozen:  layers whose values `fq.freeze` is about to drop.
+    """
+    for phase in recipe.phases:
+        for module, its in given_recipes(units, phase):
+            why = _DROPPED if module in frozen else _why_fixed(module)
+            if why is None:
+                continue
+            runtime, state, wanted = module.runtime, module.runtime.weight_state, its.compute_dtype
+            plan = runtime.plan_of(its, module.weight.device)
+            planned = state.quantizer, state.compute_dtype
+            if (plan.weight, wanted) != planned:
+                raise ValueError(
+                    f"{call}: {runtime.name}.weight {why[0]} {planned[0]} of {planned[1]}, and "
+                    f"{its} makes it {plan.weight} of {wanted}; change activations and gradients "
+                    f"only, or {why[1]}"
+                )
+
+
+def _why_fixed(module: Linear) -> tuple[str, str] | None:
+    """(why the formats of a layer's weight are fixed, what to do); None: they are not."""
+    weight = local_of(module.weight)
+    if module.runtime.weight_state.weight_sync is not None:
+        remedy = "plan the sync of a model that has the new recipe, and refresh it with the masters"
+        return "is published by a weight sync that was planned for", remedy
+    has_values = isinstance(weight, WeightCodes) and weight.has_values
+    if isinstance(weight, QuantizedTensor) and not has_values:
+        return _DROPPED
+    return None
+
+
+_DROPPED = (
+    "keeps no values beside its frozen codes, which are",
+    "freeze it once no recipe changes it any more (fq.unfreeze returns decoded values)",
+)
+
+
+def planned_recipes(
+    recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
+) -> dict[str, Recipe]:
+    """The recipe of each layer in this step. Plans every phase, so that errors are raised now."""
+    names = list(units)
+    for phase in recipe.phases:
+        for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
+            for module, module_type, device in units[name]:
+                build_plan(its, module, arch_of(device), module_type)
+    return dict(zip(names, recipe.at(step).for_layers(names)))
+
+
+# Schedules #
+
+
+def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
+    """Count steps, and switch recipes by the step from now on, if the recipe is a schedule."""
+    SCHEDULED.pop(model, None)
+    if isinstance(recipe, Schedule):
+        SCHEDULED[model] = Scheduled(recipe, switch)
+    for layer in (layer for unit in converted_units(model).values() for layer in unit):
+        layer.runtime.schedule = recipe if isinstance(recipe, Schedule) else None
+    count_steps(model, model in SCHEDULED)
+
+
+def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
+    """The schedules that a model, or models inside it, follow. A copy follows none."""
+    return {m: SCHEDULED[m].schedule for m in model.modules() if m in SCHEDULED}
+
+
+def switch(model: nn.Module, schedule: Schedule, step: int, running: str | None = None) -> None:
+    """Give a model the recipe that its schedule has in a step. Raises ValueError if a layer of it
+    is running, and that changes a recipe."""
+    given = given_recipes(converted_units(model), schedule.at(step))
+    if any(layer.recipe != its for layer, its in given):
+        if running is not None:
+            raise ValueError(
+                f"{running}: its model follows a schedule and runs by pieces, and nobody switched "
+                f"it before this layer began step {step}; call fq.begin_step(step), or the model"
+            )
+        torch_compat.reshard(model)
+        set_recipe(model, schedule.at(step))
+        follow(model, schedule)
+
+
+def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """What counts as one layer, by qualified name: an fq.Linear, or experts of one module."""
+    units, inside = {}, set()
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            units[name] = module.layers
+            inside.update(map(id, module.layers))
+        elif isinstance(module, Linear) and id(module) not in inside:
+            units[name] = [module]
+        elif isinstance(module, TransposedLinear):
+            units[name] = [module.layer]
+    return units
+
+
+def given_recipes(
+    units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer
+) -> list[tuple[Linear, Recipe]]:
+    """The layers of `converted_units`, and what a recipe without steps gives each."""
+    given = zip(units.values(), recipe.for_layers(list(units)))
+    return [(layer, its) for layers, its in given for layer in layers]
