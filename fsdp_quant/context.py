@@ -171,7 +171,7 @@ class StepState:
 
         An autograd node that saves it reads the offset of its forward and the step of its backward.
         """
-        if torch_compat.is_fake():  # reads the values of now
+        if torch_compat.is_fake() or device.type == "meta":  # reads the values of now
             return torch.tensor(self.values(), device=device)
         return self._of_offset(device, contexts().token_offset)
 
@@ -192,7 +192,7 @@ class StepState:
     def prepare(self, device: torch.device) -> Tensor:
         """Create the step's tensor for graphs on `device` (`in_graph`), and return that of the
         default offset."""
-        if torch_compat.is_fake():  # no graph has fakes
+        if torch_compat.is_fake() or device.type == "meta":  # no graph has them
             return self.on(device)
         tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _THREAD.contexts
         _NO_CONTEXTS.steps[device] = tensor

@@ -71,15 +71,14 @@ class ExpertProduct(GroupedLinear):
         last = len(self.weight) - 1
         return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
 
-    def _checked(self, splits: list[int], rows: int, are_ends: bool = False) -> list[int]:
-        routed = splits[-1] if are_ends else sum(splits)
-        if self.is_routed and routed != rows:
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        if self.is_routed and sum(sizes) != rows:
             raise ValueError(
-                f"{self._name.rpartition('.')[0]}: {rows - routed} of {rows} entries of "
-                f"top_k_index are no expert index; wanted 0 to {len(splits) - 1}: leave such "
-                "routes out before the experts are called"
+                f"{self._name.rpartition('.')[0]}: {rows - sum(sizes)} of {rows} entries of "
+                f"top_k_index are no expert index; wanted 0 to {len(sizes) - 1}: leave such routes "
+                "out before the experts are called"
             )
-        return super()._checked(splits, rows, are_ends)
+        return super()._checked(sizes, rows)
 
 
 class Kind(NamedTuple):

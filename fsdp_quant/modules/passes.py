@@ -37,12 +37,14 @@ class Runtime:
 
     steps:        counts the steps of the layer's model; None: not counted yet.
     leads:        the layer begins the steps of graphs of a method of its model.
+    ran_in:       the number of the pass in which the layer ran last; a copy inherits it.
     input_owner:  returns the layer that stores the amax histories of a shared input.
     """
 
     name: str
     steps: TrainingSteps | None = None
     leads = False
+    ran_in: int | None = None
     weight_state: WeightState
     input_owner: Callable[[], Runtime | None] | None
 
@@ -152,6 +154,11 @@ class TrainingSteps:
     # The number #
 
     @property
+    def is_orphaned(self) -> bool:
+        """Whether its model is freed, and had not run: its layers are those of nobody's."""
+        return not self.has_run and self.model is not None and self.model() is None
+
+    @property
     def is_by_hand(self) -> bool:
         """Whether `begin_step` counts."""
         return STEP.counted_by_hand or self.is_by_hand_alone
@@ -232,7 +239,6 @@ class TrainingSteps:
         """
         if layer is not None and not self.is_by_hand:
             follow_schedules(self, self.number, layer)  # raises before anything changes
-        self.is_restored = self.is_restored and self.current is None
         self.current, self.by_pieces, self.has_run = next(_PASSES), layer is not None, True
         if self.is_by_hand and self._moves():
             self._begin_hand(self.number)
@@ -258,7 +264,7 @@ class TrainingSteps:
             STEP.show(self.at)
 
     def _roll(self) -> None:
-        self._rolled = set()
+        self._rolled, self.is_restored = set(), self.is_restored and self.at is None
         if self.open:
             known = (h for histories in self.alike for h in histories)  # of a copy, before it runs
             roll(self._unrolled([*known, *histories_of(self.layers)]))
@@ -270,13 +276,13 @@ class TrainingSteps:
 
     def run(self, layer: Layer) -> None:
         """Let a layer run in the current pass."""
-        ran_in = layer.__dict__.get("_ran_in")
+        runtime = layer.runtime
         if layer not in self.layers:
             self.layers.add(layer)
-            if self.is_restored or ran_in is not None:
+            if self.is_restored or runtime.ran_in is not None:
                 # amaxes that the checkpoint, or the copied layer, had not rolled yet
                 roll(self._unrolled(histories_of([layer])))
-        layer.__dict__["_ran_in"], self.awaits = self.current, False
+        runtime.ran_in, self.awaits = self.current, False
 
     # In graphs #
 
@@ -361,10 +367,7 @@ class TrainingSteps:
 
 class _LooseLayers(threading.local):
     """Layers that a thread runs without a model that counts. A step begins when a layer runs that
-    has already run in the current step.
-
-    A layer stores the number of the pass in which it ran last (`_ran_in`); a copy inherits it.
-    """
+    has already run in the current step."""
 
     def __init__(self):
         self.steps = TrainingSteps()
@@ -444,7 +447,7 @@ def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
         layer = reference()
         steps = None if layer is None else layer.runtime.steps
         if steps is not None and steps.is_counting:
-            ran_in.setdefault(steps, set()).add(layer.__dict__.get("_ran_in"))
+            ran_in.setdefault(steps, set()).add(layer.runtime.ran_in)
     for steps, passes in ran_in.items():
         steps.has_root = True
         if is_outermost or steps.current in (None, *passes) or not trains:

@@ -55,9 +55,9 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
     if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
         return False
     steps = layer.runtime.steps
-    if steps is None or not steps.is_counting:
+    if steps is None or not steps.is_counting or steps.is_orphaned:
         steps = LOOSE.caught_up()
-    has_run = layer.__dict__.get("_ran_in") == steps.current
+    has_run = layer.runtime.ran_in == steps.current
     if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
         operands = x, weight, layer.bias
         if grad and not any(t is not None and t.requires_grad for t in operands):
@@ -78,6 +78,15 @@ def _is_traced_alone() -> bool:
     return not (STEP.calls or recomputed)
 
 
+@torch.compiler.assume_constant_result
+def _may_count(is_counted: bool, needs_steps: bool) -> bool:
+    """Whether the traced graph may write counts: that of a checkpoint's body may not. A trace runs
+    it, which notes that nobody counts layers that need steps."""
+    may_count = is_counted and not torch_compat.body_is_traced()
+    STEP.unseen = STEP.unseen or (needs_steps and not may_count)
+    return may_count
+
+
 def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
     """Begin a step in a graph of layers that nobody calls by their model, with the layer that leads
     them. torch.compile traces it."""
@@ -87,10 +96,9 @@ def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
     if STEP.calls or STEP.counted_by_hand:  # calls: of a model that is traced as a whole
         return
     steps = layer.runtime.steps
-    if steps is None:
-        STEP.unseen = STEP.unseen or plan.needs_steps
-    elif layer.runtime.leads and not steps.has_root:
-        steps.begin_in_graph(device)
+    if steps is None or (layer.runtime.leads and steps.is_counting and not steps.has_root):
+        if _may_count(steps is not None, plan.needs_steps) and steps is not None:
+            steps.begin_in_graph(device)
 
 
 # By hand #

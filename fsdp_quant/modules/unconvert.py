@@ -103,7 +103,7 @@ def _restore(module: nn.Module) -> None:
                 plain = nn.Parameter(weight.read().clone(), weight.requires_grad)
                 torch_compat.swap_parameter(weight, plain)
         forget_products(module)
-        for name in ("runtime", "_layer", "recomputes_forward"):
+        for name in ("runtime", "_layer", "recomputes_forward", "__module__"):
             vars(module).pop(name, None)
         torch_compat.remove_state_hooks(module, (plain_in_state_dict, reencode_after_load))
         module.__class__ = original

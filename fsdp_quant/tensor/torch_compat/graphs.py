@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,6 +54,13 @@ def mark_static_address(tensors: Sequence[Tensor]) -> None:
     `torch._dynamo.mark_static_address(guard=False)`, without importing dynamo."""
     for tensor in tensors:
         setattr(tensor, "_dynamo_static_input_type", "unguarded")
+
+
+def body_is_traced() -> bool:
+    """torch.compile traces the body of an operator (torch.utils.checkpoint), which may write
+    nothing from outside. Call it in a function that a trace runs."""
+    dynamo = sys.modules["torch._dynamo.symbolic_convert"]
+    return not dynamo.InstructionTranslator.current_tx().output.is_root_tracer()
 
 
 def is_recomputed_in_graph() -> bool:
