@@ -717,13 +717,21 @@ def test_evaluation_between_steps_changes_nothing(name: str):
             assert_same(a, b, f"{name} step {i}")
 
 
-def test_a_backward_in_evaluation_records_no_amax():
-    """Otherwise gradients taken for saliency or attacks set the scales of training."""
-    module = linear(recipes.fp8_delayed(length=4)).eval()
-    x = values(24, 40, dtype=torch.float32).requires_grad_()
-    module(x).backward(values(24, 56, dtype=torch.float32) * 1e4)
-    for slot in ("input", "grad_output"):
-        assert histories(module)[f".{slot}.rowwise"].count_nonzero() == 0, slot
+def test_amaxes_are_recorded_where_a_backward_may_follow():
+    """Otherwise an evaluation sets the scales of training, or a training in evaluation mode (frozen
+    norms) has the scales of its first step for ever."""
+    x, dy = values(24, 40, dtype=torch.float32), values(24, 56, dtype=torch.float32)
+    for is_training in (False, True):
+        module = linear(recipes.fp8_delayed(length=4)).train(is_training)
+        with torch.no_grad():
+            module(x)
+        with torch.inference_mode():
+            module(x)
+        module.requires_grad_(False)(x)
+        assert not any(h.any() for h in histories(module).values())
+        module.requires_grad_()(x).backward(dy)
+        for slot in ("input", "grad_output"):
+            assert histories(module)[f".{slot}.rowwise"].count_nonzero() == 1, slot
 
 
 @pytest.mark.parametrize("where", ["no_grad", "eval", "inference"])
@@ -735,14 +743,14 @@ def test_a_module_built_for_evaluation_trains(where: str):
         module = linear(recipes.nvfp4())
         x = values(24, 40, dtype=torch.float32)
         if where == "eval":
-            module.eval()(x)
+            module.eval().requires_grad_(False)(x)
         elif where == "no_grad":
             with torch.no_grad():
                 module(x)
         else:
             with torch.inference_mode():
                 module(x)
-        return module.train()
+        return module.train().requires_grad_()
 
     x, dy = values(24, 40, seed=3, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     with torch.no_grad() if where == "no_grad" else contextlib.nullcontext():

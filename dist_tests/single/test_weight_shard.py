@@ -348,9 +348,8 @@ def test_training_gathers_again_what_an_evaluation_left_gathered(mesh):
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     x, gathers = values(8, 48, dtype=torch.float32), []
     for is_training in (False, False, True, True, False):
-        model.train(is_training)
         counters.reset()
-        with torch.no_grad():
+        with torch.set_grad_enabled(is_training):
             model(x)
         gathers.append(bool(counters.of("gather")))
     assert gathers == [True, False, True, False, False]

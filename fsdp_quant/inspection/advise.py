@@ -27,10 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..context import STEP
 from ..counters import counters
 from ..formats import IDENTITY, family_of
 from ..modules.convert import convert, converted_units, set_recipe
 from ..modules.progress import progress
+from ..modules.training_steps import begin_step
 from ..recipe import PerLayer, identity, matches, names, per_layer
 from ..tensor import torch_compat
 
@@ -175,6 +177,7 @@ def study(
         convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(
             probe, identity()
         )
+        begin_step(STEP.step, STEP.micro_batch, model=probe)  # and stays there
         return _Study(probe, batches, loss or _own_loss, candidates).advice(budget, gradient_error)
 
 
