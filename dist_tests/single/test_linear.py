@@ -728,7 +728,7 @@ def test_amaxes_are_recorded_where_a_backward_may_follow():
         with torch.inference_mode():
             module(x)
         module.requires_grad_(False)(x)
-        assert not any(h.any() for h in histories(module).values())
+        assert not any(h.any() for key, h in histories(module).items() if "weight" not in key)
         module.requires_grad_()(x).backward(dy)
         for slot in ("input", "grad_output"):
             assert histories(module)[f".{slot}.rowwise"].count_nonzero() == 1, slot

@@ -85,6 +85,8 @@ def normalize(
     """(y, x, amax of y or None): use the second for x where both are used, as in x + f(y)."""
     if torch.compiler.is_compiling():
         return _traced_norm(x, weight, bias, *spec), x, None
+    if torch_compat.is_transformed():
+        return norm.reference_norm(x, weight, bias, spec)[0], x, None
     return _Normalize.apply(x, weight, bias, spec)
 
 
@@ -106,7 +108,8 @@ def activate(
         return activate(gate, up, kind)
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
-    if isinstance(g, DTensor):  # torch's operators know its placements
+    # torch's operators know placements, and what torch.func makes of them
+    if isinstance(g, DTensor) or torch_compat.is_transformed():
         return norm.reference_activation(g, u, kind), None
     if not torch_compat.dispatch_is_watched() and norm.runs_whole(g, u):
         return native.activate(g, u, kind, grad_amaxes, packed=packed)

@@ -58,10 +58,11 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
     if steps is None or not steps.is_counting or steps.is_orphaned:
         steps = LOOSE.caught_up()
     has_run = layer.runtime.ran_in == steps.current
-    if steps.current is None or (has_run and not (steps.inside or steps.has_root)):
-        operands = x, weight, layer.bias
-        if grad and not any(t is not None and t.requires_grad for t in operands):
-            return False
+    is_alone = steps.current is None or not (steps.inside or steps.has_root)
+    operands = x, weight, layer.bias
+    if is_alone and grad and not any(t is not None and t.requires_grad for t in operands):
+        return False
+    if steps.current is None or (is_alone and has_run):
         steps.begin(layer)
         has_run = False
     if not has_run:

@@ -91,7 +91,12 @@ def get_in_backward(name: str, default: _T) -> _T:
 def dispatch_is_watched() -> bool:
     """A dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or torch.func
     sees operators."""
-    return torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None
+    return torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+
+
+def is_transformed() -> bool:
+    """A transform of torch.func runs."""
+    return peek_interpreter_stack() is not None
 
 
 class DispatchMode(TorchDispatchMode):
