@@ -461,6 +461,28 @@ def test_compiled_mlp_equals_the_eager_one(name: str, activation: str, normaliza
         assert_same_bytes(compiled(x), fused(x), "evaluation")
 
 
+@pytest.mark.parametrize("normalization", ("RMSNorm", "LayerNorm"))
+def test_transforms_of_torch_differentiate_the_fused_mlp(normalization: str):
+    """Otherwise torch.func.grad fails in the norm or the activation, or has other gradients; one
+    that no product has names the layer."""
+    _, fused = both(RECIPES["fp8_delayed"], "swiglu", normalization, residual=True, dtype=FP32)
+    x, dy = inputs(FP32)
+    weights = {n: p.detach() for n, p in fused.named_parameters()}
+    restart()
+    got, dx = torch.func.grad(
+        lambda w, x: (torch.func.functional_call(fused, w, (x,)) * dy).sum(), argnums=(0, 1)
+    )(weights, x)
+    want = step(fused, x, dy)
+    for name, gradient in (got | {"dx": dx}).items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-5, msg=name)
+    for run in (
+        lambda: torch.func.jvp(fused, (x,), (x,)),
+        lambda: torch.func.vmap(fused)(x[None]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^mlp\.gate_proj: torch\.func"):
+            run()
+
+
 def test_frozen_norm_and_input_without_gradient():
     """Otherwise LoRA on a frozen base, or the first layer, computes or asks for gradients that
     nobody reads."""

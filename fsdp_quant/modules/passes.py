@@ -16,7 +16,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -56,7 +56,7 @@ class Layer(Protocol):
     def weight(self) -> Tensor: ...
 
     @property
-    def bias(self) -> Tensor | None: ...
+    def _parameters(self) -> Mapping[str, Tensor | None]: ...
 
     @property
     def plan(self) -> GemmPlan: ...
@@ -239,25 +239,25 @@ class TrainingSteps:
         """
         if layer is not None and not self.is_by_hand:
             follow_schedules(self, self.number, layer)  # raises before anything changes
-        self.current, self.by_pieces, self.has_run = next(_PASSES), layer is not None, True
+        self.by_pieces, self.has_run = layer is not None, True
         if self.is_by_hand and self._moves():
             self._begin_hand(self.number)
             self._show()
-            return
-        if STEP.is_captured:  # replays count on the device
+        elif STEP.is_captured:  # replays count on the device
             self._roll()
             STEP.count_on_devices()
             for counts in self._counts.values():
                 counts[0].add_(1)
             self.ahead = True
-            return
-        step = self.number
-        self._roll()
-        self.at = step
-        self._publish(step + 1, True)
-        STEP.show(step)
-        guard.apply_underflow_policy()
-        follow_schedules(self, step)
+        else:
+            step = self.number
+            self._roll()
+            self.at = step
+            self._publish(step + 1, True)
+            STEP.show(step)
+            guard.apply_underflow_policy()
+            follow_schedules(self, step)
+        self.current = next(_PASSES)  # the pass has begun, as nothing has raised
 
     def _show(self) -> None:
         if self.at is not None and STEP.step != self.at:

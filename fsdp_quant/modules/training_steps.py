@@ -59,7 +59,7 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
         steps = LOOSE.caught_up()
     has_run = layer.runtime.ran_in == steps.current
     is_alone = steps.current is None or not (steps.inside or steps.has_root)
-    operands = x, weight, layer.bias
+    operands = x, weight, layer._parameters.get("bias")
     if is_alone and grad and not any(t is not None and t.requires_grad for t in operands):
         return False
     if steps.current is None or (is_alone and has_run):
@@ -139,8 +139,10 @@ def begin_step(
     if step is None:
         STEP.publish()
         return
-    LOOSE.caught_up()
-    counted = list(TrainingSteps.live) if model is None else steps_within(model)
+    loose = LOOSE.caught_up()
+    # layers that another thread runs begin the step with their next forward, as copies do
+    of_all = [s for s in TrainingSteps.live if s is loose or s.model is not None]
+    counted = of_all if model is None else steps_within(model)
     moved = step != STEP.step
     STEP.counted_by_hand = STEP.counted_by_hand or model is None
     STEP.show(step)
