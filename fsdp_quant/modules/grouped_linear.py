@@ -406,8 +406,8 @@ class GroupedLinear(HasWeight):
         # all calls say the same where no expert has histories or random bits of its own
         own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
-            layer.call(rows, weight, plan, grad, grad)
-            for layer, weight in zip(layers if own else layers[: len(weights)], cycle(weights))
+            layer.call(rows, weight, bias, plan, grad, grad)
+            for layer, (weight, bias) in zip(layers if own else layers[: len(held)], cycle(held))
         ]
         on_host = not isinstance(sizes, Tensor)
         ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0) if on_host else sizes

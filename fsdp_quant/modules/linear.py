@@ -104,7 +104,7 @@ class Linear(BaseLinear):
             return self.traced(x, weight, bias, plan, save)
         if not isinstance(x, QuantizedTensor):
             plan = plan.on(x.dtype, x.device)
-        return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
+        return linear(x, weight, bias, self.call(x, weight, bias, plan, save, grad), handed)
 
     def can_fuse_activation(self, x: Tensor) -> bool:
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
