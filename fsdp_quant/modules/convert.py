@@ -48,7 +48,8 @@ def convert(
     fuse: bool | Pattern | Iterable[Pattern] = True,
     recompute: str | None = None,
 ) -> nn.Module:
-    """Give every nn.Linear of `model` quantized products, in place; returns `model`.
+    """Give every nn.Linear of `model` quantized products, in place, and the recipe to modules of
+    this package that were made without one; returns `model`.
 
     recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or
               `fq.recipes.schedule(...)`, which this model then follows.
@@ -109,13 +110,15 @@ def convert(
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
+    order, unchosen = list(targets), {n: m for n, m in _unchosen(model).items() if n in targets}
+    targets = {n: m for n, m in targets.items() if n not in unchosen}
     read = {n: _weight_of(m) for n, m in targets.items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
     fused = _fused(model, fuse, targets, recompute)
-    if isinstance(recipe, Schedule) and (before := converted_units(model)):
+    if isinstance(recipe, Schedule) and (before := converted_units(model).keys() - unchosen.keys()):
         raise ValueError(
-            f"{_some(before)} were converted before, and a schedule is of all layers; convert the "
-            "others with one recipe, then fq.set_recipe(model, schedule)"
+            f"{_some(sorted(before))} were converted before, and a schedule is of all layers; "
+            "convert the others with one recipe, then fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
         if id(weight) in gathered:
@@ -136,8 +139,12 @@ def convert(
     }
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
     units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
-    recipes = _planned(recipe, units, steps_of(model).number)
+    units |= _asked(unchosen)
+    recipes = _planned(recipe, {n: units[n] for n in order}, steps_of(model).number)
+    managed = _managed(unchosen)
     _agree(model, recipe, recipes)
+    if unchosen:
+        _give(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         if not isinstance(module, GroupedLinear):
             is_packed = read[name].dim() == 3
@@ -212,27 +219,49 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    asked = {
+    recipes = _planned(recipe, _asked(units), steps_of(model).number)
+    managed = _managed(units)
+    check_fixed("fq.set_recipe", recipe, units)
+    _agree(model, recipe, recipes)
+    _give(model, units, recipes, managed)
+    follow(model, recipe)
+
+
+def _asked(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
+    """What `_planned` plans for the layers of `converted_units`."""
+    return {
         n: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in of]
         for n, of in units.items()
     }
-    recipes = _planned(recipe, asked, steps_of(model).number)
+
+
+def _managed(units: Mapping[str, Sequence[Linear]]) -> dict[int, tuple]:
+    """State id -> (weight that FSDP2 manages, its own state). Raises ValueError for a weight of
+    the layers that is gathered."""
     managed = {
         id(s): (m, local.state)
         for m in all_managed_weights()
         if isinstance(local := m.local, FSDPHooks)
         for s in local.state.matrices
     }
-    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
-    for module, _ in modules:
+    for module in (m for layers in units.values() for m in layers):
         under_fsdp = managed.get(id(module.runtime.weight_state))
         if under_fsdp is not None and not under_fsdp[0].is_sharded:
             raise ValueError(
                 f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
                 "set_recipe between steps, or reshard() on its FSDP module first"
             )
-    check_fixed("fq.set_recipe", recipe, units)
-    _agree(model, recipe, recipes)
+    return managed
+
+
+def _give(
+    model: nn.Module,
+    units: Mapping[str, Sequence[Linear]],
+    recipes: Mapping[str, Recipe],
+    managed: dict[int, tuple],
+) -> None:
+    """Let converted layers multiply by other recipes from now on."""
+    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, its in modules:
         module.runtime.set_recipe(its, module.weight.device)
         state = module.runtime.weight_state
@@ -248,7 +277,6 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()
-    follow(model, recipe)
 
 
 def _agree(
@@ -365,6 +393,12 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
     return units
 
 
+def _unchosen(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """Those of `converted_units` that were made without a recipe."""
+    units = converted_units(model)
+    return {n: of for n, of in units.items() if not all(m.runtime.chosen for m in of)}
+
+
 def given_recipes(
     units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer
 ) -> list[tuple[Linear, Recipe]]:
@@ -392,10 +426,11 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     for module in model.modules():
         if (reason := reason_against(module)) is not None:
             module.__dict__["_left_out"] = reason
-    skipped = _skipped(model, skip, linears | experts)
+    unchosen = {n: model.get_submodule(n) for n in _unchosen(model)}
+    skipped = _skipped(model, skip, linears | experts | unchosen)
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
-    found |= {n for n, m in experts.items() if not are_sharded(m)}
+    found |= {n for n, m in experts.items() if not are_sharded(m)} | unchosen.keys()
     for name, reason in read_by_others(model).items():
         found.discard(name)
         model.get_submodule(name).__dict__["_left_out"] = reason

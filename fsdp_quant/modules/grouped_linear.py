@@ -160,6 +160,7 @@ class GroupedLinear(HasWeight):
             self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
+            self._note_choice(recipe)
             return
         shape = num_experts, out_features, in_features
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -170,6 +171,11 @@ class GroupedLinear(HasWeight):
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
         self.adopt_packed([its] * num_experts, name)
+        self._note_choice(recipe)
+
+    def _note_choice(self, recipe: Recipe | str | None) -> None:
+        for layer in self._linears:
+            layer.runtime.chosen = recipe is not None
 
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.

@@ -54,9 +54,6 @@ class Layer(Protocol):
     def weight(self) -> Tensor: ...
 
     @property
-    def bias(self) -> Tensor | None: ...
-
-    @property
     def plan(self) -> GemmPlan: ...
 
     @property
