@@ -310,27 +310,14 @@ class Definition:
             "dw": (of["grad_output", COLUMNWISE].t(), of["input", COLUMNWISE].t()),
         }
 
-    def kept(self, x: Tensor) -> list[Tensor]:
-        """What the backward keeps of the input."""
-        hybrid = self.hybrids["input"]
+    def kept(self, slot: str, x: Tensor) -> list[Tensor]:
+        """What the backward keeps of the input or the weight: the codes of what it multiplies."""
+        hybrid = self.hybrids[slot]
         side = {None: COLUMNWISE, "high_precision": None, "dequantized": ROWWISE}[self.mode]
         if side is None or not hybrid.side(side).fmt.is_quantized:
             return [x]
-        return list(
-            self.storages("input", x)[ROWWISE if hybrid.shares_storage else side].buffers().values()
-        )
-
-    def kept_weight(self, w: Tensor) -> list[Tensor]:
-        """What dgrad multiplies."""
-        hybrid = self.hybrids["weight"]
-        if self.mode == "high_precision" or not (
-            self.mode or hybrid.side(COLUMNWISE).fmt.is_quantized
-        ):
-            return [w]
-        made = self.storages("weight", w)
-        if self.mode:
-            return [made[ROWWISE].decode(w.dtype)]
-        return list(made[ROWWISE if hybrid.shares_storage else COLUMNWISE].buffers().values())
+        codes = self.storages(slot, x)[ROWWISE if hybrid.shares_storage else side]
+        return list(codes.buffers().values())
 
     def quantized(self) -> Counter:
         """What one step quantizes: nothing that no product reads."""
@@ -481,9 +468,9 @@ def _check_layer(
     if on is CPU:
         if db is not None:
             assert_same_bytes(db, dy.sum(0), f"{at}: db")
-        for buffer in d.kept(x):
+        for buffer in d.kept("input", x):
             take(saved, buffer if buffer is not x else seen.x, at)
-        for buffer in d.kept_weight(weight):
+        for buffer in d.kept("weight", weight):
             take(saved, buffer, f"{at}: weight")
     for slot, t in (("input", x), ("weight", weight.bfloat16()), ("grad_output", dy)):
         d.record(slot, t)

@@ -472,6 +472,52 @@ def test_patterns_see_through_wrappers(how: str):
     assert heads and all(m.recipe == recipes.fp8_current() for m in heads)
 
 
+class Unchosen(nn.Module):
+    """Modules of this package, made with a recipe, and a linear layer."""
+
+    def __init__(self, recipe: str | None = None, linear: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = fq.LayerNormMLP(64, 128, recipe=recipe)
+        self.head = fq.LayerNormLinear(64, 64, recipe=recipe)
+        self.packed = fq.GroupedLinear(2, 64, 64, packed=True, recipe=recipe)
+        self.listed = fq.GroupedLinear(2, 64, 64, recipe=recipe)
+        self.chosen = fq.Linear(64, 64, recipe="identity")
+        self.out = nn.Linear(64, 64) if linear else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.packed(self.head(self.mlp(x)), [16, 16])
+        return self.out(self.chosen(self.listed(rows, [10, 22])))
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_modules_made_without_a_recipe_are_given_it(linear: bool):
+    """If false, a model of this package's own modules trains in high precision after a conversion
+    that said nothing, or is refused as converted before."""
+    x = torch.linspace(-2, 2, 32 * 64).sin().view(32, 64)
+    want = Unchosen("mxfp8", linear)
+    if linear:
+        fq.convert(want, "mxfp8")
+    with pytest.raises(ValueError, match="quantized layers already"):
+        fq.convert(want if not linear else copy.deepcopy(want), "nvfp4")
+    for recipe in ("mxfp8", recipes.schedule("mxfp8", (5, None, "identity"))):
+        net, results = copy.deepcopy(Unchosen(None, linear)), []
+        net.chosen = want.chosen = nn.Identity()  # a schedule is of all layers
+        fq.convert(net, recipe)
+        for m in (net, want):
+            y = m(x)
+            results.append([y.detach(), *torch.autograd.grad(y.sum(), list(m.parameters()))])
+        for got, expected in zip(*results):
+            assert_same_bytes(got, expected, str(recipe))
+    layers = {"mlp.up_proj": "nvfp4", "packed": "fp8_row", "listed": "fp8_block"}
+    net = fq.convert(Unchosen(None, linear), recipes.per_layer("mxfp8", layers), skip=["down_proj"])
+    given = {n: m.recipe for n, m in net.named_modules() if isinstance(m, fq.Linear)}
+    assert given["mlp.up_proj"] == recipes.nvfp4() and given["head.linear"] == recipes.mxfp8()
+    assert given["mlp.down_proj"] == given["chosen"] == recipes.identity()
+    assert [m.recipe for m in net.packed.layers] == [recipes.fp8_row()] * 2
+    assert [m.recipe for m in net.listed.layers] == [recipes.fp8_block()] * 2
+
+
 def test_a_skip_that_matches_nothing_warns():
     """Otherwise a misspelled skip quantizes the layer that it was to protect, without a word."""
     m = model()

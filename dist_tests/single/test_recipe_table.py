@@ -33,7 +33,7 @@ from dist_tests.single.recipe_table import (
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import COLUMNWISE
+from fsdp_quant.formats import COLUMNWISE, ROWWISE
 from fsdp_quant.modules.operands import weight_storages
 from fsdp_quant.modules.steps import converted_modules
 
@@ -122,7 +122,7 @@ def test_evaluation_and_where_a_module_was_built_change_nothing(recipe: fq.Recip
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_made_for_frozen_weights(mode: str | None):
     """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input
-    itself. What is kept is what dgrad multiplies."""
+    itself. What is kept is what dgrad multiplies, or the codes that it decodes."""
     for kind in itertools.chain(*MODULES.values()):
         model = kind.built(recipes.mxfp8(backward_override=mode), CPU).requires_grad_(False)
         x = values(
@@ -145,9 +145,8 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
             if not getattr(model, "packed", False)
             else model.layers
         ):
-            dgrad = weight_storages(layer.weight, [COLUMNWISE], layer.plan, None, x.dtype)[
-                COLUMNWISE
-            ]
-            for buffer in dgrad.buffers().values():
+            side = ROWWISE if layer.plan.weight.decodes_columnwise else COLUMNWISE
+            kept = weight_storages(layer.weight, [side], layer.plan, None, x.dtype)[side]
+            for buffer in kept.buffers().values():
                 take(saved, buffer, "codes of the weight")
         assert not [t for t in saved if t.dtype is torch.uint8], "codes of the input"

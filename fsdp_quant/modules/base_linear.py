@@ -143,7 +143,15 @@ class BaseLinear(HasWeight, nn.Linear):
         dtype = torch_compat.autocast_dtype(device)
         return x if dtype is None else x.to(dtype)
 
-    def call(self, x: Tensor, weight: Tensor, plan: GemmPlan, save: bool, grad: bool) -> LinearCall:
+    def call(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: GemmPlan,
+        save: bool,
+        grad: bool,
+    ) -> LinearCall:
         """What this call of the layer has besides its tensors. Refuses what the plan did not print.
 
         save:  the backward needs x. grad: a backward may follow.
@@ -168,7 +176,7 @@ class BaseLinear(HasWeight, nn.Linear):
         replay, records, of_input, of_grad = torch_compat.backward_is_running(), False, [], []
         if not replay:
             counts = plan.needs_steps or (runtime.steps is not None and runtime.steps.is_scheduled)
-            records = counts and note_forward(self, x, weight)
+            records = counts and note_forward(self, (x, weight, bias))
             self._note_recomputation(state, grad)
         if plan.is_delayed:
             of_input = runtime.histories(plan, "input", device)

@@ -26,7 +26,16 @@ from .packed_experts import are_sharded, kind_of, products_of, reason_against, t
 from .passes import steps_of
 from .progress import progress
 from .reads import is_defined_by
-from .set_recipe import agree_on_recipes, converted_units, follow, planned_recipes
+from .set_recipe import (
+    agree_on_recipes,
+    asked_of,
+    converted_units,
+    follow,
+    give_recipes,
+    managed_weights,
+    planned_recipes,
+    unchosen_units,
+)
 from .skip import AUTO, auto_skips, read_by_others
 from .transposed_linear import TransposedLinear, is_transposed
 
@@ -42,7 +51,8 @@ def convert(
     fuse: bool | Pattern | Iterable[Pattern] = True,
     recompute: str | None = None,
 ) -> nn.Module:
-    """Give every nn.Linear of `model` quantized products, in place; returns `model`.
+    """Give every nn.Linear of `model` quantized products, in place, and the recipe to modules of
+    this package that were made without one; returns `model`.
 
     recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or
               `fq.recipes.schedule(...)`, which this model then follows.
@@ -103,13 +113,18 @@ def convert(
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
+    order, unchosen = (
+        list(targets),
+        {n: m for n, m in unchosen_units(model).items() if n in targets},
+    )
+    targets = {n: m for n, m in targets.items() if n not in unchosen}
     read = {n: _weight_of(m) for n, m in targets.items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
     fused = _fused(model, fuse, targets, recompute)
-    if isinstance(recipe, Schedule) and (before := converted_units(model)):
+    if isinstance(recipe, Schedule) and (before := converted_units(model).keys() - unchosen.keys()):
         raise ValueError(
-            f"{_some(before)} were converted before, and a schedule is of all layers; convert the "
-            "others with one recipe, then fq.set_recipe(model, schedule)"
+            f"{_some(sorted(before))} were converted before, and a schedule is of all layers; "
+            "convert the others with one recipe, then fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
         if id(weight) in gathered:
@@ -130,8 +145,12 @@ def convert(
     }
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
     units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
-    recipes = planned_recipes(recipe, units, steps_of(model).number)
+    units |= asked_of(unchosen)
+    recipes = planned_recipes(recipe, {n: units[n] for n in order}, steps_of(model).number)
+    managed = managed_weights(unchosen)
     agree_on_recipes(model, recipe, recipes)
+    if unchosen:
+        give_recipes(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         if not isinstance(module, GroupedLinear):
             is_packed = read[name].dim() == 3
@@ -210,10 +229,11 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     for module in model.modules():
         if (reason := reason_against(module)) is not None:
             module.__dict__["_left_out"] = reason
-    skipped = _skipped(model, skip, linears | experts)
+    unchosen = {n: model.get_submodule(n) for n in unchosen_units(model)}
+    skipped = _skipped(model, skip, linears | experts | unchosen)
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
-    found |= {n for n, m in experts.items() if not are_sharded(m)}
+    found |= {n for n, m in experts.items() if not are_sharded(m)} | unchosen.keys()
     for name, reason in read_by_others(model).items():
         found.discard(name)
         model.get_submodule(name).__dict__["_left_out"] = reason

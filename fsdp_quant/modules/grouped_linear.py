@@ -160,6 +160,7 @@ class GroupedLinear(HasWeight):
             self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
+            self._note_choice(recipe)
             return
         shape = num_experts, out_features, in_features
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -170,6 +171,11 @@ class GroupedLinear(HasWeight):
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
         self.adopt_packed([its] * num_experts, name)
+        self._note_choice(recipe)
+
+    def _note_choice(self, recipe: Recipe | str | None) -> None:
+        for layer in self._linears:
+            layer.runtime.chosen = recipe is not None
 
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.
@@ -406,8 +412,8 @@ class GroupedLinear(HasWeight):
         # all calls say the same where no expert has histories or random bits of its own
         own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
-            layer.call(rows, weight, plan, grad, grad)
-            for layer, weight in zip(layers if own else layers[: len(weights)], cycle(weights))
+            layer.call(rows, weight, bias, plan, grad, grad)
+            for layer, (weight, bias) in zip(layers if own else layers[: len(held)], cycle(held))
         ]
         on_host = not isinstance(sizes, Tensor)
         ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0) if on_host else sizes

@@ -49,11 +49,13 @@ class LayerRuntime(Runtime):
     frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
                    that has references).
     last_run:      `counters.epoch` of the last forward in eager mode.
+    chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
     """
 
     schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
     last_run = -1
+    chosen = True
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class LayerRuntime(Runtime):
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Plan the GEMMs on `device`, on their first rungs. `GraphTensors.prepare` follows."""
-        self.recipe = recipe
+        self.recipe, self.chosen = recipe, True
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
     def set_plan(self, plan: GemmPlan) -> None:

@@ -24,7 +24,8 @@ class Linear(BaseLinear):
 
     weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear, which `fully_shard`
              gathers as codes; under `fq.quantized_model_init` a `QuantizedTensor`.
-    recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
+    recipe:  `Recipe` or its name; change it with `fq.set_recipe`. None: high precision, until
+             `fq.convert` gives the model one.
     recomputes_forward:  as in `BaseLinear`.
 
     Input [.., in_features] and output [.., out_features] have one dtype (or autocast's).
@@ -51,9 +52,9 @@ class Linear(BaseLinear):
                 f"recipe={bias!r}"
             )
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.make_quantized(
-            recipe or quantized_init_recipe() or identity(), own_name(name, "linear")
-        )
+        recipe = recipe or quantized_init_recipe()
+        self.make_quantized(recipe or identity(), own_name(name, "linear"))
+        self.runtime.chosen = recipe is not None
 
     def forward(
         self,
@@ -104,7 +105,7 @@ class Linear(BaseLinear):
             return self.traced(x, weight, bias, plan, save)
         if not isinstance(x, QuantizedTensor):
             plan = plan.on(x.dtype, x.device)
-        return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
+        return linear(x, weight, bias, self.call(x, weight, bias, plan, save, grad), handed)
 
     def can_fuse_activation(self, x: Tensor) -> bool:
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""

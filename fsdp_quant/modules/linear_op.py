@@ -262,7 +262,7 @@ def linear(
             "can_fuse_activation"
         )
     elif _is_torchs(x, weight, bias, call.plan):
-        y = torch.nn.functional.linear(x, weight, bias)
+        y = _torchs_linear(x, weight, bias, call.plan, resolved)
     else:
         y = defined_linear(x, weight, bias, call, backward)
     if isinstance(weight, QuantizedWeight) and backward and y.grad_fn is not None:
@@ -281,6 +281,24 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -
     return all(
         not isinstance(t, (QuantizedTensor, FSDPHooks)) and t.dtype is x.dtype for t in tensors
     )
+
+
+def _torchs_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, resolved: Resolved
+) -> Tensor:
+    """torch's linear, whose products are counted as those of the definition."""
+
+    def count(*products: int) -> None:
+        for product in products:
+            pair = map(repr, plan.pair(PRODUCTS[product]))
+            counters.add("gemm", (resolved.domains[product], *pair))
+
+    y = torch.nn.functional.linear(x, weight, bias)
+    count(0)
+    if y.requires_grad:
+        needed = [i for i, t in ((1, x), (2, weight)) if t.requires_grad]
+        y.register_hook(lambda dy: count(*needed))
+    return y
 
 
 def _refuse_written(weight: QuantizedWeight, version: object, grads: object) -> None:

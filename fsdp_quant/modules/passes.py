@@ -16,7 +16,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -54,9 +54,6 @@ class Layer(Protocol):
 
     @property
     def weight(self) -> Tensor: ...
-
-    @property
-    def _parameters(self) -> Mapping[str, Tensor | None]: ...
 
     @property
     def plan(self) -> GemmPlan: ...

@@ -40,27 +40,49 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    asked = {
+    recipes = planned_recipes(recipe, asked_of(units), steps_of(model).number)
+    managed = managed_weights(units)
+    check_fixed("fq.set_recipe", recipe, units)
+    agree_on_recipes(model, recipe, recipes)
+    give_recipes(model, units, recipes, managed)
+    follow(model, recipe)
+
+
+def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
+    """What `planned_recipes` plans for the layers of `converted_units`."""
+    return {
         n: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in of]
         for n, of in units.items()
     }
-    recipes = planned_recipes(recipe, asked, steps_of(model).number)
+
+
+def managed_weights(units: Mapping[str, Sequence[Linear]]) -> dict[int, tuple]:
+    """State id -> (weight that FSDP2 manages, its own state). Raises ValueError for a weight of
+    the layers that is gathered."""
     managed = {
         id(s): (m, local.state)
         for m in all_managed_weights()
         if isinstance(local := m.local, FSDPHooks)
         for s in local.state.matrices
     }
-    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
-    for module, _ in modules:
+    for module in (m for layers in units.values() for m in layers):
         under_fsdp = managed.get(id(module.runtime.weight_state))
         if under_fsdp is not None and not under_fsdp[0].is_sharded:
             raise ValueError(
                 f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
                 "set_recipe between steps, or reshard() on its FSDP module first"
             )
-    check_fixed("fq.set_recipe", recipe, units)
-    agree_on_recipes(model, recipe, recipes)
+    return managed
+
+
+def give_recipes(
+    model: nn.Module,
+    units: Mapping[str, Sequence[Linear]],
+    recipes: Mapping[str, Recipe],
+    managed: dict[int, tuple],
+) -> None:
+    """Let converted layers multiply by other recipes from now on."""
+    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, its in modules:
         module.runtime.set_recipe(its, module.weight.device)
         state = module.runtime.weight_state
@@ -76,7 +98,6 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()
-    follow(model, recipe)
 
 
 def agree_on_recipes(
@@ -191,6 +212,12 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
         elif isinstance(module, TransposedLinear):
             units[name] = [module.layer]
     return units
+
+
+def unchosen_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """Those of `converted_units` that were made without a recipe."""
+    units = converted_units(model)
+    return {n: of for n, of in units.items() if not all(m.runtime.chosen for m in of)}
 
 
 def given_recipes(

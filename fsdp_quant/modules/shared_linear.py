@@ -151,7 +151,7 @@ def _multiply(
     axis: TensorParallel,
 ) -> Tensor:
     runtime, grad = layer.runtime, torch.is_grad_enabled()
-    call = layer.call(x, weight, plan, weight.requires_grad and grad, grad)._replace(
+    call = layer.call(x, weight, bias, plan, weight.requires_grad and grad, grad)._replace(
         axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
     )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):

@@ -12,7 +12,7 @@ training does not depend on the optimizer: wrapped, several, or unknown to torch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,11 @@ from .plan import GemmPlan
 # In layers #
 
 
-def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
+def note_forward(layer: Layer, operands: Sequence[Tensor | None]) -> bool:
     """Return whether a backward may follow this forward of a layer that needs steps, neither
     recomputed nor traced: then its amaxes are recorded. Begins a pass if nobody has.
 
-    x, weight:  that are multiplied.
+    operands:  x, weight and bias that are multiplied.
     """
     grad = torch.is_grad_enabled()
     if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
@@ -59,7 +59,6 @@ def note_forward(layer: Layer, x: Tensor, weight: Tensor) -> bool:
         steps = LOOSE.caught_up()
     has_run = layer.runtime.ran_in == steps.current
     is_alone = steps.current is None or not (steps.inside or steps.has_root)
-    operands = x, weight, layer._parameters.get("bias")
     if is_alone and grad and not any(t is not None and t.requires_grad for t in operands):
         return False
     if steps.current is None or (is_alone and has_run):

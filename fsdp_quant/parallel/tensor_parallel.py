@@ -229,7 +229,9 @@ class _ParallelLinear(Linear):
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
         self.parallel = TensorParallel(group, self._column, sequence_dim)
-        self.make_quantized(recipe or quantized_init_recipe() or identity(), name)
+        recipe = recipe or quantized_init_recipe()
+        self.make_quantized(recipe or identity(), name)
+        self.runtime.chosen = recipe is not None
         self.runtime.weight_state.tensor_group = group
         self.runtime.weight_state.tensor_dim = dim
         self.prepare_graphs()

@@ -308,6 +308,12 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         handler = _TABLE.get(func)
+        if handler is None and func.overloadpacket.__name__.endswith("_"):
+            raise NotImplementedError(
+                f"{func} would write {_named(args)}, whose codes nothing trains; call "
+                "fq.unfreeze(model) before the optimizer is made, which gives frozen layers their "
+                f"values back, or write to what {cls._decoded_by} returns"
+            )
         if handler is None:
             raise NotImplementedError(
                 f"{func} is not defined on {_named(args)} and will not decode it silently; call "
