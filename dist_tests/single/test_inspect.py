@@ -232,6 +232,10 @@ class Net(nn.Module):
         )
 
 
+def hooks_of(m: nn.Module) -> list[list]:
+    return [[*each._forward_hooks.values(), *each._forward_pre_hooks] for each in m.modules()]
+
+
 def batches(count: int) -> list[Tensor]:
     return [values(4, 16, 32, seed=s, dtype=torch.float32) for s in range(count)]
 
@@ -285,6 +289,7 @@ def test_a_run_with_it_equals_one_without(name: str):
     for looks in (False, True):
         with kept_step():
             m = Net(recipe, recompute)
+            hooks = hooks_of(m)
             fq.reset_receipt()
             if looks:
                 with fq.inspect(m, every=2) as log:
@@ -296,11 +301,7 @@ def test_a_run_with_it_equals_one_without(name: str):
         assert_same_bytes(got, want, f"{name} {i}")
     assert receipts[0] == receipts[1]
     assert [step for step, _ in log.records] == [0, 2, 4]
-    assert (
-        not m._forward_hooks
-        and not m.first._forward_hooks
-        and not m.first.weight._post_accumulate_grad_hooks
-    )
+    assert hooks_of(m) == hooks and not m.first.weight._post_accumulate_grad_hooks
     names = {
         "first",
         "attend",
@@ -618,7 +619,7 @@ def _linears(dtype: torch.dtype = torch.float32, made: type = nn.Sequential) -> 
     return made(nn.Linear(32, 32, dtype=dtype), nn.Linear(32, 32, dtype=dtype))
 
 
-RUNS = {
+PROGRAMS = {
     "attention": (lambda: nn.Sequential(ByKeywords(), nn.Linear(32, 32)), None, _forward),
     "other keys": (lambda: nn.Sequential(ByKeywords(True), nn.Linear(32, 32)), None, _forward),
     "frozen": (_linears, _frozen, _forward),
@@ -630,17 +631,17 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_run_that_works_without_it_works_with_it(name: str):
     """If false, a training stops in the middle, or has other bits, because someone looked."""
-    make, change, run = RUNS[name]
+    make, change, run = PROGRAMS[name]
     results = []
     for is_inspected in (False, True):
         with kept_step():
             torch.manual_seed(0)
             m = fq.convert(make(), "mxfp8")
             m = m if change is None else change(m)
-            x = values(32, 32, seed=0, dtype=next(m.parameters()).dtype)
+            x, hooks = values(32, 32, seed=0, dtype=next(m.parameters()).dtype), hooks_of(m)
             log = fq.inspect(m, every=1)
             with log if is_inspected else contextlib.nullcontext(), warnings.catch_warnings():
                 warnings.filterwarnings("error", message="inspect could not measure")
@@ -654,7 +655,7 @@ def test_a_run_that_works_without_it_works_with_it(name: str):
     of_layers = {key.rpartition("/")[0] for key in log.latest[1]}
     assert ("0.attention/input" in of_layers) == (name == "attention")
     assert any(key.endswith("input.rowwise") for key in of_layers)
-    assert not any(hooks for module in m.modules() for hooks in (module._forward_hooks,) if hooks)
+    assert hooks_of(m) == hooks
 
 
 def test_faults_of_the_recorder_are_warnings_that_name_the_layer(

@@ -562,6 +562,7 @@ def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
     user's class is given later runs instead."""
     known = own.forward
 
+    @functools.wraps(kind.forward)
     def forward(self, *args, **kwargs):
         cls = kind if own.forward is known else own
         return cls.forward(self, *args, **kwargs)
