@@ -17,7 +17,7 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .packed_experts import forget_products
-from .passes import SCHEDULED
+from .passes import LOOSE, SCHEDULED
 from .quantize import Quantize
 from .steps import count_steps
 from .transposed_linear import TransposedLinear
@@ -50,8 +50,6 @@ def unconvert(model: nn.Module) -> nn.Module:
     for module in found.values():
         _restore(module)
     for module in model.modules():
-        for name in ("_left_out", "_fq_proof", "_fq_shared_input"):
-            vars(module).pop(name, None)
         CONVERTED.discard(module)
         if isinstance(module, nn.TransformerEncoderLayer):  # as its constructor says
             act = module.activation
@@ -61,6 +59,9 @@ def unconvert(model: nn.Module) -> nn.Module:
             )
     SCHEDULED.pop(model, None)
     count_steps(model, False)
+    for module in model.modules():
+        for name in ("_left_out", "_fq_proof", "_fq_shared_input", "_training_steps"):
+            vars(module).pop(name, None)
     return model
 
 
@@ -101,6 +102,9 @@ def _restore(module: nn.Module) -> None:
     while (original := _original(module)) is not None:
         if isinstance(module, Linear):
             forget_weight(module)
+            for steps in (module.runtime.steps, LOOSE.steps):
+                if steps is not None:
+                    steps.layers.discard(module)
             weight = module.weight
             if isinstance(weight, WeightCodes):
                 plain = nn.Parameter(weight.read().clone(), weight.requires_grad)
