@@ -308,6 +308,12 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         handler = _TABLE.get(func)
+        if handler is None and func._schema.is_mutable:
+            raise NotImplementedError(
+                f"{func} would write {_named(args)} whose codes only a quantizer makes; if an "
+                "optimizer is to train what fq.freeze froze, call fq.unfreeze(model) before it is "
+                "built"
+            )
         if handler is None:
             raise NotImplementedError(
                 f"{func} is not defined on {_named(args)} and will not decode it silently; call "
