@@ -10,6 +10,7 @@ New names may be added. A name that went, or a value that changed, fails.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import inspect
 import json
@@ -50,7 +51,8 @@ def public_names() -> dict[str, list[str] | None]:
         for name in names:
             value = getattr(where, name)
             function = value.__init__ if inspect.isclass(value) else value
-            named = inspect.isfunction(function)
+            # how an enum is called is Python's affair
+            named = inspect.isfunction(function) and not isinstance(value, enum.EnumMeta)
             found[f"{where.__name__}.{name}"] = (
                 [*inspect.signature(value).parameters] if named else None
             )

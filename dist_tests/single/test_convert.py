@@ -991,6 +991,7 @@ def facts_of(net: nn.Module) -> dict[str, tuple]:
         name: (
             type(m),
             m.training,
+            set(vars(m)),
             {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))},
             {
                 n: (type(p), p.dtype, p.requires_grad)
@@ -1052,6 +1053,8 @@ def test_unconvert_keeps_what_was_trained():
     fq.unconvert(net)
     assert type(net[0]) is nn.Linear and type(net[0].weight) is nn.Parameter
     assert_same_bytes(net[0].weight.detach(), want)
+    with kept_step():
+        fq.begin_step(1)  # of what is still converted
 
 
 def refused(how: str) -> nn.Module:
@@ -1077,9 +1080,12 @@ def test_what_cannot_be_restored_is_named_before_anything_changes(how: str):
 
 
 def test_libraries_that_replace_weights_are_named():
-    """Otherwise torchao's quantize_ fails in a kernel, in the first forward after it."""
-    torchao = pytest.importorskip("torchao.quantization")
+    """Otherwise torchao's quantize_ fails in a kernel, in the first forward after it, and
+    quantize_dynamic leaves the layers as they are, without a word."""
     net = fq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
+    with pytest.raises(NotImplementedError, match=r"fq.unconvert\(model\) before"):
+        torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    torchao = pytest.importorskip("torchao.quantization")
     config = torchao.Int8WeightOnlyConfig()
     with pytest.raises(NotImplementedError, match=r"fq.unconvert\(model\) before"):
         torchao.quantize_(net, config)

@@ -232,6 +232,10 @@ class Net(nn.Module):
         )
 
 
+def hooks_of(m: nn.Module) -> list[list]:
+    return [[*each._forward_hooks.values(), *each._forward_pre_hooks] for each in m.modules()]
+
+
 def batches(count: int) -> list[Tensor]:
     return [values(4, 16, 32, seed=s, dtype=torch.float32) for s in range(count)]
 
@@ -642,8 +646,8 @@ def test_a_run_that_works_without_it_works_with_it(name: str):
             torch.manual_seed(0)
             m = fq.convert(make(), "mxfp8")
             m = m if change is None else change(m)
-            x = values(32, 32, seed=0, dtype=next(m.parameters()).dtype)
-            log, hooks = fq.inspect(m, every=1), hooks_of(m)
+            x, hooks = values(32, 32, seed=0, dtype=next(m.parameters()).dtype), hooks_of(m)
+            log = fq.inspect(m, every=1)
             with log if is_inspected else contextlib.nullcontext(), warnings.catch_warnings():
                 warnings.filterwarnings("error", message="inspect could not measure")
                 for _ in range(2):

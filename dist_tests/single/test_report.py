@@ -70,7 +70,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with kept_step():
         net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
         net.add_module(NAME.replace(".", ""), nn.Linear(32, 32))
-        fq.convert(net, "fp8_current")
+        whole = nn.ModuleDict({"net": net, "idle": nn.Linear(32, 32)})
+        fq.convert(whole, "fp8_current")
         net[0].weight.data[:, 0] *= 1e6
         fq.reset_receipt()
         with fq.inspect(net, every=2, path=path) as log:
@@ -166,9 +167,11 @@ def test_products_counts_and_bytes_are_those_that_were_logged(run: Path, tmp_pat
     """If false, the page says that something else ran."""
     page, text = page_of(run)
     (receipt,), (plan,) = lines_of(run, "receipt"), lines_of(run, "plan")
+    receipt["idle"] = dict.fromkeys(receipt["idle"], 0)
     counted = {
         (kind, what): n for kind, of in receipt.items() if kind != "kind" for what, n in of.items()
     }
+    assert ("idle", "idle") in counted
     shown = [row for row in page.sections["ran"] if row]
     assert {(row[0], row[1]): int(row[2]) for row in shown if len(row) == 3} == counted and counted
     assert sum(int(row[5]) for row in shown if len(row) == 7) == len(plan["gemms"]) == 12

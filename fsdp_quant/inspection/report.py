@@ -261,7 +261,11 @@ def _ran(run: Run) -> str:
         rows = [(*key, len(of), of[0]) for key, of in groups.items()]
         text += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
         text += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
-    counts = [(kind, what, n) for kind, of in (run.receipt or {}).items() for what, n in of.items()]
+    kinds = {  # `idle` lists layers, which ran 0 times
+        kind: of if isinstance(of, dict) else dict.fromkeys(of, 0)
+        for kind, of in (run.receipt or {}).items()
+    }
+    counts = [(kind, what, n) for kind, of in kinds.items() for what, n in of.items()]
     return text + (
         _table(("counted", "what", "how many"), counts)
         if counts

@@ -113,10 +113,8 @@ def convert(
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
-    order, unchosen = (
-        list(targets),
-        {n: m for n, m in unchosen_units(model).items() if n in targets},
-    )
+    order = list(targets)
+    unchosen = {n: m for n, m in unchosen_units(model).items() if n in targets}
     targets = {n: m for n, m in targets.items() if n not in unchosen}
     read = {n: _weight_of(m) for n, m in targets.items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])

@@ -108,7 +108,7 @@ class MLPPattern(NamedTuple):
 
     def is_supported(self, module: nn.Module, x: Tensor, proof: Proof) -> bool:
         """The fused forward runs on x: it is proven for its dtype, and under autocast."""
-        if torch.is_autocast_enabled(x.device.type):
+        if torch_compat.autocast_dtype(x.device) is not None:
             return proof.autocast
         return x.dtype in proof.dtypes
 

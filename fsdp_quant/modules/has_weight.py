@@ -52,6 +52,11 @@ class HasWeight(nn.Module):
         """Make what compiled graphs receive; called when the weight's ranks are known."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "qconfig":  # torch.ao.quantization: it sets None where it knows no class
+            raise NotImplementedError(
+                f"torch.ao.quantization would pass over a {type(self).__name__}, which quantizes "
+                "its weight itself; call fq.unconvert(model) before it"
+            )
         registered = self.__dict__.get("_parameters") or {}
         if registered.get(name) is None or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)

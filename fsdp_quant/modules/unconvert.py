@@ -11,15 +11,16 @@ from torch.distributed.tensor import DTensor
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_codes import WeightCodes
-from .convert import OURS
+from .convert import CONVERTED, OURS
 from .has_weight import forget_weight, plain_in_state_dict, reencode_after_load
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .packed_experts import forget_products
-from .passes import SCHEDULED
+from .passes import LOOSE, SCHEDULED
 from .quantize import Quantize
 from .steps import count_steps
+from .transposed_linear import TransposedLinear
 
 
 def unconvert(model: nn.Module) -> nn.Module:
@@ -49,7 +50,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     for module in found.values():
         _restore(module)
     for module in model.modules():
-        vars(module).pop("_left_out", None)
+        CONVERTED.discard(module)
         if isinstance(module, nn.TransformerEncoderLayer):  # as its constructor says
             act = module.activation
             is_relu, is_gelu = act is F.relu or isinstance(act, nn.ReLU), act is F.gelu
@@ -58,6 +59,9 @@ def unconvert(model: nn.Module) -> nn.Module:
             )
     SCHEDULED.pop(model, None)
     count_steps(model, False)
+    for module in model.modules():
+        for name in ("_left_out", "_fq_proof", "_fq_shared_input", "_training_steps"):
+            vars(module).pop(name, None)
     return model
 
 
@@ -98,12 +102,17 @@ def _restore(module: nn.Module) -> None:
     while (original := _original(module)) is not None:
         if isinstance(module, Linear):
             forget_weight(module)
+            for steps in (module.runtime.steps, LOOSE.steps):
+                if steps is not None:
+                    steps.layers.discard(module)
             weight = module.weight
             if isinstance(weight, WeightCodes):
                 plain = nn.Parameter(weight.read().clone(), weight.requires_grad)
                 torch_compat.swap_parameter(weight, plain)
         forget_products(module)
-        for name in ("runtime", "_layer", "recomputes_forward", "__module__"):
-            vars(module).pop(name, None)
+        if isinstance(module, (Linear, TransposedLinear)):
+            for name in ("runtime", "_layer", "recomputes_forward"):
+                vars(module).pop(name, None)
+        vars(module).pop("__module__", None)  # of `torch_compat.make_fx_leaf`
         torch_compat.remove_state_hooks(module, (plain_in_state_dict, reencode_after_load))
-        module.__class__ = original
+        module.__class__ = original  # pyright: ignore[reportAttributeAccessIssue]

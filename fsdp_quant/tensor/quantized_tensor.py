@@ -308,7 +308,7 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         handler = _TABLE.get(func)
-        if handler is None and func.overloadpacket.__name__.endswith("_"):
+        if handler is None and func._schema.is_mutable:
             raise NotImplementedError(
                 f"{func} would write {_named(args)}, whose codes nothing trains; call "
                 "fq.unfreeze(model) before the optimizer is made, which gives frozen layers their "
