@@ -232,10 +232,6 @@ class Net(nn.Module):
         )
 
 
-def hooks_of(m: nn.Module) -> list[list]:
-    return [[*each._forward_hooks.values(), *each._forward_pre_hooks] for each in m.modules()]
-
-
 def batches(count: int) -> list[Tensor]:
     return [values(4, 16, 32, seed=s, dtype=torch.float32) for s in range(count)]
 

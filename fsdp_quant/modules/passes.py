@@ -441,10 +441,9 @@ def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
         _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
     ran_in: dict[TrainingSteps, set] = {}
     for reference in _OF_ROOT[root]:
-        layer = reference()
-        steps = None if layer is None else layer.runtime.steps
-        if steps is not None and steps.is_counting:
-            ran_in.setdefault(steps, set()).add(layer.runtime.ran_in)
+        runtime = None if (layer := reference()) is None else layer.runtime
+        if runtime is not None and runtime.steps is not None and runtime.steps.is_counting:
+            ran_in.setdefault(runtime.steps, set()).add(runtime.ran_in)
     for steps, passes in ran_in.items():
         steps.has_root = True
         if is_outermost or steps.current in (None, *passes) or not trains:
