@@ -123,9 +123,8 @@ class ParallelLinear(Linear):
                 "modules"
             )
         grad, plan = torch.is_grad_enabled(), plan.on(x.dtype, x.device)
-        return linear(
-            x, weight, bias, self.call(x, weight, plan, weight.requires_grad and grad, grad)
-        )
+        save = weight.requires_grad and grad
+        return linear(x, weight, bias, self.call(x, weight, bias, plan, save, grad))
 
     def _result(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         return y, self.bias if self.skip_bias_add else None
