@@ -154,7 +154,7 @@ def test_every_product_of_a_recipe_runs_in_8_bits_on_hopper():
                 in build_plan(recipes.nvfp4(), "m").resolved(BF16, torch.device("cpu")).domains
             )
     with pytest.raises(
-        ValueError, match="nvfp4: scale_rule must be one of nearest, fp8_exact, got 'fp8'"
+        ValueError, match="nvfp4: scale_rule must be 'nearest' or 'fp8_exact', got 'fp8'"
     ):
         recipes.nvfp4(scale_rule="fp8")
     with pytest.raises(ValueError, match="'mxfp8', 'fp8_row'.* has no 4-bit format"):
