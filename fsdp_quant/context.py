@@ -172,7 +172,7 @@ class StepState:
         An autograd node that saves it reads the offset of its forward and the step of its backward.
         """
         if torch_compat.is_fake():  # reads the values of now
-            return torch.tensor(self.values(), device=device)
+            return torch.tensor(self.values(), dtype=torch.int64, device=device)
         return self._of_offset(device, contexts().token_offset)
 
     def _of_offset(self, device: torch.device, offset: int) -> Tensor:

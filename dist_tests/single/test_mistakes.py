@@ -62,6 +62,14 @@ def written_in_between() -> None:
     losses[0].backward()
 
 
+def trained_after_freeze() -> None:
+    m = fq.convert(net(), "mxfp8").requires_grad_(False)
+    fq.freeze(m)
+    m.requires_grad_(True)
+    m(x()).sum().backward()
+    torch.optim.AdamW(m.parameters()).step()
+
+
 def under_hold() -> None:
     m = fq.convert(net(), "mxfp8")
     with fq.hold(m):
@@ -111,6 +119,10 @@ MISTAKES = {
     ),
     "frozen before convert": Mistake(
         lambda: fq.freeze(net().requires_grad_(False)), r"fq.freeze found no fq.Linear; call"
+    ),
+    "an optimizer of frozen codes": Mistake(
+        lambda: trained_after_freeze(),
+        r"would write a QuantizedTensor .* call fq.unfreeze\(model\) before an optimizer",
     ),
     "converted twice": Mistake(
         lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),

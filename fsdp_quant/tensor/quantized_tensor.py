@@ -310,9 +310,9 @@ class QuantizedTensor(Tensor):
         handler = _TABLE.get(func)
         if handler is None and func._schema.is_mutable:
             raise NotImplementedError(
-                f"{func} would write {_named(args)} whose codes only a quantizer makes; if an "
-                "optimizer is to train what fq.freeze froze, call fq.unfreeze(model) before it is "
-                "built"
+                f"{func} would write {_named(args)} whose codes only its quantizer makes; call "
+                "fq.unfreeze(model) before an optimizer trains what fq.freeze froze, or "
+                f"{cls._decoded_by} for values that may be written"
             )
         if handler is None:
             raise NotImplementedError(
