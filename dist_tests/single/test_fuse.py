@@ -238,10 +238,13 @@ def test_hooks_of_an_activation_are_called():
 
 
 def test_modules_on_meta_are_proven_too():
-    """If false, models that are made before their memory cannot be fused."""
+    """If false, models that are made before their memory cannot be fused, or their shapes not be
+    inferred."""
     with torch.device("meta"):
         net = nn.Sequential(MLP(), Gelu(), Packed())
     assert type(fq.convert(net, recipes.mxfp8(), fuse=ALL)[0]).__name__ == "FusedMLP"
+    y = net(torch.ones(4, D, dtype=BF16, device="meta"))
+    assert y.is_meta and (y.shape, y.dtype) == ((4, D), BF16)
 
 
 # Norms #

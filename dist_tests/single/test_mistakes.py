@@ -62,6 +62,14 @@ def written_in_between() -> None:
     losses[0].backward()
 
 
+def trained_after_freeze() -> None:
+    m = fq.convert(net(), "mxfp8").requires_grad_(False)
+    fq.freeze(m)
+    m.requires_grad_(True)
+    m(x()).sum().backward()
+    torch.optim.AdamW(m.parameters()).step()
+
+
 def under_hold() -> None:
     m = fq.convert(net(), "mxfp8")
     with fq.hold(m):
@@ -111,6 +119,10 @@ MISTAKES = {
     ),
     "frozen before convert": Mistake(
         lambda: fq.freeze(net().requires_grad_(False)), r"fq.freeze found no fq.Linear; call"
+    ),
+    "an optimizer of frozen codes": Mistake(
+        lambda: trained_after_freeze(),
+        r"would write a QuantizedTensor .* call fq.unfreeze\(model\) before an optimizer",
     ),
     "converted twice": Mistake(
         lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),
@@ -257,7 +269,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_is_told_with_what_to_do(mistake: Mistake):
     """If false, a user reads a traceback of ours, or trains something else than was asked for."""
-    with pytest.raises((ValueError, fq.StaleWeightError), match=mistake.says):
+    with pytest.raises((ValueError, NotImplementedError, fq.StaleWeightError), match=mistake.says):
         mistake.do()
 
 

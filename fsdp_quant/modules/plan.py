@@ -147,8 +147,7 @@ class GemmPlan:
     watched: tuple[tuple[int, int], ...] | None = None
     by_tensor: tuple[bool, bool, bool] = (False, False, False)
 
-    # Computed, so not fields. Attributes, because dynamo treats a plan as a constant and calls no
-    # properties of it.
+    # Computed, so no fields; no properties, which dynamo does not call of a constant.
     key: ClassVar[str]  # represents this plan in an operator's arguments
     needs_steps: ClassVar[bool]
     histories_key: ClassVar[str]
@@ -164,9 +163,8 @@ class GemmPlan:
     def _register(self) -> None:
         # set again after unpickling, because an older pickle may lack them
         object.__setattr__(self, "needs_steps", self._needs_steps())
-        object.__setattr__(
-            self, "histories_key", canonical_text((self.input, self.weight, self.grad_output))
-        )  # rungs do not affect histories
+        slots = self.input, self.weight, self.grad_output  # whatever the rungs
+        object.__setattr__(self, "histories_key", canonical_text(slots))
         _PLANS.setdefault(self.key, self)
 
     @cached_property
@@ -175,13 +173,11 @@ class GemmPlan:
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
     def _needs_steps(self) -> bool:
-        """Return whether the bits depend on the step, through random bits or histories, or the
-        guard watches the plan on some device."""
+        """The bits depend on the step, or the guard watches the plan on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
         of = self.boundary
-        boundary_sides = () if of is None else (of.output, of.grad_input)
-        rounded = any(side is not None and side.is_stochastic for side in boundary_sides)
-        rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
+        sides = [self.input, self.grad_output] + ([] if of is None else [of.output, of.grad_input])
+        rounded = any(side is not None and side.is_stochastic for side in sides)
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
 

@@ -42,14 +42,8 @@ STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
 # of p.
 SCALARS = (
-    "keep",
-    "coupled",
-    "first",
-    "beta2",
-    "second",
-    "root_correction",
-    "minus_step_size",
-    "eps",
+    *("keep", "coupled", "first", "beta2"),
+    *("second", "root_correction", "minus_step_size", "eps"),
 )
 
 
