@@ -110,9 +110,9 @@ def _restore(module: nn.Module) -> None:
                 plain = nn.Parameter(weight.read().clone(), weight.requires_grad)
                 torch_compat.swap_parameter(weight, plain)
         forget_products(module)
-        if isinstance(module, (Linear, TransposedLinear)):
-            for name in ("runtime", "_layer", "recomputes_forward", "_ran_in"):
-                vars(module).pop(name, None)
-        vars(module).pop("__module__", None)  # of `torch_compat.make_fx_leaf`
+        is_layer = isinstance(module, (Linear, TransposedLinear))
+        of_layers = ("runtime", "_layer", "recomputes_forward", "_ran_in") if is_layer else ()
+        for name in ("__module__", *of_layers):  # the first of `torch_compat.make_fx_leaf`
+            vars(module).pop(name, None)
         torch_compat.remove_state_hooks(module, (plain_in_state_dict, reencode_after_load))
         module.__class__ = original
