@@ -112,6 +112,7 @@ class StepState:
     ahead:            graphs have counted steps on their device that the host has not read.
     calls:            how many calls of models that count steps are running.
     counted_by_hand:  `begin_step` counts the steps of all models.
+    is_graphed:       `fq.graphed` captures a whole step.
     unseen:           a graph has trained layers that need steps, and nobody counted it.
     weight_events:    optimizer steps so far: any may have changed weights of any class.
     restarted:        (step, whether its histories are yet to roll) that was set last. Layers that
@@ -121,7 +122,7 @@ class StepState:
     def __init__(self):
         self._step, self.ahead, self.calls = 0, False, 0
         self.seed, self.micro_batch = 0, 0
-        self.counted_by_hand = self.unseen = False
+        self.counted_by_hand = self.unseen = self.is_graphed = False
         self.weight_events = 0
         self.restarted = 0, False
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (

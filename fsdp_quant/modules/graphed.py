@@ -141,13 +141,14 @@ class GraphedStep:
         return outputs
 
     def _capture(self, given: list, spec) -> None:
-        """Record a step of copies of what is `given`; nothing of it runs."""
+        """Capture one step on copies of the inputs; the step is not executed."""
         self._given = spec, *map(_kind, given)
         self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in given]
         args, kwargs = torch_compat.tree_unflatten(self._inputs, spec)
         self._layers = list(converted_modules(self._model).values())
         self._counts = steps_of(self._model)
         graph, grads = torch.cuda.CUDAGraph(), [(p, p.grad) for p in self._model.parameters()]
+        STEP.is_graphed = True
         try:
             with (
                 masks_of_captures(self._model),
@@ -164,6 +165,8 @@ class GraphedStep:
                 f"its capture failed: {' '.join(str(error.__context__ or error).splitlines()[:2])}"
             )
             return
+        finally:
+            STEP.is_graphed = False
         self._graph, self._captured = graph, self._facts()
         torch_compat.reset_before_groups_end(self)
 

@@ -234,6 +234,9 @@ class TrainingSteps:
 
         layer:  has begun the pass.
         """
+        is_part = layer is not None and self.model is not None
+        if is_part and STEP.is_captured and not STEP.is_graphed:
+            return  # a capture of a part of the model, whose calls count
         if layer is not None and not self.is_by_hand:
             follow_schedules(self, self.number, layer)  # raises before anything changes
         self.by_pieces, self.has_run = layer is not None, True

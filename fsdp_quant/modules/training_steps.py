@@ -96,7 +96,7 @@ def note_traced(layer: Layer, plan: GemmPlan, device: torch.device) -> None:
     if STEP.calls or STEP.counted_by_hand:  # calls: of a model that is traced as a whole
         return
     steps = layer.runtime.steps
-    if steps is None or (layer.runtime.leads and steps.is_counting and not steps.has_root):
+    if steps is None or (steps.is_counting and layer.runtime.leads and not steps.has_root):
         if _may_count(steps is not None, plan.needs_steps) and steps is not None:
             steps.begin_in_graph(device)
 
