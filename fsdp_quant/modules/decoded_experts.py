@@ -27,7 +27,7 @@ from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .bad_splits import bad_splits_flag
-from .operands import buffers_of, given_storage, refuse_codes, slot_storages
+from .operands import buffers_of, given_storage, refuse_codes, slot_operands
 from .plan import PRODUCTS, GemmPlan
 
 
@@ -105,7 +105,7 @@ def _encoded(
     plan: GemmPlan, slot: str, x: Tensor, direction: Direction, groups: TokenGroups
 ) -> EncodedMatrix:
     x = spread(x, groups) if direction is COLUMNWISE else x
-    return slot_storages(plan, slot, x, [direction], None, ())[0][direction]
+    return slot_operands(plan, slot, x, [direction], None, {}).take(direction)
 
 
 def _values(

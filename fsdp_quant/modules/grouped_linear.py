@@ -412,7 +412,7 @@ class GroupedLinear(HasWeight):
         # all calls say the same where no expert has histories or random bits of its own
         own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
-            layer.call(rows, weight, bias, plan, grad, grad)
+            layer.call(rows, weight, bias, plan)
             for layer, (weight, bias) in zip(layers if own else layers[: len(held)], cycle(held))
         ]
         on_host = not isinstance(sizes, Tensor)
@@ -422,7 +422,7 @@ class GroupedLinear(HasWeight):
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
         states, state = [layer.runtime.weight_state for layer in layers], ExpertsState.of(calls)
-        of, guard = ExpertWeights(weights, states, calls[0].records), calls[0].guard
+        of, guard = ExpertWeights(weights, states, bool(calls[0].histories[1])), calls[0].guard
         return GroupedLinearCall.apply(
             rows, ends, of, plan, guard, save, self._tag, state, *weights, *biases
         )

@@ -33,20 +33,22 @@ from ..ops import native
 from ..ops.capability import ARCHITECTURES, arch_of
 from ..ops.layout import COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
+from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import decoded_experts
 from .bad_splits import bad_splits_flag
+from .call import Call
 from .decoded_experts import count_product, group_of, spread
 from .expert_weights import TwoLevelCodes, grouped_operand, read_as
-from .linear_definition import LinearCall, refuse_second_derivative
 from .operands import (
     given_storage,
     lies_transposed,
     refuse_codes,
 )
 from .plan import PRODUCTS, GemmPlan, Product
+from .program import REFUSED
 
 
 def unsupported_reason(
@@ -292,7 +294,7 @@ class ExpertsState(NamedTuple):
     ids: Sequence[Tensor] = ()
 
     @staticmethod
-    def of(calls: Sequence[LinearCall]) -> ExpertsState:
+    def of(calls: Sequence[Call]) -> ExpertsState:
         """Combine the state of each expert's call."""
 
         def interleaved(of: Iterable[Sequence[Tensor]]) -> list[Tensor]:
@@ -301,12 +303,12 @@ class ExpertsState(NamedTuple):
         first = calls[0]
         keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
         return ExpertsState(
-            interleaved(call.factors for call in calls),
-            interleaved(call.histories for call in calls),
-            interleaved(call.grad_factors for call in calls),
-            interleaved(call.grad_histories for call in calls),
+            interleaved(call.factors[0] for call in calls),
+            interleaved(call.histories[0] for call in calls),
+            interleaved(call.factors[2] for call in calls),
+            interleaved(call.histories[2] for call in calls),
             first.step,
-            [call.ids for call in calls] if keyed else [],
+            [known(call.ids, "ids") for call in calls] if keyed else [],
         )
 
 
@@ -370,7 +372,7 @@ class GroupedLinearCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
-            refuse_second_derivative(ctx)
+            raise NotImplementedError(REFUSED)
         groups, needs, tensors = ctx.groups, ctx.needs_input_grad, ctx.saved_tensors
         first = len(needs) - len(ctx.dtypes)
         need_x, need_w, need_b = (

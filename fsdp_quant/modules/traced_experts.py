@@ -28,18 +28,19 @@ from ..ops import native, opaque
 from ..ops.capability import arch_of
 from ..ops.native import Operand, TokenGroups
 from ..roles import QUANTIZED_TYPES as SLOTS
+from ..roles import slot_ids
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
-from . import decoded_experts
+from . import decoded_experts, program
 from .bad_splits import bad_splits_flag
+from .call import Call
 from .decoded_experts import group_of
 from .expert_weights import operand_of_codes, packed_operand, read_as, shown_codes
 from .grouped_op import bias_gradients, unsupported_reason
-from .linear_definition import LinearCall, multiply, multiply_backward
-from .operands import buffers_of, slot_ids
+from .operands import buffers_of
 from .plan import GemmPlan, plan_of
 
 _NO_MODULE = 0  # the tag of wrong splits: one graph serves several layers
@@ -215,7 +216,8 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
         call = _call(plan, x.device, save, seen)
         biases = [None] * len(matrices) if bias is None else bias
         parts = zip(_parts(x, ends), matrices, biases)
-        return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
+        outputs = [program.forward(call, part, w, b, None, False)[0] for part, w, b in parts]
+        return [torch.cat(outputs), *seen]
     plan = plan.of_groups
     weight = weights.operand(plan, ROWWISE, x.dtype)
     if plan.decodes_groups(arch_of(x.device)):
@@ -266,7 +268,9 @@ def _run_backward(
         call = _call(plan, dy.device, need_w, seen)
         inputs = _parts(saved[0], groups) if need_w else [None] * shape[0]
         made = [
-            multiply_backward(part, w, None, _saved(call, x) if need_w else [], call, needs)
+            program.backward(
+                call, part, x if plan.saves == "input" else None, w, _saved(call, x), needs, None
+            )
             for part, w, x in zip(_parts(dy, groups), matrices, inputs)
         ]
         dx, dw, db = zip(*made)
@@ -315,17 +319,18 @@ def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
     return x.split([end - start for start, end in zip(of, of[1:])])
 
 
-def _call(plan: GemmPlan, device: torch.device, save: bool, guard: list[Tensor]) -> LinearCall:
+def _call(plan: GemmPlan, device: torch.device, save: bool, guard: list[Tensor]) -> Call:
     ids, counts = slot_ids("").to(device), next(iter(guard), None)
-    return LinearCall(plan, None, save, False, STEP.on(device), ids, counts)
+    return Call(plan, save, STEP.on(device), ids, guard=counts, backward_guard=counts)
 
 
-def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
-    """What the backward of one expert reads of its input."""
-    if call.plan.saves == "input":
-        return [x]
-    saved = call.plan.resolved(x.dtype, x.device).saved
-    return buffers_of(call.quantize("input", x, [saved]).own[saved])
+def _saved(call: Call, x: Tensor | None) -> program.Saved:
+    """What the backward of one expert reads besides its input."""
+    buffers = []
+    if x is not None and call.plan.saves != "input":
+        saved = call.plan.resolved(x.dtype, x.device).saved
+        buffers = buffers_of(call.quantize("input", x, [saved]).take(saved))
+    return program.Saved(buffers, None, {"input": {}, "weight": {}})
 
 
 _experts = opaque.define(
