@@ -129,12 +129,13 @@ class EncodedMatrix:
         """The memory of the codes was freed (FSDP resharded) and must not be read."""
         return self.data.untyped_storage().size() == 0 and self.data.numel() > 0
 
+    @opaque.traced_as(lambda matrix, name="": matrix)
     def readable(self: _Matrix, name: str = "") -> _Matrix:
         """The matrix, for whoever reads its memory now; a graph reads it when it runs.
 
         Raises StaleWeightError if the memory was freed. name: of the weight.
         """
-        if self.is_freed and not opaque.is_tracing():
+        if self.is_freed:
             raise StaleWeightError(
                 f"{name or self.describe()}: the {self.direction.value} codes were freed: FSDP "
                 "resharded the weight or gathered the other direction only; if this block is "

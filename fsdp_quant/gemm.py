@@ -106,7 +106,6 @@ def gemm(
     torch.Size([4, 8])
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
-    tracing = opaque.is_tracing()
     a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
@@ -145,11 +144,7 @@ def gemm(
         if codes:  # an empty product
             result = _reference(a, b, epilogue)
         else:
-            compact = to_storage(a), to_storage(b)
-            if tracing and not native.is_available_for(a.data):
-                result = _recorded(*compact, epilogue, domain)
-            else:
-                result = _DOMAINS[domain](*compact, epilogue)
+            result = _decoded_product(to_storage(a), to_storage(b), epilogue, domain)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
@@ -255,10 +250,17 @@ _DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
 
 def _recorded(a: Storage, b: Storage, epilogue: Epilogue, domain: str) -> Tensor:
     """The product as one operator, which no compiler looks into (`ops.opaque`)."""
+    if native.is_available_for(a.data):
+        return _DOMAINS[domain](a, b, epilogue)
     buffers = (list(s.buffers().values()) for s in (a, b))
     what = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
     shapes, dtypes = [*a.shape, *b.shape], [a.dtype, b.dtype]
     return _product_op(*buffers, *what, shapes, *dtypes, *epilogue, domain)
+
+
+@opaque.traced_as(_recorded)
+def _decoded_product(a: Storage, b: Storage, epilogue: Epilogue, domain: str) -> Tensor:
+    return _DOMAINS[domain](a, b, epilogue)
 
 
 def _storage_over(

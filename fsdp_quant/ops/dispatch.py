@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ROWWISE, Direction, Encoding, Format
-from . import anchoring, layout, native, opaque, reference
+from ..formats import ROWWISE, Direction, Encoding, Format, ceil_div
+from . import anchoring, layout, native, opaque, reference, rng
 from .layout import (
     ANCHOR_RUNS,
     ANCHORED,
@@ -154,6 +154,126 @@ def _calls_for(
     )
 
 
+# The reference, as operators in graphs (`opaque`) #
+
+
+def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
+    """Return how many blocks of rows and of columns x [rows, cols] overlaps."""
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    b0, b1 = e.fmt.dims(e.direction)
+    return ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1
+
+
+def _fake_statistics(x: Tensor, e: Encoding, row0: int) -> list[Tensor]:
+    amax = x.new_empty(_grid(x, e, row0), dtype=torch.float32)
+    return [amax, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else [amax]
+
+
+@opaque.operator(
+    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]",
+    _fake_statistics,
+    results=2,
+)
+def _reference_statistics(
+    x: Tensor, encoding: Encoding, row0: int
+) -> tuple[Tensor | None, Tensor | None]:
+    return reference.statistics(reference.prepared(x, encoding), encoding, row0)
+
+
+def _fake_encode(x, amax, tensor_amax, key, encode_scale, e, row0) -> list[Tensor]:
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    grid = _grid(x, e, row0)
+    outputs = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
+    outputs.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
+    if e.fmt.tensor_scale and tensor_amax is None:
+        outputs.append(x.new_empty(1, dtype=torch.float32))
+    if e.fmt.scale_leaves_contraction and amax is None:
+        outputs.append(x.new_empty(grid, dtype=torch.float32))
+    return outputs
+
+
+def _encoded_results(results, x, amax, tensor_amax, key, encode_scale, e, row0) -> tuple:
+    data, scale, *computed = results
+    if e.fmt.tensor_scale and tensor_amax is None:
+        tensor_amax, *computed = computed
+    return data, scale, tensor_amax, computed[0] if computed else amax
+
+
+@opaque.operator(
+    "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str "
+    "encoding, SymInt row0) -> Tensor[]",
+    _fake_encode,
+    results=_encoded_results,
+)
+def _reference_encode(
+    x: Tensor,
+    amax: Tensor | None,
+    tensor_amax: Tensor | None,
+    key: Tensor | None,
+    encode_scale: Tensor | None,
+    encoding: Encoding,
+    row0: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the fields of `Encoded`. Statistics that are None are computed from x."""
+    x, fmt = reference.prepared(x, encoding), encoding.fmt
+    block_amax, known_amax = reference.of_all_parts(amax, fmt), amax
+    if amax is None or (fmt.tensor_scale and tensor_amax is None):
+        computed, tensor_amax_of_x = reference.statistics(x, encoding, row0)
+        tensor_amax = tensor_amax_of_x if tensor_amax is None else tensor_amax
+        if amax is None:
+            block_amax, known_amax = computed, computed if fmt.scale_leaves_contraction else None
+    if encode_scale is not None:
+        encode_scale = reference.delayed_encode_scale(
+            encode_scale, known(block_amax, "the amax"), encoding
+        )
+    codes = reference.encode(x, block_amax, tensor_amax, encoding, row0, key, encode_scale)
+    counters.add("quantize", (fmt.name, encoding.direction.value, "reference"))
+    return *codes, tensor_amax, known_amax
+
+
+@opaque.operator(
+    "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, "
+    "SymInt row0, ScalarType dtype) -> Tensor",
+    lambda data, scale, tensor_amax, e, cols, row0, dtype: data.new_empty(
+        (data.shape[0], cols), dtype=dtype
+    ),
+)
+def _reference_decode(
+    data: Tensor,
+    scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    encoding: Encoding,
+    cols: int,
+    row0: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    fmt, direction = encoding.fmt, encoding.direction
+    return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype)
+
+
+@opaque.operator("reference_column_sums(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[1]))
+def _reference_column_sums(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+@opaque.operator(
+    "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
+    lambda step, ids, slot, rows, after: step.new_empty(5),
+)
+def _reference_random_key(
+    step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None
+) -> Tensor:
+    return rng.key_of(step, ids[slot], rows)
+
+
+def _record_by_torch(amaxes: Tensor, amax: Tensor) -> None:
+    amax = amax.detach().reshape(())
+    amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+
+
+# Dispatch #
+
+
 def _as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
@@ -169,13 +289,10 @@ def statistics(
         made = native.statistics(values, [encodings[i] for i in by_kernel], row0, round_to_bf16)
         results = {i: Statistics(*m) for i, m in zip(by_kernel, made)}
     for i in rest:
-        e = encodings[i]
-        if opaque.is_tracing() and e.fmt.is_quantized:
-            results[i] = Statistics(*opaque.statistics(_as(x, dtype), e, row0))
-        else:
-            results[i] = Statistics(
-                *reference.statistics(reference.prepared(_as(x, dtype), e), e, row0)
-            )
+        amaxes = (None, None)
+        if encodings[i].fmt.is_quantized:
+            amaxes = _reference_statistics(_as(x, dtype), encodings[i], row0)
+        results[i] = Statistics(*amaxes)
     return [results[i] for i in range(len(encodings))]
 
 
@@ -239,23 +356,17 @@ def encode(
                 data, scale, tensor_amax = buffers
                 results[i] = Encoded(data, scale, tensor_amax, amax, layout_of)
     for i in rest:
-        e, key, encode_scale = encodings[i], keys[i], encode_scales[i]
-        if opaque.is_tracing() and e.fmt.is_quantized:
-            amax, tensor_amax = stats[i] or (None, None)
+        values = _as(x, dtype)
+        if encodings[i].fmt.is_quantized:
+            amaxes = stats[i] or (None, None)
             results[i] = Encoded(
-                *opaque.encode(_as(x, dtype), e, amax, tensor_amax, row0, key, encode_scale)
+                *_reference_encode(values, *amaxes, keys[i], encode_scales[i], encodings[i], row0)
             )
-            continue
-        prepared = reference.prepared(_as(x, dtype), e)
-        amax, tensor_amax = stats[i] or reference.statistics(prepared, e, row0)
-        if encode_scale is not None:
-            encode_scale = reference.delayed_encode_scale(encode_scale, known(amax, "the amax"), e)
-        data, scale = reference.encode(prepared, amax, tensor_amax, e, row0, key, encode_scale)
-        results[i] = Encoded(data, scale, tensor_amax, amax)
-    for i, e in enumerate(encodings):
-        if e.fmt.is_quantized:
-            by = "native" if i in by_kernel else "reference"
-            counters.add("quantize", (e.fmt.name, e.direction.value, by))
+        else:
+            results[i] = Encoded(values.contiguous(), None, None, None)
+    for i in by_kernel:
+        e = encodings[i]
+        counters.add("quantize", (e.fmt.name, e.direction.value, "native"))
     return [results[i] for i in range(len(encodings))]
 
 
@@ -384,11 +495,10 @@ def decode(
         return native.dequantize(
             data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32
         )
-    if opaque.is_tracing() and fmt.is_quantized:
-        return opaque.decode(
-            data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32
-        )
-    return _as(reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0), dtype)
+    if not fmt.is_quantized:
+        return _as(data, dtype)
+    encoding = Encoding(fmt, direction)
+    return _reference_decode(data, scale, tensor_amax, encoding, cols, row0, dtype or torch.float32)
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
@@ -407,7 +517,7 @@ def column_sums(x: Tensor) -> Tensor:
     """
     if x.dtype is torch.bfloat16 and x.numel() and native.is_available_for(x):
         return native.column_sums(x)
-    return opaque.column_sums(x) if opaque.is_tracing() else x.sum(0)
+    return _reference_column_sums(x)
 
 
 # Scalars of a step #
@@ -424,20 +534,16 @@ def random_key(
     """
     if native.is_available_for(step):
         return native.random_key(step, ids, slot, rows, after)
-    return (opaque.random_key if opaque.is_tracing() else opaque.key_of)(
-        step, ids, slot, rows, after
-    )
+    return _reference_random_key(step, ids, slot, rows, after)
 
 
+@opaque.traced_as(_record_by_torch)  # a compiler fuses it into other work
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
-    amax = amax.detach().reshape(())
-    if (
-        native.is_available_for(amaxes) and not opaque.is_tracing()
-    ):  # a compiler fuses it into other work
-        native.record_amax(amaxes, amax)
+    if native.is_available_for(amaxes):
+        native.record_amax(amaxes, amax.detach().reshape(()))
     else:
-        amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+        _record_by_torch(amaxes, amax)
 
 
 # GEMM layouts #

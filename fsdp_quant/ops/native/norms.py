@@ -15,10 +15,15 @@ _ops = torch.ops.fsdp_quant
 WIDEST_NORM = 16384
 
 
+def _offset(x: Tensor) -> int | torch.SymInt:
+    """Return the offset in the storage in bytes: allocators align the storage."""
+    return x.storage_offset() * x.element_size()
+
+
+@opaque.traced_as(_offset)
 def _begins_at(x: Tensor) -> int | torch.SymInt:
-    """Return the address of the first byte. While a graph is traced, return the offset in the
-    storage, which allocators align."""
-    return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
+    """Return the address of the first byte. While a graph is traced, return the offset."""
+    return x.data_ptr()
 
 
 def _aligned(x: Tensor | None) -> Tensor | None:
