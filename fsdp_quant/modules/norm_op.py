@@ -47,8 +47,8 @@ class _Normalize(torch.autograd.Function):
         x, weight, bias, rstd, mean = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of this is wanted: that of the definition
             y, needs = norm.reference_norm(x, weight, bias, ctx.spec)[0], ctx.needs_input_grad[:3]
-            wanted = [t for t, needed in zip((x, weight, bias), needs) if needed]
-            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            inputs = [t for t, needed in zip((x, weight, bias), needs) if needed]
+            grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
             dx, dweight, dbias = (next(grads) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():

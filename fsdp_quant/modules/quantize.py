@@ -174,11 +174,11 @@ class Quantize(nn.Module):
     def __init__(self, recipe: Recipe | str, name: str | None = None):
         name = own_name(name, "quantize")
         super().__init__()
-        its = as_recipe(recipe, name, Recipe)
-        sides = boundaries(its, name, "quantize")
+        recipe = as_recipe(recipe, name, Recipe)
+        sides = boundaries(recipe, name, "quantize")
         if sides is None:
             raise ValueError(
-                f"{name}: {its} has neither an output nor a grad_input; give fq.Quantize "
+                f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize "
                 "a fq.CustomRecipe that answers them"
             )
         self._sides, self._ids = sides, BoundaryIds(name)

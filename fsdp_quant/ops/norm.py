@@ -94,9 +94,14 @@ def _has_kernel(x: Tensor, *others: Tensor | None, widest: int | None = None) ->
 def runs_whole(*tensors: Tensor | None) -> bool:
     """A kernel accepts these tensors without a copy: plain, contiguous, of one shape and aligned to
     16 bytes."""
-    g, *others = given = [t for t in tensors if t is not None]
-    whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given)
-    return all(t.shape == g.shape for t in others) and _has_kernel(g, *others) and whole
+    g, *others = [t for t in tensors if t is not None]
+    return (
+        all(t.shape == g.shape for t in others)
+        and _has_kernel(g, *others)
+        and all(
+            type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (g, *others)
+        )
+    )
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
@@ -251,11 +256,16 @@ def reference_norm_backward(
     rows = (*x.shape[:-1], 1)
     if spec.centred:
         values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
-        of_row = torch.float32 if x.is_cuda else gamma.dtype  # dtype of torch's statistics
-        given = dy.to(values.dtype), values, x.shape[-1:]
-        statistics = (t.view(rows).to(of_row) for t in (mean, rstd))
+        dtype = torch.float32 if x.is_cuda else gamma.dtype  # of torch's statistics
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            *given, *statistics, gamma, beta, [True, True, bias is not None]
+            dy.to(values.dtype),
+            values,
+            x.shape[-1:],
+            mean.view(rows).to(dtype),
+            rstd.view(rows).to(dtype),
+            gamma,
+            beta,
+            [True, True, bias is not None],
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)

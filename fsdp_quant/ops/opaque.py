@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import Direction, Encoding, Format, format_of
+from ..formats import ELEMENTS, Direction, Encoding, Format, ceil_div
+from . import reference, rng
 
 _THREAD = threading.local()
 _Function = TypeVar("_Function", bound=Callable)
@@ -82,16 +83,14 @@ def _chosen(in_graph: Callable, asks: Callable[[], bool], eager: _Function) -> _
 
 @functools.cache
 def format_text(fmt: Format) -> str:
-    fields = {f: getattr(fmt, f) for f in fmt.__dataclass_fields__ if f != "element"}
-    return json.dumps(fields | {"element": fmt.element.name, "name": fmt.name})
+    return json.dumps(fmt.facts())
 
 
 @functools.cache
 def format_from(text: str) -> Format:
     fields = json.loads(text)
-    base = format_of("identity", element=fields.pop("element"))
-    fields["block"] = tuple(fields["block"])
-    return Format(element=base.element, **fields)
+    fields["element"], fields["block"] = ELEMENTS[fields["element"]], tuple(fields["block"])
+    return Format(**fields)
 
 
 @functools.cache
@@ -168,3 +167,112 @@ def operator(
         return _chosen(record, is_tracing, run)
 
     return decorate
+
+
+# The reference #
+
+
+def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
+    """Return how many blocks of rows and of columns x [rows, cols] overlaps."""
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    b0, b1 = e.fmt.dims(e.direction)
+    return ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1
+
+
+def _fake_statistics(x: Tensor, e: Encoding, row0: int) -> list[Tensor]:
+    amax = x.new_empty(_grid(x, e, row0), dtype=torch.float32)
+    return [amax, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else [amax]
+
+
+@operator(
+    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]",
+    _fake_statistics,
+    results=2,
+)
+def statistics(x: Tensor, encoding: Encoding, row0: int) -> tuple[Tensor | None, Tensor | None]:
+    return reference.statistics(reference.prepared(x, encoding), encoding, row0)
+
+
+def _fake_encode(x, amax, tensor_amax, key, encode_scale, e, row0) -> list[Tensor]:
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    grid = _grid(x, e, row0)
+    outputs = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
+    outputs.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
+    if e.fmt.tensor_scale and tensor_amax is None:
+        outputs.append(x.new_empty(1, dtype=torch.float32))
+    if e.fmt.scale_leaves_contraction and amax is None:
+        outputs.append(x.new_empty(grid, dtype=torch.float32))
+    return outputs
+
+
+def _encoded_results(results, x, amax, tensor_amax, key, encode_scale, e, row0) -> tuple:
+    data, scale, *computed = results
+    if e.fmt.tensor_scale and tensor_amax is None:
+        tensor_amax, *computed = computed
+    return data, scale, tensor_amax, computed[0] if computed else amax
+
+
+@operator(
+    "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str "
+    "encoding, SymInt row0) -> Tensor[]",
+    _fake_encode,
+    results=_encoded_results,
+)
+def encode(
+    x: Tensor,
+    amax: Tensor | None,
+    tensor_amax: Tensor | None,
+    key: Tensor | None,
+    encode_scale: Tensor | None,
+    encoding: Encoding,
+    row0: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the fields of `dispatch.Encoded`, compact. Statistics that are None are computed from
+    x."""
+    x, fmt = reference.prepared(x, encoding), encoding.fmt
+    block_amax, known_amax = reference.of_all_parts(amax, fmt), amax
+    if amax is None or (fmt.tensor_scale and tensor_amax is None):
+        computed, tensor_amax_of_x = reference.statistics(x, encoding, row0)
+        tensor_amax = tensor_amax_of_x if tensor_amax is None else tensor_amax
+        if amax is None:
+            block_amax, known_amax = computed, computed if fmt.scale_leaves_contraction else None
+    if encode_scale is not None:
+        encode_scale = reference.delayed_encode_scale(
+            encode_scale, reference.known(block_amax, "the amax"), encoding
+        )
+    codes = reference.encode(x, block_amax, tensor_amax, encoding, row0, key, encode_scale)
+    counters.add("quantize", (fmt.name, encoding.direction.value, "reference"))
+    return *codes, tensor_amax, known_amax
+
+
+@operator(
+    "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, "
+    "SymInt row0, ScalarType dtype) -> Tensor",
+    lambda data, scale, tensor_amax, e, cols, row0, dtype: data.new_empty(
+        (data.shape[0], cols), dtype=dtype
+    ),
+)
+def decode(
+    data: Tensor,
+    scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    encoding: Encoding,
+    cols: int,
+    row0: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    fmt, direction = encoding.fmt, encoding.direction
+    return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype)
+
+
+@operator("reference_column_sums(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[1]))
+def column_sums(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+@operator(
+    "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
+    lambda step, ids, slot, rows, after: step.new_empty(5),
+)
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None) -> Tensor:
+    return rng.key_of(step, ids[slot], rows)

@@ -99,8 +99,7 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *spec: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, rstd, mean, and the amax of y. spec: the fields of `ops.norm.NormSpec`."""
-    given = _aligned(x.contiguous()), _line(weight), _line(bias)
-    y, amax, rstd, mean = _ops.norm(*given, *spec)
+    y, amax, rstd, mean = _ops.norm(_aligned(x.contiguous()), _line(weight), _line(bias), *spec)
     return y, rstd, mean, amax
 
 
@@ -116,8 +115,18 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return dx, dweight, dbias, and the amax of dx."""
-    given = [t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)]
+    dy_rows, x_rows, residual_rows = (
+        None if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)
+    )
     dx, amax, dweight, dbias = _ops.norm_backward(
-        *given[:2], _line(weight), given[2], rstd, mean, zero_centered, rounds_first, has_bias
+        dy_rows,
+        x_rows,
+        _line(weight),
+        residual_rows,
+        rstd,
+        mean,
+        zero_centered,
+        rounds_first,
+        has_bias,
     )
     return dx, dweight, dbias if has_bias else None, amax
