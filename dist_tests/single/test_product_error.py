@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_tests import laws
-from fsdp_quant.ops.product_error import product_error
+from dist_tests.product_error import product_error
 from fsdp_quant.encoded_matrix import EncodedMatrix
 from fsdp_quant.formats import E4M3, E5M2, ROWWISE, Encoding, Format, anchored_format, format_of
 from fsdp_quant.ops import reference
