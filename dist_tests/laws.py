@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dist_tests.product_error import product_error
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, ROWWISE, Format, format_of
 from fsdp_quant.ops import native, rng
@@ -22,7 +23,6 @@ from fsdp_quant.ops.capability import (
     unsupported_reason,
 )
 from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS_OF_BOTH, NATIVE, SPREAD, operand_format
-from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage, to_layout
 
@@ -248,7 +248,7 @@ class Travelled(torch.autograd.Function):
 def assert_lost_rows_are_counted(
     quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
 ) -> None:
-    """`ops.product_error` fires on products by one exponent per tensor whose rows lost a
+    """`product_error` fires on products by one exponent per tensor whose rows lost a
     tenth of their formats' error, and on none that lost a hundredth.
 
     Half of the rows of x [shape] are 2^-power of the others, for powers to 15; w has x's shape.

@@ -22,7 +22,7 @@ FLOORS = (
     ("options",),
     ("formats", "counters"),
     ("ops",),
-    ("scaling", "encoded_matrix", "gemm_operand", "storage"),
+    ("scaling", "encoded_matrix", "storage"),
     ("gemm",),
     ("tensor",),
     ("quantizer",),

@@ -13,7 +13,7 @@ import torch
 
 from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
-from fsdp_quant import gemm_operand
+from fsdp_quant import encoded_matrix
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import dispatch, gemm_layout, layout
@@ -35,7 +35,7 @@ def rows_mix(storage: Storage) -> bool:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Let every device be of this architecture."""
-    for module in (storage_module, gemm_operand):
+    for module in (storage_module, encoded_matrix):
         monkeypatch.setattr(module, "arch_of", lambda device: arch)
 
 

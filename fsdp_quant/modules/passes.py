@@ -293,7 +293,7 @@ class TrainingSteps:
             return
         step, is_open = self.counts_on(device).split(1)
         for histories in self.alike:
-            for target, values in AmaxHistory.advanced_alike(histories, kept=is_open == 0):
+            for target, values in AmaxHistory.advanced_group(histories, unchanged=is_open == 0):
                 target.copy_(values)
         STEP.show_in_graph(device, step)
         step.add_(1)

@@ -121,7 +121,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     every = {key: h for key, h in every.items() if key in rolls}
     if is_part:
         every |= {id(h): h for of in steps.alike for h in of}
-    steps.alike = AmaxHistory.alike(every.values())
+    steps.alike = AmaxHistory.by_scaling(every.values())
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..gemm_operand import GemmOperand
 from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
@@ -362,7 +362,7 @@ class _Operands:
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
         self.unread: list[Tensor | None] = [None] * len(members)
         self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
-        self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
+        self._derived: list[tuple[int, Direction, Storage, EncodedMatrix]] = []
         self._is_recorded = {d: True for d in Direction}
         every = (b for m in members for b in (*m.buffers.values(), m.derived))
         buffers = [b for b in every if b is not None]
@@ -413,7 +413,7 @@ class _Operands:
         return calls
 
 
-def _rewrite(source: Storage, target: GemmOperand) -> None:
+def _rewrite(source: Storage, target: EncodedMatrix) -> None:
     """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
     fresh = source.to_gemm_operand(target.layout).buffers()
     torch_compat.copy_all(
@@ -421,7 +421,7 @@ def _rewrite(source: Storage, target: GemmOperand) -> None:
     )
 
 
-def _own_buffers(operand: GemmOperand, codes: Storage) -> list[Tensor]:
+def _own_buffers(operand: EncodedMatrix, codes: Storage) -> list[Tensor]:
     """Buffers of `operand` that are not the memory of `codes`."""
     shared = {t.data_ptr() for t in codes.buffers().values()}
     return [t for t in operand.buffers().values() if t.data_ptr() not in shared]

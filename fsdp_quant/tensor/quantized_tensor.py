@@ -108,7 +108,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def rowwise(self) -> EncodedMatrix | None:
-        """What forwards multiply: a `Storage`, a `GemmOperand` of a frozen weight, or None."""
+        """What forwards multiply: a `Storage`, a GEMM operand of a frozen weight, or None."""
         return self._pair.rowwise
 
     @property

@@ -242,7 +242,7 @@ class Collective:
         for fragment, (state, _) in zip(self._crossing, self._of):
             weight = by_state[id(state)]
             fragment.values = values_of(weight.local).to(weight.device)
-            fragment.found = _found(weight)
+            fragment.known_amaxes = _found(weight)
         for shared in self._shared:
             if not shared.replay(self._crossing, torch_compat.copy_all):
                 return False
@@ -255,7 +255,9 @@ class Collective:
         # the next group starts from the results of this one
         if len(self._groups) > 1:
             for fragment, own in zip(self._crossing, shared.results):
-                fragment.found = tuple(s or t for s, t in zip(own, fragment.found or own))
+                fragment.known_amaxes = tuple(
+                    s or t for s, t in zip(own, fragment.known_amaxes or own)
+                )
 
     def _hand_over(self, weights: Sequence[Sharded]) -> None:
         by_state: dict[WeightState, dict] = {weight.state: {} for weight in weights}

@@ -79,7 +79,7 @@ def grouped_step(
                          (`random_key`).
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
-    y, tables, *kept = _ops.grouped_step(
+    y, tables, *saved = _ops.grouped_step(
         rows_of(x),
         ends,
         weight.data,
@@ -95,7 +95,7 @@ def grouped_step(
         step,
         ids,
     )
-    return y, TokenGroups(tables, len(ends)), kept
+    return y, TokenGroups(tables, len(ends)), saved
 
 
 def grouped_step_backward(
