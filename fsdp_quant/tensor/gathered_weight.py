@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..encoded_matrix import BUFFERS
@@ -110,19 +109,6 @@ class DirectionBuffers:
             torch_compat.free_storage(tensor)
 
 
-class GatherPass(NamedTuple):
-    """The gather of one weight for the directions that a pass multiplies.
-
-    directions:  directions that are encoded and sent.
-    outputs:     all-gather outputs, in the order of the inputs.
-    inner_tensors: other buffers of the storages, freed with the outputs.
-    """
-
-    directions: tuple[Direction, ...]
-    outputs: list[Tensor]
-    inner_tensors: list[Tensor]
-
-
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
     """Bytes of the gathered output of one direction's buffers, on every rank."""
     return sum(world_size * b.rows * b.row_bytes for b in buffers)
@@ -157,10 +143,9 @@ class GatheredWeight:
         self.derived = None
         if self.quantizer.is_derived and not self.quantizer.decodes_columnwise:
             self.derived = self._allocate_derived()
-        self.passes = self._passes()
         self.records = True  # amaxes: a backward may follow the forward that gathers
         self.group: Any = None  # gather_group.GatherGroup
-        self.laid_out_for: Any = None  # the `reader` of the group's operands
+        self.operand_layouts: dict[Direction, str] = {}  # `layouts` of the group's operands
         # set by the group's gather until FSDP2 asks for them
         self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
         self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
@@ -184,16 +169,10 @@ class GatheredWeight:
             self.pair = StoragePair(owner=state, groups=self.pairs, shown=shown)
 
     @property
-    def activation_dtype(self) -> torch.dtype | None:
-        """The dtype of the activations that it multiplies: of the last eager forward; before one,
-        of a parameter that autocast leaves as it is. None: not known."""
-        of_parameter = None if self.dtype is torch.float32 else self.dtype
-        return self.state.activation_dtype or of_parameter
-
-    @property
-    def reader(self) -> tuple[torch.dtype | None, Any]:
-        """What decides `layouts`: the dtype of the activations, and the plan."""
-        return self.activation_dtype, self.state.plan
+    def knows_activation_dtype(self) -> bool:
+        """An eager forward has multiplied activations, or autocast leaves the parameter's dtype as
+        it is."""
+        return self.state.activation_dtype is not None or self.dtype is not torch.float32
 
     @property
     def layouts(self) -> dict[Direction, str]:
@@ -276,18 +255,12 @@ class GatheredWeight:
         buffers.free()
         return buffers
 
-    def _passes(self) -> dict[frozenset[Direction], GatherPass]:
-        """By the directions that a pass multiplies."""
-        passes = {}
-        for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
-            directions = gathered_directions(self.quantizer, needs)
-            chosen = [self.buffers[d] for d in directions]
-            if self.derived is not None and COLUMNWISE in needs:
-                chosen.append(self.derived)
-            outputs = [t for b in chosen for t in b.outputs]
-            inner = [t for b in chosen for t in b.inner_tensors.values()]
-            passes[needs] = GatherPass(directions, outputs, inner)
-        return passes
+    def filled_buffers(self, needs: frozenset[Direction]) -> list[DirectionBuffers]:
+        """The buffers that a gather for these directions fills."""
+        buffers = [self.buffers[d] for d in gathered_directions(self.quantizer, needs)]
+        if self.derived is not None and COLUMNWISE in needs:
+            buffers.append(self.derived)
+        return buffers
 
     # The two halves of a gather #
 
@@ -311,25 +284,21 @@ class GatheredWeight:
         known = ((p, shared.get((p.state.name, direction))) for p in pieces)
         return [Shard(p, direction, self.dtype, of, None, self.records) for p, of in known]
 
-    def rows_sent(self, direction: Direction, encoded: Sequence[Encoded]) -> list[Tensor]:
-        """uint8 [rows, bytes] of every wire buffer; encoded: codes of each matrix with rows on this
-        rank."""
-        sent = []
-        for buffer in self.wire[direction]:
-            fields = [getattr(e, buffer.name) for e in encoded]
-            rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
-            missing = buffer.rows - rows.shape[0]
-            sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
-        return sent
+    def rows_sent(
+        self, buffer: WireBuffer, encoded: Sequence[Encoded]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """uint8 [rows, bytes] of a wire buffer, a view of the codes where their memory allows it;
+        and the (target, source) copies that fill it otherwise.
 
-    def copies_of_rows(
-        self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from
-        `rows_sent`."""
-        each = [_as_bytes([field], buffer.row_bytes, self.managed.device) for field in fields]
-        sizes = list(map(len, each))
-        return list(zip(rows[: sum(sizes)].split(sizes), each))
+        encoded:  codes of each matrix with rows on this rank.
+        """
+        fields = [_as_bytes(getattr(e, buffer.name), buffer.row_bytes) for e in encoded]
+        rows = adjoining(fields) if fields else None
+        if rows is not None and len(rows) == buffer.rows:
+            return rows, []
+        shape, device = (buffer.rows, buffer.row_bytes), self.managed.device
+        rows, sizes = torch.zeros(shape, dtype=torch.uint8, device=device), list(map(len, fields))
+        return rows, list(zip(rows[: sum(sizes)].split(sizes), fields))
 
     def replicated(
         self, direction: Direction, encoded: Sequence[Encoded]
@@ -339,12 +308,12 @@ class GatheredWeight:
         return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
     def unpack(
-        self, chosen: GatherPass, metadata: dict[tuple[Direction, str], Tensor]
+        self, directions: tuple[Direction, ...], metadata: dict[tuple[Direction, str], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
         blocks in order, and what `metadata` brings."""
         copies = []
-        for direction in chosen.directions:
+        for direction in directions:
             buffers = self.buffers[direction]
             for name, target in buffers.inner_tensors.items():
                 if name in buffers.halo:
@@ -381,14 +350,8 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
-def _as_bytes(tensors: list[Tensor], row_bytes: int, device: torch.device) -> Tensor:
-    """A rank's rows of each matrix as uint8 [rows, row_bytes]; views if their memory allows it."""
-    if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
-        return whole.view(torch.uint8).view(-1, row_bytes)
-    if len(tensors) != 1:
-        empty = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
-        return torch.cat([empty, *(_as_bytes([t], row_bytes, device) for t in tensors)])
-    (rows,) = tensors
+def _as_bytes(rows: Tensor, row_bytes: int) -> Tensor:
+    """A matrix's rows as uint8 [rows, row_bytes]; a view if they are contiguous."""
     if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
         return rows
     return rows.contiguous().view(torch.uint8).reshape(rows.shape[0], row_bytes)
