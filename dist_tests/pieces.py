@@ -255,7 +255,7 @@ def cast_of_one_rank(
 
 def left_by(sync: WeightSync) -> dict[str, Tensor]:
     """Everything that a cast writes."""
-    found = {f"segment {c.served}": c.own for c in sync._channels}
+    found = {f"segment {c.served}": c.segment for c in sync._channels}
     for w in sync._weights:
         for d, side in w.staged.items():
             found |= {

@@ -39,13 +39,10 @@ from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
 from .gathered_weight import GatheredWeight, gathered_directions, gathered_size
+from .torch_compat import RECOMPUTED_IN_GRAPHS
 from .weight_state import Shard, encode_shards, held, values_of
 
 _T = TypeVar("_T")
-
-# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
-# graph, so it cannot name them.
-RECOMPUTED_IN_GRAPHS: set = set()
 
 
 class GatherGroup:
@@ -156,9 +153,7 @@ class GatherPlan:
                 size = gathered_size(member.wire[d], member.managed.world_size)
                 self.sizes[d.value, member.quantizer.encodings[d].fmt.name] += size
         self._relayouts = operands.relayouts(needs)
-        self._deriving = [
-            m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
-        ]
+        self._derives = [m for m, n in zip(members, needs) if COLUMNWISE in n]
         # columnwise codes that the backward reads only in another layout
         self._unread = [
             (m, t)
@@ -168,7 +163,7 @@ class GatherPlan:
         self._unpacked = [
             i
             for i, (m, directions) in enumerate(zip(members, self._directions))
-            if m.managed.world_size == 1 or any(m.buffers[d].inner_tensors for d in directions)
+            if m.has_unpacked(directions)
         ]
         self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
         self._recorded: _Sent | None = None
@@ -271,7 +266,7 @@ class GatherPlan:
             self._metadata = [{} for _ in self.members]
         if self._recorded is not None:
             self._recorded.free()
-        for member in self._deriving:
+        for member in self._derives:
             member.derive()
         for relayout in self._relayouts:
             relayout()

@@ -20,7 +20,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
-from .weight_state import Shard, WeightState, values_of
+from .weight_state import Shard, WeightQuantizer, WeightState, values_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DirectionBuffers:
     halo:       (gathered rows, index of each logical row) of buffers that the post hook re-indexes;
                 the index is never freed.
     storages:   of each matrix, over all of these.
-    whole:      the buffers that they view, by field of `Storage`: concatenated matrices.
+    concatenated: the buffers of all matrices that they view, by field of `Storage`.
     """
 
     outputs: list[Tensor]
@@ -98,7 +98,7 @@ class DirectionBuffers:
     replicated: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
-    whole: dict[str, Tensor]
+    concatenated: dict[str, Tensor]
 
     def alloc(self) -> None:
         for tensor in (*self.outputs, *self.inner_tensors.values()):
@@ -114,7 +114,9 @@ def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
     return sum(world_size * b.rows * b.row_bytes for b in buffers)
 
 
-def gathered_directions(quantizer: Any, needs: frozenset[Direction]) -> tuple[Direction, ...]:
+def gathered_directions(
+    quantizer: WeightQuantizer, needs: frozenset[Direction]
+) -> tuple[Direction, ...]:
     """Encodings to gather for the directions that a pass multiplies; the rowwise one if a direction
     is not encoded itself."""
     return tuple(
@@ -164,8 +166,11 @@ class GatheredWeight:
             matrix.managed, matrix.gathered = managed, self
         self.pair = self.pairs[0]
         if state.packed:
-            buffers = ((d, *one) for d, of in self.buffers.items() for one in of.whole.items())
-            shown = {f"{d.value}_{name}": t for d, name, t in buffers}
+            shown = {
+                f"{d.value}_{name}": t
+                for d, buffers in self.buffers.items()
+                for name, t in buffers.concatenated.items()
+            }
             self.pair = StoragePair(owner=state, groups=self.pairs, shown=shown)
 
     @property
@@ -219,14 +224,16 @@ class GatheredWeight:
             else:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
                 replicated.pop(buffer.name, None)
-        found = inner | replicated | fields
-        whole: dict[str, Tensor] = {name: found[name] for name in BUFFERS if name in found}
-        of_each = [
-            (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
-            for t in whole.values()
-        ]
-        storages = [Storage.over(of, fmt, direction, shape, self.dtype) for of in zip(*of_each)]
-        buffers = DirectionBuffers(outputs, inner, replicated, halo, storages, whole)
+        fields |= inner | replicated
+        concatenated: dict[str, Tensor] = {name: fields[name] for name in BUFFERS if name in fields}
+        of_matrices = zip(
+            *(
+                (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
+                for t in concatenated.values()
+            )
+        )
+        storages = [Storage.over(b, fmt, direction, shape, self.dtype) for b in of_matrices]
+        buffers = DirectionBuffers(outputs, inner, replicated, halo, storages, concatenated)
         buffers.free()
         return buffers
 
@@ -247,7 +254,8 @@ class GatheredWeight:
             shape = len(self.matrices), self.rows, self.cols
             like = torch.zeros(shape, dtype=self.dtype, device=self.managed.device)
             # an identity storage is a view
-            storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
+            side = self.quantizer.side(COLUMNWISE)
+            storages = [side.storage(matrix.clone(), COLUMNWISE) for matrix in like]
         inner = {
             f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()
         }
@@ -281,8 +289,11 @@ class GatheredWeight:
         values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
         pieces = self.state.pieces(values, self.cuts, self.managed.rank)
-        known = ((p, shared.get((p.state.name, direction))) for p in pieces)
-        return [Shard(p, direction, self.dtype, of, None, self.records) for p, of in known]
+        statistics = (shared.get((p.state.name, direction)) for p in pieces)
+        return [
+            Shard(p, direction, self.dtype, s, None, self.records)
+            for p, s in zip(pieces, statistics)
+        ]
 
     def rows_sent(
         self, buffer: WireBuffer, encoded: Sequence[Encoded]
@@ -307,6 +318,12 @@ class GatheredWeight:
         buffers = self.buffers[direction].replicated.items()
         return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
+    def has_unpacked(self, directions: tuple[Direction, ...]) -> bool:
+        """NCCL does not fill all buffers of these directions (`unpack`)."""
+        return self.managed.world_size == 1 or any(
+            self.buffers[d].inner_tensors for d in directions
+        )
+
     def unpack(
         self, directions: tuple[Direction, ...], metadata: dict[tuple[Direction, str], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
@@ -328,7 +345,9 @@ class GatheredWeight:
         return copies
 
     def derive(self) -> None:
-        """Quantize the columnwise storage from the gathered rowwise one."""
+        """Quantize the columnwise storage from the gathered rowwise one, if it is derived."""
+        if self.derived is None:
+            return
         for pair in self.pairs:
             rowwise, columnwise = pair.storage(ROWWISE), pair.storage(COLUMNWISE)
             fresh = self.quantizer.derive_columnwise(rowwise, self.state.compute_dtype)

@@ -132,10 +132,10 @@ class StoragePair:
         if self.owner is not None and self.owner.gathered is not None and torch_compat.is_fake():
             laid_out = [s for (direction, _), s in self.operands.items() if direction is ROWWISE]
             return [*laid_out, *storages][:1]
-        there = [s for s in storages if not s.is_freed]
-        if storages and not there:
+        readable = [s for s in storages if not s.is_freed]
+        if storages and not readable:
             storages[0].readable("" if self.owner is None else self.owner.name)
-        return there
+        return readable
 
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each readable storage, for the same owner; a shared storage is mapped once."""

@@ -50,11 +50,11 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
 
     role:  role of any tensor of the module, or the module's name.
     """
-    own = as_recipe(recipe, "token_alignment", Recipe)
+    recipe = as_recipe(recipe, "token_alignment", Recipe)
     kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
     sizes = [1]
     for tensor_type in ("input", "grad_output"):
-        hybrid = own.hybrid(Role(kind, tensor_type, name))
+        hybrid = recipe.hybrid(Role(kind, tensor_type, name))
         sizes += [
             size
             for d, q in ({} if hybrid is None else hybrid.sides).items()

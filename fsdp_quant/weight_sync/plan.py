@@ -67,14 +67,14 @@ def plan_weight_sync(
     kernels = CastPlan.unsupported_reason(weights, device) or "with kernels"
     same = {"the sync": f"from {compute_dtype}, {kernels}"}
     of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
-    own = {
+    plans = {
         w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, "
         f"{'values' if w.gathers_values else 'codes'} travel"
         for w in weights
     }
-    own |= {"transport": transport, "stats": stats}
-    for of, facts in ((group, own), (tensor_group, of_parts)):
-        groups = [] if of is None else [of]
+    plans |= {"transport": transport, "stats": stats}
+    for ranks, facts in ((group, plans), (tensor_group, of_parts)):
+        groups = [] if ranks is None else [ranks]
         try:
             agree(facts | same, groups, error, _REMEDY, "ranks plan other weight syncs")
         except (ValueError, TypeError) as caught:  # the other group compares too
@@ -100,59 +100,16 @@ def _checked(
             f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} "
             f"and {stats!r}"
         )
-    world, seen, params = 1 if group is None else group.size(), set(), []
-    for name, weight, shards, is_part in items:
-        if isinstance(weight, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
-                "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
-                "not to both"
-            )
-        if not isinstance(weight, QuantizedWeight):
-            raise ValueError(
-                f"{name}: {type(weight).__name__} is no quantized parameter; build the model under "
-                "fq.quantized_model_init"
-            )
-        quantizer, state = weight.state.quantizer, weight.state
-        if (
-            weight.dim() != 2
-            or tuple(weight.shape) != state.shape
-            or not weight.numel()
-            or weight.device != device
-        ):
-            raise ValueError(
-                f"{name}: wanted a whole weight of two dims on {device}, where the first one is, "
-                f"got {list(weight.shape)} on {weight.device}"
-            )
-        if seen & {id(state), name}:
+    world, planned, params = 1 if group is None else group.size(), set(), []
+    for item in items:
+        weight = _checked_weight(item, device, world, part)
+        name, state = item.name, weight.state
+        if planned & {id(state), name}:
             raise ValueError(
                 f"{name}: the weight, or its name, is in the items twice; a tied weight is "
                 "published once"
             )
-        seen |= {id(state), name}
-        weight.check_not_taken()
-        if shards.numel != weight.numel() or shards.ranks != world:
-            raise ValueError(
-                f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; "
-                f"wanted {weight.numel()} on {world}"
-            )
-        if state.spans_parts and (not is_part or state.part != part):
-            formats = ", ".join(
-                f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor
-            )
-            raise ValueError(
-                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole "
-                f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
-            )
-        for d, encoding in quantizer.encodings.items():
-            if encoding.fmt.rotated or quantizer.is_stochastic:
-                what = "rounded stochastically"
-                if encoding.fmt.rotated:
-                    what = "rotated, which mixes elements of two owners"
-                raise ValueError(
-                    f"{name}.{d.value} is {quantizer}, {what}; do so with activations and "
-                    "gradients only"
-                )
+        planned |= {id(state), name}
         if state.compute_dtype != compute_dtype:
             raise ValueError(
                 f"{name}: its recipe quantizes from {state.compute_dtype}, and "
@@ -160,3 +117,56 @@ def _checked(
             )
         params.append(weight)
     return params
+
+
+def _checked_weight(
+    item: SyncItem, device: torch.device, world: int, part: tuple[int, int]
+) -> QuantizedWeight:
+    """The parameter of an item. Raises ValueError, naming the weight, if it cannot be planned."""
+    name, weight, shards, is_part = item
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
+            "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
+            "not to both"
+        )
+    if not isinstance(weight, QuantizedWeight):
+        raise ValueError(
+            f"{name}: {type(weight).__name__} is no quantized parameter; build the model under "
+            "fq.quantized_model_init"
+        )
+    quantizer, state = weight.state.quantizer, weight.state
+    if (
+        weight.dim() != 2
+        or tuple(weight.shape) != state.shape
+        or not weight.numel()
+        or weight.device != device
+    ):
+        raise ValueError(
+            f"{name}: wanted a whole weight of two dims on {device}, where the first one is, "
+            f"got {list(weight.shape)} on {weight.device}"
+        )
+    weight.check_not_taken()
+    if shards.numel != weight.numel() or shards.ranks != world:
+        raise ValueError(
+            f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; "
+            f"wanted {weight.numel()} on {world}"
+        )
+    if state.spans_parts and (not is_part or state.part != part):
+        formats = ", ".join(
+            f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor
+        )
+        raise ValueError(
+            f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole "
+            f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
+        )
+    for d, encoding in quantizer.encodings.items():
+        if encoding.fmt.rotated or quantizer.is_stochastic:
+            kind = "rounded stochastically"
+            if encoding.fmt.rotated:
+                kind = "rotated, which mixes elements of two owners"
+            raise ValueError(
+                f"{name}.{d.value} is {quantizer}, {kind}; do so with activations and "
+                "gradients only"
+            )
+    return weight
