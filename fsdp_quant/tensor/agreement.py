@@ -52,7 +52,7 @@ def agree(
     groups: Sequence[dist.ProcessGroup],
     error: Exception | None = None,
     remedy: str = _REMEDY,
-    what: str = "ranks disagree",
+    sentence: str = "ranks disagree",
 ) -> None:
     """Raise the same text on every rank of the groups if one of them has an error, other facts or
     another build of this library. Synchronizes with the device.
@@ -75,7 +75,7 @@ def agree(
     if reduced[-1]:
         _raise_first(error, groups)
     if reduced != digest:
-        raise _AgreedError(f"{what}: {_difference(facts, groups)}; {remedy}")
+        raise _AgreedError(f"{sentence}: {_difference(facts, groups)}; {remedy}")
 
 
 class _AgreedError(ValueError):

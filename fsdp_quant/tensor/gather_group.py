@@ -38,7 +38,7 @@ from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
-from .gathered_weight import GatheredWeight, gathered_directions, gathered_size
+from .gathered_weight import GatheredWeight, gathered_directions, viewed_as
 from .torch_compat import RECOMPUTED_IN_GRAPHS
 from .weight_state import Shard, encode_shards, held, values_of
 
@@ -142,16 +142,12 @@ class GatherPlan:
         self._directions = [gathered_directions(m.quantizer, n) for m, n in zip(members, needs)]
         filled = [m.filled_buffers(n) for m, n in zip(members, needs)]
         self.outputs = [[t for b in buffers for t in b.outputs] for buffers in filled]
-        self.inner = [
-            [t for b in buffers for t in b.inner_tensors.values()]
-            + [t for d in n for t in operands.copies[i][d]]
-            for i, (buffers, n) in enumerate(zip(filled, needs))
-        ]
+        self.inner = [[t for b in buffers for t in b.inner_tensors.values()] for buffers in filled]
+        for inner, n, copies in zip(self.inner, needs, operands.copies):
+            inner += (t for d in n for t in copies[d])
         self.sizes: Counter[tuple[str, str]] = Counter()
         for member, directions in zip(members, self._directions):
-            for d in directions:
-                size = gathered_size(member.wire[d], member.managed.world_size)
-                self.sizes[d.value, member.quantizer.encodings[d].fmt.name] += size
+            self.sizes.update(member.gathered_sizes(directions))
         self._relayouts = operands.relayouts(needs)
         self._derives = [m for m, n in zip(members, needs) if COLUMNWISE in n]
         # columnwise codes that the backward reads only in another layout
@@ -160,12 +156,14 @@ class GatherPlan:
             for m, t, n in zip(members, operands.unread, needs)
             if t is not None and n == {COLUMNWISE}
         ]
-        self._unpacked = [
-            i
-            for i, (m, directions) in enumerate(zip(members, self._directions))
-            if m.has_unpacked(directions)
+        # (buffer, gathered rows, index of each logical row)
+        self._halos = [
+            (b.inner_tensors[name], *halo)
+            for buffers in filled
+            for b in buffers
+            for name, halo in b.halo.items()
         ]
-        self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
+        self._not_gathered: list[tuple[Tensor, Tensor]] = []
         self._recorded: _Sent | None = None
 
     def send(self, local: Sequence[Tensor]) -> None:
@@ -178,7 +176,7 @@ class GatherPlan:
         sent = self._recorded
         for member, inputs in zip(self.members, sent.inputs):
             member.all_gather_inputs = inputs, self
-        self._metadata = sent.metadata
+        self._not_gathered = sent.not_gathered
         for targets, sources in sent.copies:
             torch_compat.foreach_copy_(targets, sources)
         if not sent.is_repeatable:
@@ -199,7 +197,7 @@ class GatherPlan:
             fields = by_direction.setdefault((a.member, a.direction), [])
             if a.matrix is None or a.shard.piece.values.shape[0]:
                 fields.append(encoded)
-        copies, inputs, metadata = [], [], []
+        copies, inputs, not_gathered = [], [], []
         is_repeatable &= sum(len(places) for _, places in launches) == len(asked)
         for i, (member, directions) in enumerate(zip(self.members, self._directions)):
             rows: dict[tuple[Direction, str], Tensor] = {}
@@ -214,13 +212,14 @@ class GatherPlan:
             # FSDP2 gathers the first input only
             first = 1 if member.managed.world_size == 1 else len(rows)
             inputs.append(tuple(rows.values())[:first])
-            metadata.append(dict(list(rows.items())[first:]))
+            unsent = list(rows.items())[first:]
+            not_gathered += ((member.buffer(*name), values) for name, values in unsent)
         return _Sent(
             key,
             [(launch, [asked[n][:2] for n in places]) for launch, places in launches],
             [(a.shard.piece.state.name, a.direction.value) for a in asked],
             inputs,
-            metadata,
+            not_gathered,
             torch_compat.by_dtype(copies),
             is_repeatable,
         )
@@ -255,15 +254,12 @@ class GatherPlan:
     def receive(self) -> None:
         """Fill the buffers that NCCL did not, and convert codes to GEMM layouts, for all weights at
         once."""
-        if self._unpacked:
-            torch_compat.copy_all(
-                [
-                    copy
-                    for i in self._unpacked
-                    for copy in self.members[i].unpack(self._directions[i], self._metadata[i])
-                ]
-            )
-            self._metadata = [{} for _ in self.members]
+        copies = [(target, rows.index_select(0, index)) for target, rows, index in self._halos]
+        copies += self._not_gathered
+        self._not_gathered = []
+        for target, _ in copies:
+            torch_compat.alloc_storage(target)
+        torch_compat.copy_all([(target, viewed_as(target, source)) for target, source in copies])
         if self._recorded is not None:
             self._recorded.free()
         for member in self._derives:
@@ -309,8 +305,8 @@ class _Sent(NamedTuple):
     the gather has arrived.
 
     launches:      (launch, (member, matrix or None) of each shard that it encodes).
-    inputs:        all-gather inputs of each weight; metadata: buffers that FSDP2 does not gather at
-                   world size 1.
+    inputs:        all-gather inputs of each weight.
+    not_gathered:  (buffer, its bytes) of what FSDP2 does not gather at world size 1.
     copies:        ([buffer], [source]) of buffers that are not views of the codes.
     is_repeatable: launches write all codes.
     """
@@ -319,7 +315,7 @@ class _Sent(NamedTuple):
     launches: list[tuple[RecordedEncode, list[tuple[int, int | None]]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
-    metadata: list[dict[tuple[Direction, str], Tensor]]
+    not_gathered: list[tuple[Tensor, Tensor]]
     copies: list[tuple[list[Tensor], list[Tensor]]]
     is_repeatable: bool
 

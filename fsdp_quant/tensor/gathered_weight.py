@@ -263,6 +263,13 @@ class GatheredWeight:
         buffers.free()
         return buffers
 
+    def gathered_sizes(self, directions: tuple[Direction, ...]) -> dict[tuple[str, str], int]:
+        """(direction, format) -> gathered bytes."""
+        world, encodings = self.managed.world_size, self.quantizer.encodings
+        return {
+            (d.value, encodings[d].fmt.name): gathered_size(self.wire[d], world) for d in directions
+        }
+
     def filled_buffers(self, needs: frozenset[Direction]) -> list[DirectionBuffers]:
         """The buffers that a gather for these directions fills."""
         buffers = [self.buffers[d] for d in gathered_directions(self.quantizer, needs)]
@@ -316,33 +323,12 @@ class GatheredWeight:
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the replicated buffers."""
         buffers = self.buffers[direction].replicated.items()
-        return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
+        return [(target, viewed_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
-    def has_unpacked(self, directions: tuple[Direction, ...]) -> bool:
-        """NCCL does not fill all buffers of these directions (`unpack`)."""
-        return self.managed.world_size == 1 or any(
-            self.buffers[d].inner_tensors for d in directions
-        )
-
-    def unpack(
-        self, directions: tuple[Direction, ...], metadata: dict[tuple[Direction, str], Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
-        blocks in order, and what `metadata` brings."""
-        copies = []
-        for direction in directions:
-            buffers = self.buffers[direction]
-            for name, target in buffers.inner_tensors.items():
-                if name in buffers.halo:
-                    rows, index = buffers.halo[name]
-                    source = rows.index_select(0, index)
-                else:
-                    source = metadata[direction, name]
-                copies.append((target, _seen_as(target, source)))
-            if (direction, "data") in metadata:  # a world of one: the second direction's codes
-                torch_compat.alloc_storage(buffers.outputs[0])
-                copies.append((buffers.outputs[0], metadata[direction, "data"].view(-1)))
-        return copies
+    def buffer(self, direction: Direction, name: str) -> Tensor:
+        """The buffer behind a field of the storages."""
+        buffers = self.buffers[direction]
+        return buffers.outputs[0] if name == "data" else buffers.inner_tensors[name]
 
     def derive(self) -> None:
         """Quantize the columnwise storage from the gathered rowwise one, if it is derived."""
@@ -365,7 +351,8 @@ def cuts_and_rank(managed: ManagedParam | None, rows: int) -> tuple[RowCuts, int
     return (RowCuts((0, rows)), 0) if managed is None else (cuts_of(managed), managed.rank)
 
 
-def _seen_as(target: Tensor, source: Tensor) -> Tensor:
+def viewed_as(target: Tensor, source: Tensor) -> Tensor:
+    """Bytes in the dtype and shape of a buffer; values as they are."""
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 

@@ -126,13 +126,7 @@ class QuantizedTensor(Tensor):
 
         Raises ValueError if the tensor has none, StaleWeightError if it was freed.
         """
-        storage = self._current().get(direction)
-        if storage is None:
-            raise ValueError(
-                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
-                f"({self!r})"
-            )
-        return self._readable(storage)
+        return self._readable(self._current().matrix(direction, self))
 
     def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._pair.owner

@@ -40,12 +40,10 @@ _TABLE = AtenTable()
 class QuantizedWeightState(CodesState):
     """The state of a `QuantizedWeight`."""
 
-    def wrapped(self, values: Tensor) -> QuantizedWeight:
-        return _wrapped(self, values, values.dtype)
-
-
-def _wrapped(state: CodesState, values: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    return QuantizedWeight(WeightContent(state, values), values.shape, dtype, values.device)
+    def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """A weight of these values, in their dtype if `dtype` is None."""
+        content = WeightContent(self, values)
+        return QuantizedWeight(content, values.shape, dtype or values.dtype, values.device)
 
 
 class QuantizedWeight(WeightCodes):
@@ -153,7 +151,7 @@ class QuantizedWeight(WeightCodes):
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:
                 rows = self.inner.narrow(0, start, length)
-                return _wrapped(self.state, rows, rows.dtype)
+                return self.state.wrapped(rows)
         return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
 
     def __tensor_flatten__(self):
@@ -221,13 +219,13 @@ class QuantizedWeight(WeightCodes):
 
 def _rebuild(
     values: Tensor,
-    state: CodesState,
+    state: QuantizedWeightState,
     is_parameter: bool,
     requires_grad: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """dtype: of the weight, whose values may be an fp32 master; None: theirs."""
-    weight = _wrapped(state, values, dtype or values.dtype)
+    weight = state.wrapped(values, dtype)
     return as_parameter(weight, is_parameter, requires_grad)
 
 

@@ -63,12 +63,14 @@ class StoragePair:
         """The compact storage of a direction. Raises ValueError if there is none."""
         return to_storage(self.matrix(direction))
 
-    def matrix(self, direction: Direction) -> EncodedMatrix:
-        """The storage or operand of a direction. Raises ValueError if there is none."""
+    def matrix(self, direction: Direction, tensor: object = None) -> EncodedMatrix:
+        """The storage or operand of a direction. Raises ValueError, naming the tensor, if there is
+        none."""
         matrix = self.get(direction)
         if matrix is None:
             raise ValueError(
-                f"there is no {direction.value} storage: it was dropped or never encoded"
+                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
+                f"({self if tensor is None else tensor!r})"
             )
         return matrix
 

@@ -44,18 +44,24 @@ class CodesState(WeightState):
 
     holds_codes = True
 
+    pending = True
+    statistics_version: object = None  # of the values that `statistics` describe
+    computed: tuple[object, dict[Direction, Statistics]] = (None, {})
+    of_process = WeightState.of_process | {
+        "pending",
+        "statistics_version",
+        "computed",
+        "collectives",
+    }
+
     def __init__(self, *args):
         super().__init__(*args)
-        self.pending, self.stale_codes = True, 0
-
-    def __getstate__(self) -> dict:
-        return super().__getstate__() | {"pending": True}
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.statistics_version: object = None  # of the values that `statistics` describe
-        self.computed: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self.stale_codes = 0
         self.collectives: dict = {}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.collectives = {}
 
     def set_quantizer(self, quantizer) -> None:
         super().set_quantizer(quantizer)
@@ -75,6 +81,9 @@ class CodesState(WeightState):
         counter."""
         self.pending, self.computed = True, (None, {})
         self.drop_codes()
+
+    def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> WeightCodes:
+        raise NotImplementedError
 
     def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
         if not self.quantizer.encodings[direction].fmt.is_quantized:

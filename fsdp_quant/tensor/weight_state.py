@@ -117,6 +117,17 @@ class WeightState:
 
     forward_begins: Callable[[Any, bool, bool], None] | None = None
 
+    # Gathers, syncs and holds belong to this process: neither copies nor files have them.
+    gathered: Any = None  # gathered_weight.GatheredWeight
+    managed: ManagedParam | None = None
+    weight_sync: WeightSync | None = None
+    held: Held | None = None
+    statistics: dict[tuple[str, Direction], Statistics | None] | None = None
+    activation_dtype: torch.dtype | None = None
+    of_process = frozenset(
+        ("gathered", "managed", "weight_sync", "held", "statistics", "activation_dtype")
+    )
+
     def __init__(
         self,
         name: str,
@@ -133,26 +144,14 @@ class WeightState:
         self.tensor_group: dist.ProcessGroup | None = None
         self.tensor_dim = 0
         self.histories: dict[tuple, AmaxHistory] = {}
-        self._reset()
         ALL_STATES.add(self)
 
-    def _reset(self) -> None:
-        """Forget what belongs to this process: gathers, syncs, holds."""
-        self.gathered: Any = None  # gathered_weight.GatheredWeight
-        self.managed: ManagedParam | None = None
-        self.weight_sync: WeightSync | None = None
-        self.held: Held | None = None
-        self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
-        self.activation_dtype: torch.dtype | None = None
-
     def __getstate__(self) -> dict:
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_PROCESS} | {
-            "tensor_group": None
-        }
+        fields = {k: v for k, v in self.__dict__.items() if k not in self.of_process}
+        return fields | {"tensor_group": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._reset()
         ALL_STATES.add(self)
 
     def __deepcopy__(self, memo) -> WeightState:
@@ -275,12 +274,6 @@ class WeightState:
         return pieces
 
 
-# Fields that neither copies nor files have.
-_OF_PROCESS = frozenset(
-    {"gathered", "managed", "weight_sync", "held", "statistics", "activation_dtype"}
-)
-
-
 class WeightTensor(Tensor):
     """Base of the local tensors that FSDP2 gathers as codes: they have a `state`, and their
     high-precision values `inner`."""
@@ -346,6 +339,9 @@ class Shard(NamedTuple):
     into: tuple[Tensor, Tensor] | None = None
     records: bool = True
 
+    def statistics_on(self, device: torch.device) -> Statistics | None:
+        return None if self.statistics is None else self.statistics.to(device)
+
 
 def encode_shards(
     shards: Sequence[Shard],
@@ -372,7 +368,7 @@ def encode_shards(
         codes = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in group],
             encoding,
-            [s.statistics and s.statistics.to(device) for s in group],
+            [s.statistics_on(device) for s in group],
             [s.piece.row0 for s in group],
             [h and h.encode_scale for h in histories],
             dtype,
@@ -386,7 +382,7 @@ def encode_shards(
         if encoding.fmt.is_quantized:
             names = [(s.piece.state.name, s.direction.value) for s in group]
             counters.add_each("weight encode", names)
-    return [results[i] for i in range(len(shards))]
+    return list(map(results.__getitem__, range(len(shards))))
 
 
 def storage_of(

@@ -327,7 +327,7 @@ class CastPlan:
         weight, direction = side.weight, side.encoding.direction
         if weight.gathers_values:
             return 0, (0, 0)
-        scale = weight.staged[direction].scale
+        scale = weight.staged[direction].get("scale")
         if scale is not None:
             return scale.data_ptr(), (0, side.block_rows * side.across)
         first, end = weight.wire_tensors[direction, "scale"].map.run(self._rank)
@@ -417,7 +417,7 @@ class CastPlan:
             runs.add(self._amax_address(side.amaxes), 0, 1, side.encoding, **delayed)
         staged = weight.amaxes.get(direction)
         if not weight.gathers_values:
-            staged = weight.staged[direction].tensor_amax
+            staged = weight.staged[direction].get("tensor_amax")
         if staged is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
             runs.add(self._amax_address(source), staged.data_ptr(), 1)

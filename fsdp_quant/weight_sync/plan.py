@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_weight_sync`: check the weights on every rank, and agree on one plan."""
+"""`plan_weight_sync`: check the weights on every rank, and agree on one plan. `describe` and
+`token_alignment`: what a trainer needs to know before it lays out its buffers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..formats import COLUMNWISE
+from ..recipe import Recipe, Role, as_recipe
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 from ..tensor.quantized_weight import QuantizedWeight
 from .cast_plan import CastPlan
 from .sync import WeightSync
-from .synced_weight import SyncedWeight, SyncItem
+from .synced_weight import SyncedWeight, SyncItem, bits_of
 
 TRANSPORTS, STATISTICS = ("auto", "codes", "highprec"), ("dense", "halo")
 _REMEDY = "give every rank of a group the same items, options and build of fsdp_quant"
@@ -170,3 +175,54 @@ def _checked_weight(
                 "gradients only"
             )
     return weight
+
+
+# Formats, wire bits and alignments #
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """Formats and wire size of a parameter, for a trainer that lays out buffers.
+
+    formats:     by direction; says whether a direction shares or derives its storage.
+    wire_bits:   bits per element of codes, by encoded direction; without scales.
+    """
+
+    is_quantized: bool
+    shape: tuple[int, ...]
+    formats: dict[str, str]
+    wire_bits: dict[str, int]
+
+
+def describe(param: Tensor) -> WeightFacts:
+    """Formats and wire bits of a parameter, or that it is not quantized."""
+    weight = torch_compat.local_of(param)
+    if not isinstance(weight, QuantizedWeight):
+        return WeightFacts(False, tuple(param.shape), {}, {})
+    quantizer = weight.state.quantizer
+    formats = {d.value: repr(q.fmt) for d, q in quantizer.sides.items()}
+    if quantizer.shares_storage:
+        formats[COLUMNWISE.value] += " (the rowwise storage)"
+    elif quantizer.is_derived:
+        formats[COLUMNWISE.value] += " (of the decoded rowwise storage)"
+    bits = {d.value: bits_of(e, weight.dtype) for d, e in quantizer.encodings.items()}
+    return WeightFacts(True, tuple(weight.shape), formats, bits)
+
+
+def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
+    """Multiple of tokens per group (expert, sequence shard) such that no block of an activation or
+    gradient crosses into the next group.
+
+    role:  role of any tensor of the module, or the module's name.
+    """
+    recipe = as_recipe(recipe, "token_alignment", Recipe)
+    kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
+    sizes = [1]
+    for tensor_type in ("input", "grad_output"):
+        hybrid = recipe.hybrid(Role(kind, tensor_type, name))
+        sizes += [
+            size
+            for d, q in ({} if hybrid is None else hybrid.sides).items()
+            for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
+        ]
+    return math.lcm(*sizes)

@@ -242,8 +242,7 @@ class WeightSync:
 
     @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
-        for channel in self._channels:
-            channel.wait()
+        Work(self._channels).wait()
         if self._plan is None:
             self._cast_rows(masters, skip)
         else:
@@ -299,9 +298,9 @@ class WeightSync:
         if weight.gathers_values:
             return copies
         copies.append((self._run(weight.name, direction, "codes"), cast.codes))
-        for target, fresh in zip(weight.staged[direction], (scale, cast.tensor_amax)):
-            if target is not None and fresh is not None:
-                copies.append((target, fresh))
+        copies += (
+            (target, getattr(cast, name)) for name, target in weight.staged[direction].items()
+        )
         if scale is not None and (direction, "scale") in weight.wire_tensors:
             start, end = weight.wire_tensors[direction, "scale"].map.run(self.rank)
             before = fragment.block_rows(encoding).start * scale.shape[1]
@@ -370,8 +369,7 @@ class WeightSync:
                 f"finish({[d.value for d in directions]}) before their gather of generation "
                 f"{self.generation}; call gather(), or gathered() after an all-gather of your own"
             )
-        for channel in channels:
-            channel.wait()
+        Work(channels).wait()
         for channel in needed:
             channel.allocate_codes()
         copied = (c for c in needed if not c.is_in_place)
@@ -381,8 +379,12 @@ class WeightSync:
             weight.derive(late)
         self._ready.update(dict.fromkeys(late, self.generation))
         for channel in channels:
-            if all(self._ready[d] == self.generation for d in channel.serves):
+            if self._are_of(channel.serves, self.generation):
                 channel.drop()
+
+    def _are_of(self, directions: Iterable[Direction], generation: int) -> bool:
+        """The codes of these directions are those of a cast; 0: they are released."""
+        return all(self._ready[d] == generation for d in directions)
 
     def release(self, directions: Sequence[Direction] = tuple(Direction)) -> None:
         """Free the codes of these directions until the next gather and finish."""
@@ -393,12 +395,10 @@ class WeightSync:
             channel.gathered = 0
         self._ready.update(dict.fromkeys(directions, 0))
         for channel in channels:
-            if all(self._ready[d] == 0 for d in channel.serves):
+            if self._are_of(channel.serves, 0):
                 channel.free()
         for weight in self._weights:
-            weight.weight.free(
-                [d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))]
-            )
+            weight.weight.free([d for d in Direction if self._are_of(weight.shares(d), 0)])
 
     def check_ready(self, name: str, direction: Direction) -> None:
         """Raise StaleWeightError unless the codes of a direction are those of the last cast."""

@@ -43,33 +43,12 @@ def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
     return encoding.fmt.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
 
 
-class StagedScales(NamedTuple):
-    """Scales of one encoding that every rank computes, until `finish`.
-
-    scale:        of the whole tensor, with dense statistics.
-    tensor_amax:  fp32 [1] of a two-level format.
-    """
-
-    scale: Tensor | None
-    tensor_amax: Tensor | None
-
-    @staticmethod
-    def zeros(
-        encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
-    ) -> StagedScales:
-        fmt, scale, tensor_amax = encoding.fmt, None, None
-        scale_shape = fmt.scale_shape(shape, encoding.direction)
-        if dense and scale_shape is not None:
-            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        if fmt.tensor_scale:
-            tensor_amax = torch.zeros(1, dtype=torch.float32, device=device)
-        return StagedScales(scale, tensor_amax)
-
-
 class SyncedWeight:
     """One weight of a sync: its wire tensors, and how they become storages.
 
     part:     (tensor-parallel rank, size).
+    staged:   buffers of each encoding that every rank computes, until `finish`: with dense
+              statistics the scale of the whole tensor, and of two-level formats the tensor amax.
     amaxes:   of the whole tensor, if values of a part are gathered and scales span all parts.
     """
 
@@ -96,10 +75,7 @@ class SyncedWeight:
         if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
             values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
             self.wire_tensors = {(None, "values"): values}
-        self.staged = {
-            d: StagedScales.zeros(e, self.shape, self.device, dense)
-            for d, e in self.encoded.items()
-        }
+        self.staged = {d: self._staged_buffers(e) for d, e in self.encoded.items()}
         self.amaxes = {
             d: torch.zeros(
                 (1,) if e.fmt.tensor_scale else (1, 1), dtype=torch.float32, device=self.device
@@ -107,6 +83,15 @@ class SyncedWeight:
             for d, e in self.quantizer.encodings.items()
             if self.gathers_values and self.spans_parts(e)
         }
+
+    def _staged_buffers(self, encoding: Encoding) -> dict[str, Tensor]:
+        fmt, buffers = encoding.fmt, {}
+        scale_shape = fmt.scale_shape(self.shape, encoding.direction)
+        if self.dense and scale_shape is not None:
+            buffers["scale"] = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=self.device)
+        if fmt.tensor_scale:
+            buffers["tensor_amax"] = torch.zeros(1, dtype=torch.float32, device=self.device)
+        return buffers
 
     @property
     def gathers_values(self) -> bool:
@@ -198,11 +183,10 @@ class SyncedWeight:
                 copies.append((buffers["data"], rows))
             elif codes is not None:
                 copies += codes.writes(buffers["data"])
-            for name, staged in self.staged[source]._asdict().items():
-                if (self.name, source, name) in pieces:
-                    copies += pieces[self.name, source, name].writes(buffers[name])
-                elif name in buffers and staged is not None:
-                    copies.append((buffers[name], staged.view_as(buffers[name])))
+            if (self.name, source, "scale") in pieces:
+                copies += pieces[self.name, source, "scale"].writes(buffers["scale"])
+            for name, staged in self.staged[source].items():
+                copies.append((buffers[name], staged.view_as(buffers[name])))
         return copies
 
     def _encoded(self, gathered: Tensor, encoding: Encoding) -> Encoded:
