@@ -515,13 +515,7 @@ def bytes_of(sync: WeightSync, weights: list[QuantizedWeight]) -> list[Tensor]:
     """Every byte that a step may change: segments, staged statistics, histories, storages, the
     count of steps."""
     kept = [c.segment for c in sync._channels] + [sync.applied]
-    kept += [
-        t
-        for w in sync._weights
-        for s in w.staged.values()
-        for t in (s.scale, s.tensor_amax)
-        if t is not None
-    ]
+    kept += [t for w in sync._weights for s in w.staged.values() for t in s.values()]
     kept += [
         t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.encode_scale)
     ]
