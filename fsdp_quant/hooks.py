@@ -33,8 +33,7 @@ the whole weight.
 1
 """
 
-from .weight_sync.facts import describe, token_alignment
-from .weight_sync.plan import plan_weight_sync
+from .weight_sync.plan import describe, plan_weight_sync, token_alignment
 from .weight_sync.shard_map import ShardMap
 from .weight_sync.sync import WeightSync
 from .weight_sync.synced_weight import SyncItem

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import reference
-from ..quantizer import HybridQuantizer
 from ..storage import Storage
 from ..tensor import torch_compat
+from ..tensor.weight_state import WeightQuantizer
 
 MOST_ELEMENTS = 1 << 22
 _GOLDEN = 0.6180339887498949
@@ -73,7 +73,7 @@ class OnHost(NamedTuple):
     directions: dict[Direction, Row]
 
 
-def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantizer) -> Measured:
+def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: WeightQuantizer) -> Measured:
     """Compute statistics of x [rows, cols] and of its compact storages.
 
     Directions whose values have the same shape are measured by the same operators.

@@ -212,7 +212,7 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
 
 
 class _Works:
-    """Collectives of eager mode. Each starts, and returns the function that waits for the result."""
+    """Collectives of eager mode. Each starts, and returns the function that waits."""
 
     @staticmethod
     def all_gather(

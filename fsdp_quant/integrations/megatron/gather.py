@@ -84,7 +84,6 @@ class _Values:
             for i, (b, p) in enumerate(params)
         )
         segments = Segments(wire_tensors, group.size())
-        segments.validate()
         own = torch.zeros(segments.size, dtype=torch.uint8, device=params[0][1].device)
         self._channel = GatherBuffer(
             BOTH, [(p.name, None, "values") for p in wire_tensors], segments, own
@@ -97,7 +96,7 @@ class _Values:
         ):
             start, end = wire.map.run(rank)
             run = param.detach().view(-1)[start:end].view(torch.uint8)
-            channel.own[offset : offset + run.numel()].copy_(run)
+            channel.segment[offset : offset + run.numel()].copy_(run)
         channel.gather(self._group)
         return channel
 
