@@ -115,8 +115,8 @@ class StepState:
     is_graphed:       `fq.graphed` captures a whole step.
     unseen:           a graph has trained layers that need steps, and nobody counted it.
     weight_events:    optimizer steps so far: any may have changed weights of any class.
-    restarted:        (step, whether its histories are yet to roll) that was set last. Layers that
-                      run without a model continue there when the tuple changes.
+    restarted:        (step before the one that was set last, whether its histories are yet to
+                      roll). Layers that run without a model continue there when the tuple changes.
     """
 
     def __init__(self):
@@ -124,7 +124,7 @@ class StepState:
         self.seed, self.micro_batch = 0, 0
         self.counted_by_hand = self.unseen = self.is_graphed = False
         self.weight_events = 0
-        self.restarted = 0, False
+        self.restarted = -1, False
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -142,7 +142,7 @@ class StepState:
     @step.setter
     def step(self, step: int) -> None:
         self._step, self.ahead = step, False
-        self.restarted = step, step > 0 or self.counted_by_hand
+        self.restarted = step - 1, step > 0 or self.counted_by_hand
 
     @property
     def is_probed(self) -> bool:
