@@ -40,11 +40,11 @@ _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 class Autocast:
     """State of an `autocast` context.
 
-    recipe:      overrides the recipes of modules; None: does not override.
+    recipe:      overrides the recipes of modules.
     checkpoint:  the activation checkpoint in which the context was entered, if any.
     """
 
-    recipe: Recipe | None
+    recipe: Recipe
     checkpoint: object | None
 
 
@@ -77,20 +77,20 @@ _THREAD = _ThreadLocal()
 def contexts() -> Contexts:
     """Return the contexts of this thread; in a thread of the autograd engine, those of the thread
     that called the backward."""
-    own = _THREAD.contexts
+    entered = _THREAD.contexts
     if (
         not torch.compiler.is_compiling()
-        and own is _NO_CONTEXTS
+        and entered is _NO_CONTEXTS
         and torch_compat.backward_is_running()
     ):
-        return torch_compat.get_in_backward("contexts", own)
-    return own
+        return torch_compat.get_in_backward("contexts", entered)
+    return entered
 
 
-def _enter(now: Contexts) -> None:
-    _THREAD.contexts = now
+def _enter(entered: Contexts) -> None:
+    _THREAD.contexts = entered
     if not torch.compiler.is_compiling():
-        torch_compat.set_for_backward("contexts", now)
+        torch_compat.set_for_backward("contexts", entered)
 
 
 @contextlib.contextmanager
@@ -156,10 +156,6 @@ class StepState:
         rows."""
         return contexts().token_offset
 
-    @token_offset.setter
-    def token_offset(self, offset: int) -> None:
-        _enter(_THREAD.contexts._replace(token_offset=offset, steps=self.for_graphs(offset)))
-
     def values(self, token_offset: int | None = None) -> list[int]:
         """Return the values of `STEP_FIELDS`. token_offset: default, this thread's."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -216,11 +212,10 @@ class StepState:
         """Return the tensor of `on` while a graph is traced. Another offset has another tensor,
         which is another input of the graph."""
         here = contexts()
-        # None if layers were created inside a context within this one
-        found = here.steps.get(device)
-        if found is None:
+        step = here.steps.get(device)
+        if step is None:  # layers were created inside a context within this one
             return _with_offset(_NO_CONTEXTS.steps[device], here.token_offset)
-        return found
+        return step
 
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
         """Write a step, int64 [1], to the copies of every offset on `device`. torch.compile traces
@@ -241,15 +236,6 @@ class StepState:
         for tensor in self._copies.values():
             tensor[_STEP].add_(1)
         self.ahead = True
-
-    def check_writable(self) -> None:
-        """Raise ValueError during capture: a CUDA graph would write the values of now at every
-        replay."""
-        if self.is_captured:
-            raise ValueError(
-                "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
-                "would repeat them at every replay; call it outside of the graph, before a replay"
-            )
 
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
@@ -351,13 +337,13 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     >>> torch.equal(y, nn.functional.linear(x, layer.weight, layer.bias))
     True
     """
-    given = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
+    override = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
+    override = override if enabled else _HIGH_PRECISION
     checkpoint = None if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
-    with _inside(autocast=Autocast(given if enabled else _HIGH_PRECISION, checkpoint)):
+    with _inside(autocast=None if override is None else Autocast(override, checkpoint)):
         yield
 
 
 def current_autocast() -> Autocast | None:
-    """Return the innermost context of this thread if it overrides recipes, else None."""
-    override = contexts().autocast
-    return override if override is not None and override.recipe is not None else None
+    """Return the innermost context of this thread, None if it does not override recipes."""
+    return contexts().autocast

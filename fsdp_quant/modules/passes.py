@@ -104,7 +104,7 @@ class TrainingSteps:
     is_scheduled:  the model follows a schedule.
     model:         the model, if one counts.
     layers:        the layers whose histories roll.
-    alike:         lists of histories of equal shape, which graphs roll together.
+    history_groups:  lists of histories of equal shape, which graphs roll together.
     """
 
     live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
@@ -112,7 +112,7 @@ class TrainingSteps:
     def __init__(self):
         self.step, self.open = -1, False
         self.is_counting = self.is_scheduled = self.has_run = self.has_root = False
-        self.alike: list[list[AmaxHistory]] = []
+        self.history_groups: list[list[AmaxHistory]] = []
         self._make_fleeting()
 
     def _make_fleeting(self) -> None:
@@ -130,7 +130,15 @@ class TrainingSteps:
 
     def __getstate__(self) -> dict:
         self._catch_up()
-        names = "step", "open", "alike", "is_counting", "is_scheduled", "has_run", "has_root"
+        names = (
+            "step",
+            "open",
+            "history_groups",
+            "is_counting",
+            "is_scheduled",
+            "has_run",
+            "has_root",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict) -> None:
@@ -264,7 +272,7 @@ class TrainingSteps:
         self._rolled = set()
         self.is_restored, self._restores_next = self._restores_next, False
         if self.open:
-            copied = itertools.chain(*self.alike)  # of a copy, before it runs
+            copied = itertools.chain(*self.history_groups)  # of a copy, before it runs
             roll(self._unrolled([*copied, *histories_of(self.layers)]))
 
     def _unrolled(self, histories: Iterable[AmaxHistory]) -> list[AmaxHistory]:
@@ -290,7 +298,7 @@ class TrainingSteps:
         if self.is_by_hand:  # `begin_step` rolls
             return
         step, is_open = self.counts_on(device).split(1)
-        for histories in self.alike:
+        for histories in self.history_groups:
             for target, values in AmaxHistory.advanced_alike(histories, kept=is_open == 0):
                 target.copy_(values)
         STEP.show_in_graph(device, step)

@@ -94,7 +94,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     outer = [s for m in layers if (s := m.runtime.steps) is not None and s.is_counting]
     outer = [] if model in inside else [s for s in outer if s not in steps_inside]
     if outer:
-        steps, others = outer[0], list(itertools.chain(*outer[0].alike))
+        steps, others = outer[0], list(itertools.chain(*outer[0].history_groups))
     else:
         begun = [s for s in steps_inside if s is not None and s.has_run]
         steps, others = own_steps(model) or next(iter(begun), None) or continued(model), []
@@ -105,7 +105,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
         set_steps(m, steps)
     if not outer:
         _collect(steps, model, layers)
-    steps.alike = AmaxHistory.alike(dict.fromkeys([*_planned_histories(layers), *others]))
+    steps.history_groups = AmaxHistory.alike(dict.fromkeys([*_planned_histories(layers), *others]))
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)

@@ -132,7 +132,11 @@ def begin_step(
             f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
             "begins, an int from 0"
         )
-    STEP.check_writable()
+    if STEP.is_captured:
+        raise ValueError(
+            "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
+            "would repeat them at every replay; call it outside of the graph, before a replay"
+        )
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
     if step is None:

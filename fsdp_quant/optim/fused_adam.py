@@ -16,6 +16,7 @@ bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capt
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
@@ -35,10 +36,7 @@ from ..tensor.weight_state import values_of
 from . import compact
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES = tuple(f"{name}_{part}" for name in MOMENTS for part in ("codes", "scale"))  # 8-bit moments
-MASTERS = ("master", "remainder")
 STORING = ("moment_dtype", "store_param_remainders")  # settings that say how a state is stored
-STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
 # of p.
 SCALARS = (
@@ -130,9 +128,9 @@ class FusedAdam(torch.optim.Optimizer):
             state = {**state, "state": self.state}
         super().__setstate__(state)
         self._held = {}
-        for p, own in self.state.items():  # of a copy, whose weights hold values of their own
-            if isinstance(weight := local_of(p), QuantizedWeight) and "master" in own:
-                weight.attach_master(local_of(own["master"]), self)
+        for p, values in self.state.items():  # of a copy, whose weights hold other values
+            if isinstance(weight := local_of(p), QuantizedWeight) and "master" in values:
+                weight.attach_master(local_of(values["master"]), self)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -169,11 +167,9 @@ class FusedAdam(torch.optim.Optimizer):
             held = [self._hold(p, group) for p in group["params"] if p.grad is not None]
             updates.append((group, held, [h.grad for h in held]))
         for group, held, grads in updates:
-            if not held:
-                continue
-            scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
-            rows, index = scalars(group, [h.step for h in held], found_inf)
-            _update_all(held, grads, rows, index, grad_scale, found_inf)
+            if held:
+                scalars = _count_step(group, [h.step for h in held], found_inf)
+                _update_all(held, grads, scalars, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
         """The tensors of a parameter's update, collected again if any was replaced."""
@@ -369,22 +365,21 @@ class _Held:
     """
 
     def __init__(self, p: Tensor, state: dict[str, Tensor]):
-        self.p, self.state, self.tensors = p, state, [state.get(name) for name in STATE]
-        self.local = local_of(p)
+        self.p, self.state, self.tensors, self.local = p, state, list(state.values()), local_of(p)
+        self.weight = self.local if isinstance(self.local, QuantizedWeight) else None
+        self.values = values_of(self.local) if self.weight is None else None
         plain = {name: local_of(t) for name, t in state.items()}
-        if isinstance(self.local, QuantizedWeight):
-            self.weight, self.values = self.local, None
-            master, rounded = plain["master"], None
-        else:
-            self.weight, self.values = None, values_of(self.local)
-            stored = plain.get("master", plain.get("remainder"))
-            master = self.values if stored is None else stored
-            rounded = None if stored is None else self.values
-        suffix = "" if "exp_avg" in plain else "_codes"
         self.step = plain["step"]
-        moments = plain[f"exp_avg{suffix}"], plain[f"exp_avg_sq{suffix}"]
-        scales = plain.get("exp_avg_scale"), plain.get("exp_avg_sq_scale")
-        self.stored = Stored(master, *moments, rounded, *scales)
+        master = plain.get("master", plain.get("remainder"))
+        suffix = "" if "exp_avg" in plain else "_codes"
+        self.stored = Stored(
+            master=self.values if master is None else master,
+            first=plain[f"exp_avg{suffix}"],
+            second=plain[f"exp_avg_sq{suffix}"],
+            rounded=None if master is None else self.values,
+            first_scale=plain.get("exp_avg_scale"),
+            second_scale=plain.get("exp_avg_sq_scale"),
+        )
         self.launches = native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 
@@ -392,7 +387,8 @@ class _Held:
         return (
             self.p is p
             and local_of(p) is self.local
-            and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
+            and len(self.state) == len(self.tensors)
+            and all(map(operator.is_, self.state.values(), self.tensors))
             and (self.values is None or values_of(self.local).data_ptr() == self.values.data_ptr())
         )
 
@@ -440,31 +436,16 @@ def _scalars(group: dict, lr, bias1, bias2) -> list:
     ]
 
 
-def _scalars_on_host(
-    group: dict, steps: list[Tensor], found_inf: Tensor | None
-) -> tuple[Tensor, list[int]]:
-    """Count the step; (fp32 [distinct steps, 8] on the host, row per parameter)."""
-    if found_inf is None or not found_inf.item():
-        for step in steps:
-            step += 1
-    # 0 if the first step is skipped: nothing reads its row
-    numbers = [max(int(step), 1) for step in steps]
-    row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
-    beta1, beta2 = group["betas"]
-    rows = [_scalars(group, float(group["lr"]), beta1**n, beta2**n) for n in row_of]
-    return torch.tensor(rows, dtype=torch.float32, device="cpu"), [row_of[n] for n in numbers]
-
-
-def _scalars_on_device(
-    group: dict, steps: list[Tensor], found_inf: Tensor | None
-) -> tuple[Tensor, list[int]]:
-    """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing
-    back."""
-    (beta1, beta2), index = group["betas"], list(range(len(steps)))
+def _count_step(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
+    """Count the step unless it is skipped; fp32 [parameters, 8] (`SCALARS`), on the host or
+    (capturable) on the device. There nothing is read back."""
+    if not group["capturable"] and found_inf is not None:
+        found_inf = torch.tensor(found_inf.item(), dtype=torch.float32, device="cpu")
     if not all(map(native.is_available_for, steps)):
-        return scalars_on_device(group, steps, found_inf), index
-    rest = group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-    return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, *rest), index
+        return scalars_on_device(group, steps, found_inf)
+    (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, eps, decay, decoupled)
 
 
 def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
@@ -488,13 +469,12 @@ def _update_all(
     held: list[_Held],
     grads: list[Tensor],
     scalars: Tensor,
-    index: list[int],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """Update all parameters: one launch per kind with a kernel, the rest one by one."""
     by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
-    for h, grad, row in zip(held, grads, index):
+    for row, (h, grad) in enumerate(zip(held, grads)):
         stored = h.stored
         if (
             h.launches
@@ -536,8 +516,8 @@ def _update_and_encode(
     if blocks:
         statistics = native.adam_statistics(step, encodings, row0, blocks)
         for (weight, outputs), results in zip(fused, statistics):
-            found = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
-            weight.state.computed = weight.version, found
+            computed = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
+            weight.state.computed = weight.version, computed
         return
     buffers = [[weight.output_buffers(d) for d, _ in outputs.shards] for weight, outputs in fused]
     codes = native.adam_codes(step, encodings, row0, buffers)

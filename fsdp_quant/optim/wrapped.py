@@ -68,7 +68,7 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     if issubclass(optimizer_cls, (FusedAdam, WithMasters)):
         return optimizer_cls
     forwarded = {
-        name: _forwarded(name, value)
+        name: _forwarded(name)
         for base in reversed(optimizer_cls.__mro__)
         if not issubclass(Optimizer, base)
         for name, value in vars(base).items()
@@ -84,33 +84,25 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     )
 
 
-def _forwarded(name: str, value: object) -> object:
-    """What an attribute of the wrapped class is on the class of `wrap`: the inner optimizer's."""
-    if not inspect.isfunction(value):
-        return property(
-            lambda self: getattr(self.inner, name),
-            lambda self, new: setattr(self.inner, name, new),
-        )
-
-    @functools.wraps(value)
-    def forward(self: WithMasters, *args, **kwargs):
-        return self._call(getattr(self.inner, name), *args, **kwargs)
-
-    return forward
+def _forwarded(name: str) -> property:
+    """Return the attribute of the class of `wrap` that is one of the inner optimizer."""
+    return property(
+        lambda self: self._read_inner(name), lambda self, new: setattr(self.inner, name, new)
+    )
 
 
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer and all optimizers in its attributes, also in containers there."""
-    found = [optimizer]
-    for one in found:  # the loop appends to `found`
-        for name, value in vars(one).items():
+    optimizers = [optimizer]
+    for outer in optimizers:  # the loop appends to it
+        for name, value in vars(outer).items():
             if name in ("state", "param_groups"):
                 continue
             value = list(value.values()) if isinstance(value, dict) else value
             for inner in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(inner, Optimizer) and inner not in found:
-                    found.append(inner)
-    return found
+                if isinstance(inner, Optimizer) and inner not in optimizers:
+                    optimizers.append(inner)
+    return optimizers
 
 
 def _rebuilt(optimizer_cls: type[Optimizer]) -> Optimizer:
@@ -144,6 +136,10 @@ class WithMasters(Optimizer):
     def __getattr__(self, name: str):
         if name in _OF_GRAD_SCALER or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._read_inner(name)
+
+    def _read_inner(self, name: str):
+        """Return an attribute of the inner optimizer; a method runs as a step does."""
         value = getattr(self.inner, name)
         return functools.partial(self._call, value) if inspect.isroutine(value) else value
 
@@ -319,9 +315,10 @@ class WithMasters(Optimizer):
         self.state = defaultdict(dict)
         for group, inside in zip(self.param_groups, self.inner.param_groups):
             group.update({k: v for k, v in inside.items() if k != "params"})
-            for p, own in zip(group["params"], inside["params"]):
-                if own in self.inner.state and own.numel() | (own is p):
-                    self.state[p] = self.inner.state[own]
+            for p, parameter in zip(group["params"], inside["params"]):
+                is_placeholder = parameter is not p and not parameter.numel()
+                if parameter in self.inner.state and not is_placeholder:
+                    self.state[p] = self.inner.state[parameter]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
