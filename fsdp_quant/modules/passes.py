@@ -431,15 +431,15 @@ def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     if root not in _OF_ROOT:
         steps_within(root)
         _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
-    ran_in: dict[TrainingSteps, set] = {}
-    for reference in _OF_ROOT[root]:
-        runtime = None if (layer := reference()) is None else layer.runtime
-        if runtime is not None and runtime.steps is not None and runtime.steps.is_counting:
-            ran_in.setdefault(runtime.steps, set()).add(runtime.ran_in)
+    layers = [layer for reference in _OF_ROOT[root] if (layer := reference()) is not None]
+    ran_in: dict[TrainingSteps | None, set] = {}
+    for layer in layers:
+        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
     for steps, passes in ran_in.items():
-        steps.has_root = True
-        if is_outermost or steps.current in (None, *passes) or not trains:
-            steps.enter(trains, is_root=True)
+        if steps is not None and steps.is_counting:
+            steps.has_root = True
+            if is_outermost or steps.current in passes or not trains:
+                steps.enter(trains, is_root=True)
 
 
 def steps_of(model: nn.Module) -> TrainingSteps:

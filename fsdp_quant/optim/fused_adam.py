@@ -367,20 +367,22 @@ class _Held:
     def __init__(self, p: Tensor, state: dict[str, Tensor]):
         self.p, self.state, self.tensors, self.local = p, state, list(state.values()), local_of(p)
         self.weight = self.local if isinstance(self.local, QuantizedWeight) else None
-        self.values = values_of(self.local) if self.weight is None else None
+        self.values = values = values_of(self.local) if self.weight is None else None
         plain = {name: local_of(t) for name, t in state.items()}
         self.step = plain["step"]
-        master = plain.get("master", plain.get("remainder"))
+        masters = plain.get("master"), plain.get("remainder"), values
+        master = next(t for t in masters if t is not None)
         suffix = "" if "exp_avg" in plain else "_codes"
         self.stored = Stored(
-            master=self.values if master is None else master,
+            master,
             first=plain[f"exp_avg{suffix}"],
             second=plain[f"exp_avg_sq{suffix}"],
-            rounded=None if master is None else self.values,
+            rounded=None if master is values else values,
             first_scale=plain.get("exp_avg_scale"),
             second_scale=plain.get("exp_avg_sq_scale"),
         )
-        self.launches = native.adam_takes(*self.stored)
+        rounds = self.stored.rounded is None or self.stored.rounded.dtype is torch.bfloat16
+        self.launches = rounds and native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 
     def is_current(self, p: Tensor) -> bool:
@@ -476,11 +478,7 @@ def _update_all(
     by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
     for row, (h, grad) in enumerate(zip(held, grads)):
         stored = h.stored
-        if (
-            h.launches
-            and native.adam_takes(grad)
-            and (stored.rounded is None or stored.rounded.dtype is torch.bfloat16)
-        ):
+        if h.launches and native.adam_takes(grad):
             outputs = h.outputs
             kind = (
                 stored.master.device,
