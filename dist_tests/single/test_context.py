@@ -1119,6 +1119,22 @@ def test_training_resumes_bit_for_bit(name: str):
     assert got == want
 
 
+def test_layers_that_no_model_counted_resume_under_a_trainer():
+    """Otherwise a model that was built of `fq.Linear` begins at step 0 again, if it is loaded
+    before `fully_shard` or a trainer counts its steps."""
+    make = functools.partial(Autoencoder, functools.partial(fq.Linear, recipe=counted("nvfp4")))
+    m = make()
+    assert steps_seen(m, 2, lambda m: m(X).sum().backward()) == [0, 1]
+    state = fq.state_dict(m)
+    restart()
+    other = make()
+    other.load_state_dict(m.state_dict())
+    fq.load_state_dict(other, state)
+    assert fq.state_dict(other)["step"] == 2
+    training_steps.count_passes(other)
+    assert steps_seen(other, 2, lambda m: m(X).sum().backward()) == [2, 3]
+
+
 def test_a_state_of_another_recipe_is_refused():
     """Otherwise histories of one format scale another."""
     m, other = net(recipes.fp8_delayed()), net(recipes.fp8_delayed(grad_element="e4m3"))

@@ -122,14 +122,12 @@ class TrainingSteps:
         self.current: int | None = None
         self.inside, self.ahead, self.awaits, self.by_pieces = 0, False, False, False
         self.is_by_hand_alone = self.is_applied = self._stood_still = False
-        # a checkpoint was loaded before this step; before the next one
-        self.is_restored = self._restores_next = False
         self._rolled: set[int] = set()  # ids of the histories that rolled when this step began
         self._counts: dict[torch.device, Tensor] = {}  # see `counts_on`
         self.live.add(self)
 
     def __getstate__(self) -> dict:
-        self._catch_up()
+        self.catch_up()
         names = (
             "step",
             "open",
@@ -171,7 +169,7 @@ class TrainingSteps:
             return self.step
         if STEP.counted_by_hand:
             return STEP.step
-        self._catch_up()
+        self.catch_up()
         return self._next
 
     @property
@@ -184,7 +182,7 @@ class TrainingSteps:
         """Whether the step that began last was skipped."""
         return self.step >= 0 and not self.open
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Read what graphs have counted from the device that runs them. Waits for it."""
         if self.ahead:
             following = [int(counts[0]) for counts in self._counts.values()]
@@ -202,7 +200,6 @@ class TrainingSteps:
         """Continue behind `step`, or in it if it was skipped."""
         self.step, self.open, self.current = step, is_open, None
         self.is_by_hand_alone = self.is_applied = self.awaits = False
-        self.is_restored = self._restores_next = is_open
         self._publish()
 
     # Passes #
@@ -270,7 +267,6 @@ class TrainingSteps:
 
     def _roll(self) -> None:
         self._rolled = set()
-        self.is_restored, self._restores_next = self._restores_next, False
         if self.open:
             copied = itertools.chain(*self.history_groups)  # of a copy, before it runs
             roll(self._unrolled([*copied, *histories_of(self.layers)]))
@@ -285,8 +281,7 @@ class TrainingSteps:
         runtime = layer.runtime
         if layer not in self.layers:
             self.layers.add(layer)
-            if self.is_restored or runtime.ran_in is not None:
-                # amaxes that the checkpoint, or the copied layer, had not rolled yet
+            if runtime.ran_in is not None:  # amaxes that the copied layer had not rolled yet
                 roll(self._unrolled(histories_of([layer])))
         runtime.ran_in, self.awaits = self.current, False
 
@@ -379,6 +374,15 @@ class _LooseLayers(threading.local):
 LOOSE = _LooseLayers()
 
 
+def counter_of(layer: Layer) -> TrainingSteps:
+    """Return the steps that count the forwards of a layer: those of its model, or of this
+    thread."""
+    steps = layer.runtime.steps
+    if steps is None or not steps.is_counting or steps.is_orphaned:
+        return LOOSE.caught_up()
+    return steps
+
+
 def own_steps(module: nn.Module) -> TrainingSteps | None:
     """Return the steps of a module: a layer stores them in its runtime, a model in itself."""
     runtime = module.__dict__.get("runtime")
@@ -453,10 +457,11 @@ def steps_of(model: nn.Module) -> TrainingSteps:
 
 
 def continued(model: nn.Module) -> TrainingSteps:
-    """Return new steps for a model, which continue those of its layers that ran alone."""
+    """Return new steps for a model, which continue those of its layers that no model counted."""
     steps, before = TrainingSteps(), steps_of(model)
-    if before is LOOSE.steps and before.has_run:
-        steps.continue_at(before.number - 1, True)
+    if before is LOOSE.steps:
+        before.catch_up()
+        steps.continue_at(before.step, before.open)
     return steps
 
 
@@ -474,6 +479,8 @@ def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
     if skipped:
         STEP.restarted = last
     STEP.publish()
+    for layer in layers_of(model):
+        counter_of(layer).layers.add(layer)  # whose loaded histories roll when the step begins
 
 
 def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:

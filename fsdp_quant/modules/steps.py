@@ -90,25 +90,30 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     """
     layers = list(converted_modules(model).values())
     inside = [m for m in model.modules() if _begin in m._forward_pre_hooks.values()]
-    steps_inside = [own_steps(m) for m in inside]
-    outer = [s for m in layers if (s := m.runtime.steps) is not None and s.is_counting]
-    outer = [] if model in inside else [s for s in outer if s not in steps_inside]
-    if outer:
-        steps, others = outer[0], list(itertools.chain(*outer[0].history_groups))
+    outer = None if model in inside else _steps_around(layers, inside)
+    if outer is not None:
+        steps, others = outer, list(itertools.chain(*outer.history_groups))
     else:
-        begun = [s for s in steps_inside if s is not None and s.has_run]
+        begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
         steps, others = own_steps(model) or next(iter(begun), None) or continued(model), []
         steps.is_scheduled = is_scheduled
         steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
         _move_hooks(inside, model if steps.is_counting else None)
     for m in {*inside, model, *layers}:
         set_steps(m, steps)
-    if not outer:
+    if outer is None:
         _collect(steps, model, layers)
     steps.history_groups = AmaxHistory.alike(dict.fromkeys([*_planned_histories(layers), *others]))
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
+
+
+def _steps_around(layers: Iterable[Linear], inside: Iterable[nn.Module]) -> TrainingSteps | None:
+    """Return the steps of a model that counts layers, other than the models `inside`."""
+    steps_inside = [own_steps(m) for m in inside]
+    counted = (layer.runtime.steps for layer in layers)
+    return next((s for s in counted if s and s.is_counting and s not in steps_inside), None)
 
 
 def _planned_histories(layers: list[Linear]) -> list[AmaxHistory]:

@@ -164,12 +164,12 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates = []
         for group in self.param_groups:
-            held = [self._hold(p, group) for p in group["params"] if p.grad is not None]
-            updates.append((group, held, [h.grad for h in held]))
-        for group, held, grads in updates:
+            params = [p for p in group["params"] if p.grad is not None]
+            updates.append((group, [(self._hold(p, group), _local_grad(p.grad)) for p in params]))
+        for group, held in updates:
             if held:
-                scalars = _count_step(group, [h.step for h in held], found_inf)
-                _update_all(held, grads, scalars, grad_scale, found_inf)
+                scalars = _count_step(group, [h.step for h, _ in held], found_inf)
+                _update_all(held, scalars, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
         """The tensors of a parameter's update, collected again if any was replaced."""
@@ -275,28 +275,27 @@ def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     local = local_of(p)
     if not local.is_floating_point():
         raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
+
+    def zeros(dtype: torch.dtype, shape_of: Callable | None = None) -> Tensor:
+        shape = local.shape if shape_of is None else shape_of(local.shape)
+        tensor = torch.zeros(shape, dtype=dtype, device=local.device)
+        return _beside(p, tensor, None if shape_of is None else shape_of(p.shape))
+
     on_device = local.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=on_device)}
-    if isinstance(local, QuantizedWeight):
-        pass
-    elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
-        remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
-        state["remainder"] = _beside(p, remainder, (*p.shape, 2))
-    elif local.dtype is not torch.float32:
+    is_low_precision = local.dtype is not torch.float32 and not isinstance(local, QuantizedWeight)
+    if is_low_precision and local.dtype is torch.bfloat16 and group["store_param_remainders"]:
+        state["remainder"] = zeros(torch.uint8, lambda shape: (*shape, 2))
+    elif is_low_precision:
         state["master"] = _beside(p, values_of(local).detach().float())
     dtype = group["moment_dtype"]
     in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
     for name in MOMENTS:
         if in_codes:
-            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-            blocks = compact.scale_shape(local.shape)
-            scale = torch.zeros(blocks, dtype=torch.float32, device=local.device)
-            state[f"{name}_codes"] = _beside(p, codes)
-            state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
+            state[f"{name}_codes"] = zeros(torch.uint8)
+            state[f"{name}_scale"] = zeros(torch.float32, compact.scale_shape)
         else:
-            stored = torch.float32 if dtype is torch.float8_e4m3fn else dtype
-            zeros = torch.zeros(local.shape, dtype=stored, device=local.device)
-            state[name] = _beside(p, zeros)
+            state[name] = zeros(torch.float32 if dtype is torch.float8_e4m3fn else dtype)
     return state
 
 
@@ -312,6 +311,14 @@ def _as_stored(saved: dict, state: dict) -> dict:
             value = compact.decode(local_of(saved.pop(codes)), local_of(saved.pop(scale)))
             saved[name] = value.square() if is_root else value
     return saved
+
+
+def _local_grad(grad: Tensor) -> Tensor:
+    if (local := local_of(grad)).is_sparse:
+        raise ValueError(
+            "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam for it"
+        )
+    return local
 
 
 def _beside(p: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -395,19 +402,6 @@ class _Held:
         )
 
     @property
-    def grad(self) -> Tensor:
-        """The local gradient. Raises ValueError if there is none, or a sparse one."""
-        grad = None if self.p.grad is None else local_of(self.p.grad)
-        if grad is None:
-            raise ValueError("FusedAdam updates parameters with gradients, got none")
-        if grad.is_sparse:
-            raise ValueError(
-                "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam "
-                "for it"
-            )
-        return grad
-
-    @property
     def outputs(self) -> FusedOutputs | None:
         """What the kernel computes of the new master besides; with 8-bit moments nothing."""
         if self.weight is None or self.stored.first_scale is not None:
@@ -468,15 +462,17 @@ def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None
 
 
 def _update_all(
-    held: list[_Held],
-    grads: list[Tensor],
+    held: list[tuple[_Held, Tensor]],
     scalars: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Update all parameters: one launch per kind with a kernel, the rest one by one."""
+    """Update all parameters: one launch per kind with a kernel, the rest one by one.
+
+    held:  with the local gradients.
+    """
     by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
-    for row, (h, grad) in enumerate(zip(held, grads)):
+    for row, (h, grad) in enumerate(held):
         stored = h.stored
         if h.launches and native.adam_takes(grad):
             outputs = h.outputs
