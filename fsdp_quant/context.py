@@ -133,8 +133,8 @@ class StepState:
 
     @property
     def step(self) -> int:
-        """The step that began last (before the first: 0). Waits for the device if graphs count
-        there."""
+        """Return the step that began last, 0 before the first one. Waits for the device if graphs
+        count there."""
         if self.ahead:
             self._step, self.ahead = max(int(t[_STEP]) for t in self._kept.values()), False
         return self._step
@@ -152,7 +152,7 @@ class StepState:
 
     @property
     def token_offset(self) -> int:
-        """The offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local
+        """Return the offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local
         rows."""
         return contexts().token_offset
 

@@ -28,7 +28,7 @@ def graphed(
     optimizer: Optimizer | Iterable[Optimizer] = (),
     warmup: int = WARMUP,
 ) -> GraphedStep:
-    """`step` as one CUDA graph: forward, backward, collectives and optimizer in one launch.
+    """Return `step` as one CUDA graph: forward, backward, collectives and optimizer in one launch.
 
         def step(ids, labels):
             loss = model(ids, labels=labels).loss
@@ -94,7 +94,7 @@ class GraphedStep:
             _make_capturable(optimizer)
 
     def _refusal(self) -> str | None:
-        """Why no step can be captured, as far as that is known beforehand."""
+        """Say why no step can be captured, as far as that is known beforehand."""
         device = next(self._model.parameters()).device
         if device.type != "cuda":
             return f"the model is on {device}, and CUDA graphs run on GPUs"
@@ -104,7 +104,7 @@ class GraphedStep:
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """Of captures, and of the eager steps before them, as torch asks."""
+        """Return the stream of captures, and of the eager steps before them, as torch asks."""
         return torch.cuda.Stream()
 
     def __call__(self, *args, **kwargs):
@@ -171,7 +171,7 @@ class GraphedStep:
         torch_compat.reset_before_groups_end(self)
 
     def _facts(self) -> list:
-        """Constants of a graph that may change: plans of layers, settings of optimizers."""
+        """Return constants of a graph that may change: plans of layers, settings of optimizers."""
         facts = [layer.plan for layer in self._layers]
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]

@@ -143,6 +143,16 @@ class TrainingSteps:
         self.__dict__.update(state)
         self._make_fleeting()
 
+    def collect(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        """Count the passes of a model with these layers. Inserted ones too, unless their own have
+        run."""
+        self.model = weakref.ref(model)
+        for layer in layers:
+            if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+                layer.runtime.steps = self
+            self.layers.add(layer)
+            LOOSE.steps.layers.discard(layer)
+
     def parameters(self) -> Iterator[Tensor]:
         """Yield the parameters that its passes train."""
         if (model := self.model and self.model()) is not None:
@@ -164,7 +174,8 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
+        """Return the step to save: the next one; by hand the running one. Waits for counts of
+        graphs."""
         if self.is_by_hand_alone:
             return self.step
         if STEP.counted_by_hand:
@@ -174,7 +185,7 @@ class TrainingSteps:
 
     @property
     def _next(self) -> int:
-        """The step that the next pass begins."""
+        """Return the step that the next pass begins."""
         return max(self.step + self.open, 0)
 
     @property
@@ -411,15 +422,10 @@ def steps_within(model: nn.Module) -> list[TrainingSteps]:
     """Return the steps of all layers of a model, whose layers that no model counts it counts from
     now on."""
     layers = layers_of(model)
-    alone = [layer for layer in layers if layer.runtime.steps is None]
-    if alone:
+    if alone := [layer for layer in layers if layer.runtime.steps is None]:
         steps = continued(model)
         steps.is_counting = any(layer.plan.needs_steps for layer in alone)
-        steps.model = weakref.ref(model)
-        for layer in alone:
-            layer.runtime.steps = steps
-            steps.layers.add(layer)
-            LOOSE.steps.layers.discard(layer)
+        steps.collect(model, alone)
     return list(dict.fromkeys(s for layer in layers if (s := layer.runtime.steps) is not None))
 
 
@@ -435,10 +441,10 @@ def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     if root not in _OF_ROOT:
         steps_within(root)
         _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
-    layers = [layer for reference in _OF_ROOT[root] if (layer := reference()) is not None]
     ran_in: dict[TrainingSteps | None, set] = {}
-    for layer in layers:
-        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
+    for reference in _OF_ROOT[root]:
+        if (layer := reference()) is not None:
+            ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
     for steps, passes in ran_in.items():
         if steps is not None and steps.is_counting:
             steps.has_root = True

@@ -8,7 +8,6 @@ needs steps have the hooks (`GemmPlan.needs_steps`, and schedules).
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,7 +18,7 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .passes import TrainingSteps, continued, histories_of, own_steps, set_steps
+from .passes import TrainingSteps, continued, histories_of, layers_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
@@ -102,7 +101,9 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     for m in {*inside, model, *layers}:
         set_steps(m, steps)
     if outer is None:
-        _collect(steps, model, layers)
+        steps.collect(model, layers)
+        for i, layer in enumerate(layers):
+            layer.runtime.leads = not i
     steps.history_groups = AmaxHistory.alike(dict.fromkeys([*_planned_histories(layers), *others]))
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
@@ -133,16 +134,6 @@ def _move_hooks(models: Iterable[nn.Module], target: nn.Module | None) -> None:
         target.register_forward_hook(_end, always_call=True)
 
 
-def _collect(steps: TrainingSteps, model: nn.Module, layers: Iterable[Linear]) -> None:
-    """Let the layers of a model count with it. Inserted ones too, unless their own have run."""
-    steps.model = weakref.ref(model)
-    for i, layer in enumerate(layers):
-        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
-            layer.runtime.steps = steps
-        steps.layers.add(layer)
-        layer.runtime.leads = not i
-
-
 def _begin(model: nn.Module, args: tuple) -> None:
     if (steps := own_steps(model)) is None:
         return
@@ -157,7 +148,7 @@ def _begin(model: nn.Module, args: tuple) -> None:
         steps.call()
     else:
         if steps.model is None or steps.model() is not model:  # of a copy
-            _collect(steps, model, converted_modules(model).values())
+            steps.collect(model, layers_of(model))
         steps.enter(torch_compat.backward_may_follow(model, args))
 
 

@@ -61,7 +61,8 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
-    """The layers by (name in the model, own name): ranks may count their experts from 0."""
+    """Return the layers by (name in the model, own name): ranks may count their experts from
+    0."""
     return {
         (name, module.runtime.name): module for name, module in converted_modules(model).items()
     }
@@ -131,7 +132,8 @@ def _recipe_text(model: nn.Module) -> str:
 def fingerprint(
     model: nn.Module, step: int | None = None, names: Mapping[str, str] | None = None
 ) -> str:
-    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
+    """Return a hex digest of the recipe of every converted module, the same for equal models and
+    recipes.
 
     step:   as it will be in that step of the schedules that the model follows.
     names:  of the modules, one of `layer_names`; default: those of new states.
@@ -153,7 +155,7 @@ def fingerprint(
 
 
 def _scheduled(model: nn.Module, step: int) -> list[tuple[Linear, Recipe]]:
-    """The layers that follow schedules, and their recipes in a step."""
+    """Return the layers that follow schedules, and their recipes in a step."""
     return [
         layer_and_recipe
         for scheduled, schedule in schedules_of(model).items()
@@ -166,13 +168,14 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
-    """JSON of module name -> product -> rung; with the rank, and whether a step was skipped."""
+    """Return JSON of module name -> GEMM -> rung, with the rank, and whether a step was
+    skipped."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
     return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
 
 
 def _rank() -> list[int]:
-    """[rank, world size]."""
+    """Return [rank, world size]."""
     if dist.is_available() and dist.is_initialized():
         return [dist.get_rank(), dist.get_world_size()]
     return [0, 1]
@@ -181,7 +184,7 @@ def _rank() -> list[int]:
 def _codes(
     model: nn.Module, names: Mapping[str, str], saved: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """`checkpoint.fingerprints` by these names of the modules.
+    """Return `checkpoint.fingerprints` by these names of the modules.
 
     saved:  of a state that is compared; files of earlier versions lack attention and transposed
             weights, which are left out then.
@@ -198,7 +201,7 @@ def _codes(
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to resume, but parameters and optimizer. Each rank saves its own.
+    """Return what a run needs to resume, but parameters and optimizer. Each rank saves its own.
 
     Every rank must call it under `fully_shard` and tensor parallelism, whose codes are hashed
     together, even if one rank alone saves: call it before `if rank == 0:`. A rank that waits in
@@ -397,7 +400,8 @@ def _other_recipe(model: nn.Module, state: dict, step: int) -> str:
 def _read_moved(
     text: object, modules: Mapping[str, Linear]
 ) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
-    """(moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises ValueError."""
+    """Return (moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises
+    ValueError."""
     try:
         facts = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -427,7 +431,8 @@ def _read_moved(
 def _sides_at(
     model: nn.Module, modules: Mapping[str, Linear], step: int
 ) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", a history of its length) per delayed side in a step."""
+    """Yield (module name, "slot.direction", a history of that length) per delayed side in a
+    step."""
     plans = {id(m): m.plan for m in modules.values()}
     for m, recipe in _scheduled(model, step):
         plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
@@ -440,12 +445,13 @@ def _sides_at(
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
-    """It rolls where the optimizer makes codes, not where a forward begins a step."""
+    """Return whether it rolls where the optimizer encodes weights, not where a step begins."""
     return history.keep_when_skipped and module.runtime.weight_state.holds_codes
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """For both kinds of parameters: a load encodes codes, and records their amaxes, again."""
+    """Return the history for both kinds of parameters: a load encodes weights, and records their
+    amaxes, again."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
         saved["amaxes"][0] = 0
@@ -490,7 +496,7 @@ def _follow(model: nn.Module, step: int) -> None:
 
 
 def _drop_codes(modules: Iterable[Linear]) -> None:
-    """Of quantized parameters, whose delayed scale is another now."""
+    """Free the codes of quantized parameters, whose delayed scale has changed."""
     for module in modules:
         state = module.runtime.weight_state
         if isinstance(state, QuantizedWeightState):
@@ -498,7 +504,7 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
 
 
 def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
-    """Weights whose codes have another fingerprint than saved: the same on every rank."""
+    """Name the weights whose codes have another fingerprint than saved, alike on every rank."""
     if saved.codes is None:
         return []
     codes = _codes(model, saved.names, saved.codes)

@@ -172,7 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
                 _update_all(held, scalars, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
-        """The tensors of a parameter's update, collected again if any was replaced."""
+        """Return the tensors of a parameter's update, collected again if any was replaced."""
         held = self._held.get(id(p))
         if held is None or not held.is_current(p):
             held = self._held[id(p)] = _Held(p, self._start(p, group))
@@ -181,7 +181,7 @@ class FusedAdam(torch.optim.Optimizer):
     # Checkpoints #
 
     def state_dict(self) -> dict:
-        """As any optimizer's, without the masters of quantized parameters, which the model's state
+        """Return the state without the masters of quantized parameters, which the model's state
         dict has."""
         packed = super().state_dict()
         params = chain.from_iterable(g["params"] for g in self.param_groups)
@@ -204,7 +204,7 @@ class FusedAdam(torch.optim.Optimizer):
         """
 
         def hide_states(_, state_dict: dict) -> dict:
-            """From torch, which would round them to their parameters' dtypes."""
+            """Hide states from torch, which would round them to their parameters' dtypes."""
             groups, saved = state_dict["param_groups"], state_dict["state"]
             states = {i: _Saved(saved.get(i)) for group in groups for i in group["params"]}
             return {**state_dict, "state": states}
@@ -271,7 +271,8 @@ def _check_saved(p: Tensor, state: dict, saved: dict) -> None:
 
 
 def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
-    """The state of a parameter before its first step, but for the master of a quantized one."""
+    """Return the state of a parameter before its first step, but for the master of a quantized
+    one."""
     local = local_of(p)
     if not local.is_floating_point():
         raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
@@ -300,7 +301,7 @@ def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
 
 
 def _as_stored(saved: dict, state: dict) -> dict:
-    """A saved state with its moments as `state` stores them: as codes or as values."""
+    """Return a saved state with its moments as `state` stores them: as codes or as values."""
     saved = dict(saved)
     for name in MOMENTS:
         codes, scale, is_root = f"{name}_codes", f"{name}_scale", name == "exp_avg_sq"
@@ -322,7 +323,7 @@ def _local_grad(grad: Tensor) -> Tensor:
 
 
 def _beside(p: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A state tensor, sharded like its parameter. shape: of the whole tensor (default: of p)."""
+    """Return a state tensor, sharded like p. shape: of the unsharded tensor (default: of p)."""
     return torch_compat.dtensor_like(p, local, shape) if isinstance(p, DTensor) else local
 
 
@@ -343,7 +344,7 @@ class Stored(NamedTuple):
     second_scale: Tensor | None = None
 
     def updated(self, grad: Tensor, scalars: Tensor, grad_scale: Tensor | None = None) -> Stored:
-        """The values after one update (`adam_update`), in the same dtypes."""
+        """Return the values after one update (`adam_update`), in the same dtypes."""
         master, first, second, rounded, first_scale, second_scale = self
         if first_scale is not None and second_scale is not None:
             first = compact.decode(first, first_scale)
@@ -403,7 +404,7 @@ class _Held:
 
     @property
     def outputs(self) -> FusedOutputs | None:
-        """What the kernel computes of the new master besides; with 8-bit moments nothing."""
+        """Return what the kernel computes of the new master besides; with 8-bit moments None."""
         if self.weight is None or self.stored.first_scale is not None:
             return None
         state = self.weight.state
@@ -417,7 +418,7 @@ class _Held:
 
 
 def _scalars(group: dict, lr, bias1, bias2) -> list:
-    """The scalars in the order of SCALARS, from beta^t: floats, or fp64 tensors of any shape."""
+    """Return the values of SCALARS, from beta^t: floats, or fp64 tensors of any shape."""
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     return [
@@ -541,8 +542,8 @@ def adam_update(
     scalars: Tensor,
     grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(master, first, second moment) of one tensor after one update, in fp32: the kernel's
-    definition.
+    """Return (master, first, second moment) of one tensor after one update, in fp32: the
+    definition of the kernel.
 
     scalars:     fp32 [8] (`SCALARS`).
     grad_scale:  fp32 []; divides the gradient.

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @functools.cache
 def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
-    """A class like `optimizer_cls` whose optimizers step quantized parameters too.
+    """Return a class like `optimizer_cls` whose optimizers step quantized parameters too.
 
         optimizer = fq.optim.wrap(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -106,7 +106,7 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _rebuilt(optimizer_cls: type[Optimizer]) -> Optimizer:
-    """An optimizer of `wrap`, to be given its state: pickle finds the class by that of torch."""
+    """Return an optimizer of `wrap` without state: pickle finds the class by that of torch."""
     cls = wrap(optimizer_cls)
     return cls.__new__(cls)
 
@@ -166,7 +166,7 @@ class WithMasters(Optimizer):
         self._pull()
 
     def _with_masters(self, groups: list[dict], call: Callable[[list[dict]], _T]) -> _T:
-        """`call` with groups of masters. Returns the masters to their weights if it raises."""
+        """Call with groups of masters. Returns the masters to their weights if `call` raises."""
         before = set(self._masters)
         try:
             return call([{**g, "params": [self._inside(p) for p in g["params"]]} for g in groups])
@@ -177,7 +177,7 @@ class WithMasters(Optimizer):
             raise
 
     def _inside(self, p: Tensor) -> Tensor:
-        """The tensor that stands for a parameter in the inner optimizer."""
+        """Return the tensor that stands for a parameter in the inner optimizer."""
         local = local_of(p)
         if not isinstance(local, QuantizedWeight):
             return p
@@ -196,7 +196,7 @@ class WithMasters(Optimizer):
         return _rebuilt, (self.wraps,), state
 
     def __setstate__(self, state: dict) -> None:
-        """Of a copy, whose weights hold values of their own: let them refer to the masters."""
+        """Let the weights of a copy, which hold other values, refer to the masters."""
         inside = state["_masters"]
         Optimizer.__setstate__(self, state | {"_masters": {}})
         for p, parameter in inside:
@@ -256,7 +256,7 @@ class WithMasters(Optimizer):
             self._pull()
 
     def _evaluate(self, closure: Callable) -> Callable:
-        """The closure for an inner optimizer, which may write masters before a call of it."""
+        """Return the closure for an inner optimizer, which may write masters before a call."""
 
         def versions() -> list[int]:
             return [local_of(parameter)._version for _, parameter, _ in self._masters.values()]
@@ -325,7 +325,7 @@ class WithMasters(Optimizer):
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def state_dict(self) -> dict:
-        """The inner optimizer's, without masters, which the model's state dict stores."""
+        """Return the inner optimizer's, without masters, which the model's state dict stores."""
         self._push()
         return self.inner.state_dict()
 
