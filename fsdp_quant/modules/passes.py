@@ -385,15 +385,6 @@ class _LooseLayers(threading.local):
 LOOSE = _LooseLayers()
 
 
-def counter_of(layer: Layer) -> TrainingSteps:
-    """Return the steps that count the forwards of a layer: those of its model, or of this
-    thread."""
-    steps = layer.runtime.steps
-    if steps is None or not steps.is_counting or steps.is_orphaned:
-        return LOOSE.caught_up()
-    return steps
-
-
 def own_steps(module: nn.Module) -> TrainingSteps | None:
     """Return the steps of a module: a layer stores them in its runtime, a model in itself."""
     runtime = module.__dict__.get("runtime")
@@ -485,8 +476,8 @@ def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
     if skipped:
         STEP.restarted = last
     STEP.publish()
-    for layer in layers_of(model):
-        counter_of(layer).layers.add(layer)  # whose loaded histories roll when the step begins
+    # whose loaded histories roll when the step begins
+    LOOSE.steps.layers.update(layer for layer in layers_of(model) if layer.runtime.steps is None)
 
 
 def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:

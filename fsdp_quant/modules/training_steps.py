@@ -35,7 +35,6 @@ from .passes import (
     LOOSE,
     Layer,
     TrainingSteps,
-    counter_of,
     follow_schedules,
     histories_of,
     layers_of,
@@ -55,7 +54,9 @@ def note_forward(layer: Layer, operands: Sequence[Tensor | None]) -> bool:
     grad = torch.is_grad_enabled()
     if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
         return False
-    steps = counter_of(layer)
+    steps = layer.runtime.steps
+    if steps is None or not steps.is_counting or steps.is_orphaned:
+        steps = LOOSE.caught_up()
     has_run = layer.runtime.ran_in == steps.current
     if steps.current is None or not (steps.inside or steps.has_root):  # nobody else begins passes
         if grad and not any(t is not None and t.requires_grad for t in operands):
