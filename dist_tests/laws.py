@@ -220,14 +220,13 @@ def kept_step():
     """Leave the step, and who counts it, as they are; layers without names are named as in a new
     process."""
     kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "restarted")}
-    offset, named = STEP.token_offset, dict(rng._MADE)
+    named = dict(rng._MADE)
     rng._MADE.clear()
     try:
         yield
     finally:
         rng._MADE.clear()
         rng._MADE.update(named)
-        STEP.token_offset = offset
         STEP.__dict__.update(kept)
         STEP.publish()
 

@@ -80,13 +80,7 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
-        0,
-        0,
-        0,
-        -1,
-        False,
-    )
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 0, 0, 0, False
     STEP.publish()
 
 

@@ -119,13 +119,7 @@ FEATURES = (40, 56)  # in, out: no multiple of 16 or 32
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by training forwards, with empty counters."""
     with kept_step():
-        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
-            0,
-            0,
-            0,
-            -1,
-            False,
-        )
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 0, 0, 0, False
         STEP.publish()
         counters.reset()
         yield
