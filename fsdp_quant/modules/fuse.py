@@ -13,7 +13,7 @@ The module keeps its submodules, parameters, hooks and state_dict keys; its clas
 only has another forward. The proof, of each instance: operator by operator its own forward is the
 pattern's (`Symbols`), in training and in evaluation, with gradients and without. What its code read
 meanwhile (`reads`) is looked up again in each forward; if anything is otherwise, the module's own
-forward runs. A second check: both give the same bits, of output and of gradients, on random data.
+forward runs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
-from .proof import HIDDEN, WIDTH, Proof, prove
-from .reads import Fact, Held, forward_of, held, is_defined_by
+from .proof import HIDDEN, WIDTH, Proof, prove, read_by
+from .reads import Held, held, is_defined_by
 
 
 class MLPPattern(NamedTuple):
@@ -283,7 +283,8 @@ def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
     # one class for all that are alike
     module.__class__ = _fused_class(type(module), pattern._replace(modules=""))
     torch_compat.make_fx_leaf(module)
-    _proof_of(module)
+    if not isinstance(pattern, InputPattern):
+        _proof_of(module)
 
 
 # Blocks that are recognized #
@@ -414,15 +415,16 @@ def fused_notes(model: nn.Module) -> list[str]:
     ]
 
 
-def _changed(module: nn.Module) -> str | None:
-    return _proof_of(module).changed(module)
-
-
 @functools.cache
 def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[nn.Module]:
     """cls with the fused forward; its instances are pickled as cls and pattern. Calls with other
     arguments than x run the forward of cls: the proof is of x alone."""
-    recomputes = getattr(pattern, "recompute", None) is not None
+    recomputes, code = getattr(pattern, "recompute", None) is not None, cls.forward
+
+    def changed(self) -> str | None:
+        if isinstance(pattern, InputPattern):
+            return None if cls.forward is code else "forward"
+        return _proof_of(self).changed(self)
 
     def forward(self, *args, **kwargs):
         given = (*args, *kwargs.values())
@@ -430,13 +432,13 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             if recomputes and len(given) == 1:
                 return recomputed(functools.partial(cls.forward, self), *given)
             return cls.forward(self, *args, **kwargs)
-        proof, x = _proof_of(self), given[0] if len(given) == 1 else None
-        if proof.changed(self) is not None:
+        if changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if x is None or x.is_nested or not pattern.is_supported(self, x, proof.outcome):
+        x = given[0] if len(given) == 1 else None
+        if x is None or x.is_nested or not pattern.is_supported(self, x, _proof_of(self).outcome):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, x)
 
@@ -453,7 +455,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__module__": cls.__module__,
             "fused_as": pattern,
             "fused_from": cls,
-            "_fq_changed": _changed,
+            "_fq_changed": changed,
         },
     )
 
@@ -466,11 +468,8 @@ def _proof_of(module: nn.Module) -> Held:
     """The proof of a fused module."""
     cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
 
-    def prove_again() -> tuple[Proof, list[Fact]]:
-        if isinstance(pattern, InputPattern):
-            proof = Proof([forward_of(cls)])
-        else:
-            proof = prove(cls.__name__, module, pattern, cls)
-        return proof, proof.facts
-
-    return held(module, prove_again)
+    return held(
+        module,
+        lambda: read_by(module, pattern, cls),
+        lambda reads: prove(cls.__name__, module, pattern, cls, reads),
+    )
