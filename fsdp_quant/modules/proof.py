@@ -151,13 +151,16 @@ def _is_same(
         symbols.name(parameter, f"parameter {index}")
     x = _random(2, 2, width).to(dtype).requires_grad_(grad)
     symbols.name(x, "x")
-    before = symbols.of(x).clone()
+    before = symbols.numbers_of(x).clone()
     with torch.set_grad_enabled(grad), symbols:
         symbols.gradients = grad
         with Unobserved():
             y = cls.forward(probe_of(probe, cls, training, pattern.parts), x)
         symbols.gradients = False
         ways = pattern.defined(probe, x)
-    if not isinstance(y, Tensor) or not torch.equal(symbols.of(x), before):
+    if not isinstance(y, Tensor) or not torch.equal(symbols.numbers_of(x), before):
         return False
-    return any(y.dtype is z.dtype and torch.equal(symbols.of(y), symbols.of(z)) for z in ways)
+    return any(
+        y.dtype is z.dtype and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
+        for z in ways
+    )
