@@ -38,7 +38,7 @@ _SPACES = "__dict__", "_modules", "_parameters", "_buffers"  # of a module, that
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 # Names in code that reads more attributes than it names.
 _UNNAMED = frozenset(
-    "__dict__ vars getattr _modules children modules named_children named_modules "
+    "__dict__ vars _modules children modules named_children named_modules "
     "_buffers buffers named_buffers".split()
 )
 
@@ -59,7 +59,7 @@ def _is_stable(function: Callable) -> bool:
 class _Code(NamedTuple):
     """Names in the code of a function.
 
-    globals:  those of its globals. strings: what may be names of attributes (`hasattr`).
+    globals:  those of its globals. strings: what may be names of attributes (`getattr`).
     """
 
     names: set[str]
@@ -69,17 +69,19 @@ class _Code(NamedTuple):
 
 @functools.cache
 def _code_of(code: types.CodeType) -> _Code:
-    """Raise Unproven for code that sets attributes, or decides about autocast."""
+    """Raise Unproven for code that sets attributes, imports, or decides about autocast."""
     result, parts = _Code(set(), set(), set()), [code]
     for part in parts:
         parts += [c for c in part.co_consts if isinstance(c, types.CodeType)]
         result.names.update(part.co_names)
-        if "hasattr" in part.co_names:
+        if not {"getattr", "hasattr"}.isdisjoint(part.co_names):
             strings = (c for c in part.co_consts if isinstance(c, str) and c.isidentifier())
             result.strings.update(strings)
         for instruction in dis.get_instructions(part):
             if instruction.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL"):
                 raise Unproven(f"sets {instruction.argval}")
+            if instruction.opname == "IMPORT_NAME":
+                raise Unproven(f"imports {instruction.argval}")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 result.globals.add(instruction.argval)
     if any("autocast" in name for name in result.names):
@@ -113,6 +115,7 @@ class Reads:
         self._modules: dict[tuple[str, ...], tuple[nn.Module, type]] = {(): (module, cls)}
         self._names, self._strings = {"forward"}, set()
         self._functions: set[Callable] = set()
+        self._computes_names = False
         base = next(base for base in cls.__mro__ if "forward" in base.__dict__)
         self._record(((), base, "forward"), base.__dict__)
         for function in code:
@@ -143,10 +146,12 @@ class Reads:
         """Add the facts of the names that a module has."""
         if cls.__getattr__ is not nn.Module.__getattr__:
             raise Unproven("has a __getattr__ of its own")
-        if _is_stable(cls.forward):
+        is_stable = _is_stable(cls.forward)
+        if is_stable:
             self._names.update(getattr(cls.forward, "__code__").co_names)
-            own = (name for name in module.__dict__ if not name.startswith("_"))
-            self._names.update(own, module._modules, module._buffers)
+        if is_stable or self._computes_names:
+            attributes = (name for name in module.__dict__ if not name.startswith("_"))
+            self._names.update(attributes, module._modules, module._buffers)
         for name in sorted(self._names - _OF_MODULES):
             if path or name not in self._leaves:
                 self._look_up(path, module, cls, name)
@@ -156,6 +161,9 @@ class Reads:
         bases = [b for b in cls.__mro__ if name in b.__dict__ and b not in (nn.Module, object)]
         for base in bases:  # super() too
             self._add((path, base, name), base.__dict__)
+        for space in ("_modules", "_parameters"):
+            if getattr(module, space).get(name, _MISSING) is None:
+                self._add((path, space, name), getattr(module, space))
         child = module._modules.get(name)
         if name in module._buffers:
             raise Unproven(f"reads the buffer {name}")
@@ -183,8 +191,8 @@ class Reads:
         if fact in self.key:
             return
         value = self._record(fact, space)
-        is_code = callable(value) and not isinstance(value, nn.Module)
-        if value is not _MISSING and not (is_code and fact[1] == id(space)):  # a global
+        is_global_code = isinstance(value, _CODE) and fact[1] == id(space)
+        if value is not _MISSING and not is_global_code:
             _check(value, fact[2])
         value = getattr(value, "fget", getattr(value, "__func__", value))
         function = value.func if isinstance(value, functools.partial) else value
@@ -203,6 +211,7 @@ class Reads:
             return
         if unnamed := _UNNAMED & code.names:
             raise Unproven(f"reads all attributes, by {min(unnamed)}")
+        self._computes_names |= "getattr" in code.names
         spaces, names = [getattr(function, "__globals__")], code.globals
         for space in spaces:
             for name in sorted(names & space.keys()):
@@ -213,10 +222,21 @@ class Reads:
                         spaces.append(vars(value))
                 elif not isinstance(value, logging.Logger):
                     self._add(((), id(space), name), space)
+                if isinstance(value, type):
+                    self._add_methods(value, code.names)
             names = code.names
         for cell in getattr(function, "__closure__") or ():
             if isinstance(content := cell.cell_contents, types.FunctionType):
                 self._add_function(content)
+
+    def _add_methods(self, cls: type, names: Collection[str]) -> None:
+        """Add the functions of a class that code names."""
+        for base in cls.__mro__:
+            for name in sorted(base.__dict__.keys() & names):
+                value = base.__dict__[name]
+                function = getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType) and not _is_stable(function):
+                    self._add(((), base, name), base.__dict__)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
