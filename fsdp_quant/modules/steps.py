@@ -104,7 +104,9 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
         steps.collect(model, layers)
         for i, layer in enumerate(layers):
             layer.runtime.leads = not i
-    steps.history_groups = AmaxHistory.by_scaling(dict.fromkeys([*_planned_histories(layers), *others]))
+    steps.history_groups = AmaxHistory.by_scaling(
+        dict.fromkeys([*_planned_histories(layers), *others])
+    )
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
