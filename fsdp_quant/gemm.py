@@ -105,7 +105,7 @@ def gemm(
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
-    is_empty = _is_empty(a, b, out, accumulate)
+    m, n, k = _checked_sizes(a, b, out, accumulate)
     arch = arch_of(a.data.device)
     domain = _domain_of(a, b, arch) if domain is None else domain
     out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
@@ -118,13 +118,13 @@ def gemm(
             f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain "
             f"({arch}); use the bf16 or reference domain"
         )
-    if is_of_codes and not is_empty:
+    if is_of_codes and m * n * k > 0:
         anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
         left = to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
         right = to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
         result = _multiply(left, right, out, accumulate, epilogue, watch)
     else:
-        if is_of_codes:
+        if is_of_codes:  # an empty product
             result = _reference(a, b, epilogue)
         else:
             result = _decoded_product(to_storage(a), to_storage(b), epilogue, domain)
@@ -136,9 +136,10 @@ def gemm(
     return result
 
 
-def _is_empty(a: EncodedMatrix, b: EncodedMatrix, out: Tensor | None, accumulate: bool) -> bool:
-    """Return whether the product has no elements or no terms. Raise ValueError for operands or an
-    `out` that do not fit."""
+def _checked_sizes(
+    a: EncodedMatrix, b: EncodedMatrix, out: Tensor | None, accumulate: bool
+) -> tuple[int, int, int]:
+    """Return M, N and K. Raise ValueError for operands or an `out` that do not fit."""
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
         raise ValueError(
@@ -152,7 +153,7 @@ def _is_empty(a: EncodedMatrix, b: EncodedMatrix, out: Tensor | None, accumulate
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
     if out is not None and tuple(out.shape) != (m, n):
         raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
-    return m * n * k_a == 0
+    return m, n, k_a
 
 
 def _domain_of(a: EncodedMatrix, b: EncodedMatrix, arch: str) -> str:

@@ -75,7 +75,7 @@ def _kernel_input(
     kernel rounds to bf16)."""
     round_to_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
     values = x if round_to_bf16 else _as(x, dtype)
-    if not native.is_available_for(values) or not values.numel():
+    if not (native.is_available_for(values) and values.numel() > 0):
         return (), values, round_to_bf16
     chosen = _by_kernel(encodings, values.dtype, row0 % native.TILE == 0)
     return chosen, values, round_to_bf16
