@@ -80,16 +80,7 @@ def convert(
     >>> fq.convert(model, "mxfp8/nvfp4", skip=["lm_head"])["body"].__class__
     <class 'fsdp_quant.modules.linear.Linear'>
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
-        )
-    recipe = as_recipe(recipe, "fq.convert")
-    if callable(skip) or not all(isinstance(pattern, str) for pattern in skip):
-        raise ValueError(
-            f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
-            "['lm_head', '*.router'], and no filter function"
-        )
+    recipe = _checked(model, recipe, skip)
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     gathered = torch_compat.reshard(model)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
@@ -122,10 +113,7 @@ def convert(
         give_recipes(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         _make_quantized(module, recipes[name], plain[name])
-    for module in model.modules():  # whose inference reads weights without a call of their layers
-        if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(m, OURS) for m in module.modules()):
-                module.activation_relu_or_gelu = 0
+    _leave_fast_paths(model)
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -133,6 +121,23 @@ def convert(
     follow(model, recipe)
     CONVERTED.add(model)
     return model
+
+
+def _checked(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str]
+) -> Recipe | PerLayer | Schedule:
+    """Return the recipe. Raises ValueError for arguments of `convert` of other types."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
+        )
+    recipe = as_recipe(recipe, "fq.convert")
+    if callable(skip) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(
+            f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
+            "['lm_head', '*.router'], and no filter function"
+        )
+    return recipe
 
 
 def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:
@@ -154,6 +159,14 @@ def _make_quantized(module: nn.Module, recipe: Recipe, name: str) -> None:
         module.adopt(recipe, name)
     elif isinstance(module, Linear):
         module.make_quantized(recipe, name)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Stop inference that reads weights without a call of their layers."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(m, OURS) for m in module.modules()):
+                module.activation_relu_or_gelu = 0
 
 
 def _fused(
@@ -193,19 +206,7 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     other one why it stays as it is (`fq.plan`)."""
     modules = dict(model.named_modules())
     projections = {f"{n}.out_proj".lstrip(".") for n, m in modules.items() if is_attention(m)}
-    linears: dict[str, nn.Module] = {}
-    packed: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        reason = reason_against(module)
-        if _is_packed(module) or kind_of(module):
-            packed[name] = module
-        elif _is_linear(module, called=name not in projections):
-            if _is_unchanged(module):
-                linears[name] = module
-            else:
-                reason = "whose forward or weight is not its class's"
-        if reason is not None:
-            module.__dict__["_left_out"] = reason
+    linears, packed = _sorted_out(modules, projections)
     experts = {n: m for n, m in packed.items() if kind_of(m)}
     candidates = linears | experts | {n: modules[n] for n in unchosen_units(model)}
     skipped = _skipped(model, skip, candidates)
@@ -220,6 +221,29 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     if not chosen:
         raise ValueError(_nothing_to_convert(model, len(skipped), len(tied - skipped)))
     return {n: m for n, m in modules.items() if n in chosen}
+
+
+def _sorted_out(
+    modules: dict[str, nn.Module], projections: set[str]
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return linear layers and packed experts, by name.
+
+    projections:  names of the output projections of nn.MultiheadAttention.
+    """
+    linears: dict[str, nn.Module] = {}
+    packed: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        reason = reason_against(module)
+        if _is_packed(module) or kind_of(module):
+            packed[name] = module
+        elif _is_linear(module, called=name not in projections):
+            if _is_unchanged(module):
+                linears[name] = module
+            else:
+                reason = "whose forward or weight is not its class's"
+        if reason is not None:
+            module.__dict__["_left_out"] = reason
+    return linears, packed
 
 
 def _nothing_to_convert(model: nn.Module, num_skipped: int, num_tied: int) -> str:

@@ -85,6 +85,10 @@ def read_by_others(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
+def _is_too_small(n: int, k: int) -> bool:
+    return min(n, k) < SMALLEST or n % MULTIPLE > 0 or k % MULTIPLE > 0
+
+
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return name -> reason of each layer that stays in high precision.
 
@@ -110,6 +114,6 @@ def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, s
             reasons[name] = "output head"
         elif "router" in parts or (parts[-1] in GATES and "experts" in siblings):
             reasons[name] = "router"
-        elif min(shape) < SMALLEST or any(size % MULTIPLE for size in shape):
+        elif _is_too_small(*shape):
             reasons[name] = f"too small, {list(shape)}"
     return reasons

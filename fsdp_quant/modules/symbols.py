@@ -169,6 +169,12 @@ class Symbols(torch_compat.DispatchMode):
             return rule(*torch_compat.tree_map_only(Tensor, moved, args))
         if torch.Tag.pointwise not in func.tags:
             raise Unproven(f"calls {func}")
+        return self._elements(name, args, kwargs, values, out)
+
+    def _elements(
+        self, name: str, args: tuple, kwargs: dict, values: dict[int, Tensor], out: Tensor
+    ) -> Tensor:
+        """Numbers of the elements of a pointwise operator's output."""
         others = tuple(None if isinstance(a, Tensor) else _described(a, values) for a in args)
         key = name, others, *sorted(kwargs.items())
         tensors = (values[id(a)] for a in args if isinstance(a, Tensor))
