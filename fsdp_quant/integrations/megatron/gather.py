@@ -8,7 +8,7 @@ a subclass:
                                         owns -> all-gather, with the values of parameters that are
                                         not quantized (norms, embeddings)
     finish_param_sync, _post_param_sync the layers' weights are READY
-    start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then the codes
+    start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then this one
 Between forced syncs the values of a quantized parameter are current only where this rank owns them.
 GEMMs read codes, and a state dict of stale values is refused.
 
@@ -140,8 +140,8 @@ class GroupCodes:
         self.sync: WeightSync = plan_weight_sync(
             [item for item, _ in self._items], group, tensor_group=tensor_group, **options
         )
-        self._is_gathering, self._values_event = False, STEP.weight_events
-        self._moving_values: _Values | None = None
+        self._is_gathering = False
+        self.values_event = STEP.weight_events  # as Megatron gathered the values last
 
     def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes."""
@@ -165,36 +165,26 @@ class GroupCodes:
         return masters
 
     @torch.no_grad()
-    def start(self, values: bool = True) -> Work:
-        """Cast the masters and start the all-gather.
-
-        values:  also gather the parameters that are not quantized.
-        """
+    def start(self) -> Work:
+        """Cast the masters and start the all-gather."""
         self.sync.cast_(self._masters())
         self._is_gathering = True
-        self._moving_values = self._values if values else None
         codes = self.sync.gather(async_op=True)
         channels = [] if codes is None else codes.channels
-        if self._moving_values is not None:
-            channels = [*channels, self._moving_values.gather()]
-        return Work(channels)
+        return Work(channels if self._values is None else [*channels, self._values.gather()])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Let the layers read the gathered codes; no-op after the first call."""
         if self._is_gathering:
             self.sync.finish()
-            if self._moving_values is not None:
-                self._moving_values.finish()
+            if self._values is not None:
+                self._values.finish()
         self._is_gathering = False
-
-    def note_values(self) -> None:
-        """Record that Megatron gathered the values."""
-        self._values_event = STEP.weight_events
 
     def check_values(self, module: nn.Module, *_) -> None:
         """Raise StaleWeightError if a state dict would hold stale values."""
-        if self._values_event != STEP.weight_events:
+        if self.values_event != STEP.weight_events:
             raise StaleWeightError(
                 f"{name_of(module)}: its codes were gathered since the last step, not its values, "
                 "so this rank's state dict would be stale; call start_param_sync(force_sync=True) "
@@ -235,8 +225,8 @@ class GathersCodes:
             self.param_gather_handle = None
         codes.finish()
         super().start_param_sync(force_sync=True)  # pyright: ignore[reportAttributeAccessIssue]
-        codes.note_values()
-        codes.start(values=False).wait()
+        codes.values_event = STEP.weight_events
+        codes.start().wait()
         codes.finish()
 
     def _post_param_sync(self) -> None:
