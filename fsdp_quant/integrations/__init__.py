@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnsupportedDunderAll=false
 """What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the
 library.
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,16 +109,11 @@ def _dispatched(
         fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
         for (d, name), (buffer, n) in received.items():
             fields[d][name] = buffer[start // n : (start + rows) // n]
-        groups.append(
-            StoragePair(
-                **{
-                    d.value: replace(
-                        storages[e % len(storages)], shape=(rows, x.shape[1]), **fields[d]
-                    )
-                    for d, storages in encoded.items()
-                }
-            )
-        )
+        sides: dict[str, Any] = {}
+        for d, storages in encoded.items():
+            storage, shape = storages[e % len(storages)], (rows, x.shape[1])
+            sides[d.value] = replace(storage, shape=shape, **fields[d])
+        groups.append(StoragePair(**sides))
         start += rows
     return QuantizedTensor(pair=StoragePair(groups=groups), shape=(start, x.shape[1]))
 
@@ -163,12 +159,18 @@ class ExchangeTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, route, hybrid, directions, dispatches):
-        ctx.exchange = route, hybrid, directions, not dispatches
+        ctx.route, ctx.hybrid, ctx.directions, ctx.dispatches = (
+            route,
+            hybrid,
+            directions,
+            dispatches,
+        )
         return _exchanged(x.detach(), route, hybrid, directions, dispatches, "forward")
 
     @staticmethod
     def backward(ctx, dy):
-        return _exchanged(dy, *ctx.exchange, "backward"), None, None, None, None
+        dx = _exchanged(dy, ctx.route, ctx.hybrid, ctx.directions, not ctx.dispatches, "backward")
+        return dx, None, None, None, None
 
 
 def _exchanged(

@@ -55,10 +55,13 @@ class TokenRoute:
         return x if self.sent == self.counts else x.index_select(0, self._places(x.device))
 
     def _places(self, device: torch.device) -> Tensor:
-        counts, sent = (torch.tensor(rows, device="cpu") for rows in (self.counts, self.sent))
+        counts, sent = (
+            torch.tensor(rows, dtype=torch.int64, device="cpu") for rows in (self.counts, self.sent)
+        )
         filled = sent - counts
         shifts = (filled.cumsum(0) - filled).repeat_interleave(counts)
-        return (shifts + torch.arange(len(shifts), device="cpu")).to(device, non_blocking=True)
+        places = torch.arange(len(shifts), dtype=torch.int64, device="cpu")
+        return (shifts + places).to(device, non_blocking=True)
 
     def spread(self, buffers: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Return what the ranks' buffers hold for the experts of this rank, by expert, then by
@@ -195,7 +198,7 @@ def _counts_of(splits: Sequence[int] | Tensor, experts: int) -> Tensor:
     exchange rejects on every rank."""
     try:
         is_tensor = isinstance(splits, Tensor)
-        counts = splits if is_tensor else torch.tensor(list(splits), device="cpu")
+        counts = splits if is_tensor else torch.tensor(list(splits), dtype=None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         counts = torch.empty(0, dtype=torch.int64, device="cpu")
     if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype is torch.bool:
