@@ -225,6 +225,18 @@ def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Pla
     return Placement.SHARD if chunk is None or chunk % b0 == 0 else Placement.HALO
 
 
+def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
+    """Whether codes of pieces, each of a multiple of so many rows, are those of the gathered
+    tensor: no block and no rotation reaches from one piece into the next.
+
+    in_one_piece:  of a rank's rows, in the order of ranks: the gathered rows key random bits.
+    """
+    if not encoding.fmt.is_quantized:
+        return True
+    rows = encoding.fmt.row_alignment(encoding.direction)
+    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
+
+
 # Between layouts #
 
 

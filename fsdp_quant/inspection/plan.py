@@ -27,7 +27,7 @@ from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.expert_parallel import describe_experts
-from ..parallel.linear import describe
+from ..parallel.sequence import describe
 from ..recipe import default_override
 from ..roles import OVERRIDE_VARIABLE
 from ..tensor import torch_compat

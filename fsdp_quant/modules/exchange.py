@@ -38,7 +38,7 @@ from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..roles import slot_ids
 from ..scaling import reduce_amaxes, share_amaxes
-from ..storage import Placement, Storage, to_layout
+from ..storage import Placement, Storage, codes_travel, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 
@@ -182,17 +182,6 @@ class SequenceCut:
             self.travels(hybrid.encodings[d])
             for d in gathered_directions(hybrid, frozenset(directions))
         )
-
-
-def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
-    """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
-
-    in_one_piece:  of a rank's rows, in the order of ranks: the whole's rows key random bits.
-    """
-    if not encoding.fmt.is_quantized:
-        return True
-    rows = encoding.fmt.row_alignment(encoding.direction)
-    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
 
 
 def text_of(name: Name) -> str:
