@@ -22,15 +22,15 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> object:
     if not name.startswith("__") or name == "__all__":
-        from .public import NAMES, __all__
+        from .public import ALIASES, NAMES
 
-        globals().update(NAMES, __all__=__all__)
+        globals().update(ALIASES, __all__=list(NAMES), **NAMES)
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    from .public import __all__
+    from .public import NAMES
 
-    return sorted({*__all__, *filter(lambda name: name.startswith("__"), globals())})
+    return sorted({*NAMES, *filter(lambda name: name.startswith("__"), globals())})

@@ -20,7 +20,8 @@ class Option:
     accepts: Callable[[Any], bool]
 
     def read(self, name: str, value: object) -> Any:
-        """The value. Raises ValueError, naming the option, for one that means nothing."""
+        """Return the value. Raises ValueError, naming the option, for a value that it does not
+        accept."""
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         if not self.accepts(value):
@@ -57,7 +58,7 @@ def read_all(table: Mapping[str, Option], **values: object) -> None:
 
 
 def choice(*values: object) -> Option:
-    """One of these values, of the same type: 1 is not True."""
+    """Accept one of these values, of the same type: 1 is not True."""
     words = f"one of {values}" if len(values) > 2 else " or ".join(map(repr, values))
     return Option(words, lambda v: any(type(v) is type(w) and v == w for w in values))
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of the package, which `fsdp_quant/__init__.py` imports at the first use of
-one.
+one: `NAMES` of a first training run. The rest is in `fq.numerics`, `fq.steps` and `fq.inspection`;
+`ALIASES` has the names that were on top before."""
 
-On top stands what a first training run needs; the rest is in `fq.numerics`, `fq.steps` and
-`fq.inspection`. `ALIASES` has the names that were on top before.
-"""
+# ruff: noqa: F401
 
 import fsdp_quant.checkpoint as checkpoint
 import fsdp_quant.hooks as hooks
@@ -42,55 +41,7 @@ from .serving.export import export
 from .serving.load import from_pretrained_quantized
 from .serving.refit import refit
 
-__all__ = [
-    "CustomRecipe",
-    "GroupedLinear",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MLPPattern",
-    "Norm",
-    "NormPattern",
-    "Recipe",
-    "StaleWeightError",
-    "advise",
-    "autocast",
-    "begin_step",
-    "checkpoint",
-    "convert",
-    "export",
-    "freeze",
-    "from_pretrained_quantized",
-    "graphed",
-    "hold",
-    "hooks",
-    "inspect",
-    "inspection",
-    "integrations",
-    "load_state_dict",
-    "memory",
-    "numerics",
-    "optim",
-    "parallel",
-    "plan",
-    "quantized_model_init",
-    "receipt",
-    "recipes",
-    "refit",
-    "set_recipe",
-    "state_dict",
-    "steps",
-    "unconvert",
-    "unfreeze",
-]
-
-ALIASES = {
-    name: getattr(namespace, name)
-    for namespace, names in (
-        (numerics, numerics.__all__),
-        (steps, steps.__all__),
-        (inspection, ["reset_receipt"]),
-    )
-    for name in names
-}
-NAMES = ALIASES | {name: globals()[name] for name in __all__}
+NAMES = {name: value for name, value in globals().items() if not name.startswith("_")}
+ALIASES = {name: getattr(numerics, name) for name in numerics.__all__}
+ALIASES |= {name: getattr(steps, name) for name in steps.__all__ if name not in NAMES}
+ALIASES["reset_receipt"] = inspection.reset_receipt

@@ -8,49 +8,8 @@ True
 """
 
 from . import recipe as _definitions
-from .recipe import (
-    PerLayer,
-    Recipe,
-    Schedule,
-    bf16,
-    by_name,
-    custom,
-    fp8_block,
-    fp8_current,
-    fp8_delayed,
-    fp8_row,
-    hybrid,
-    identity,
-    mxfp4,
-    mxfp6,
-    mxfp8,
-    names,
-    nvfp4,
-    per_layer,
-    schedule,
-)
-
-__all__ = [
-    "PerLayer",
-    "Recipe",
-    "Schedule",
-    "bf16",
-    "by_name",
-    "custom",
-    "fp8_block",
-    "fp8_current",
-    "fp8_delayed",
-    "fp8_row",
-    "hybrid",
-    "identity",
-    "mxfp4",
-    "mxfp6",
-    "mxfp8",
-    "names",
-    "nvfp4",
-    "per_layer",
-    "schedule",
-]
+from .recipe import *  # noqa: F403
+from .recipe import __all__ as __all__
 
 
 def __getattr__(name: str) -> object:

@@ -49,7 +49,7 @@ def public_names() -> dict[str, list[str] | None]:
     ]
     namespaces = (fq.recipes, fq.numerics, fq.steps, fq.inspection)
     for where, names in (
-        (fq, public.NAMES),
+        (fq, public.NAMES | public.ALIASES),
         (recipe, defined),
         *((namespace, namespace.__all__) for namespace in namespaces),
     ):
