@@ -90,21 +90,16 @@ def plan(name: str, forward: str, backward: str) -> None:
 
 
 def _set_up(place: str) -> tuple[nn.Module, Iterable, advise.Loss | None]:
-    """(model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything else."""
+    """Return (model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything
+    else."""
     path, _, name = place.partition(":")
     name = name or "setup"
-    setup = runpy.run_path(path).get(name)
+    setup, results = runpy.run_path(path).get(name), "(model, batches) or (model, batches, loss)"
     if not callable(setup):
-        raise ValueError(
-            f"{path} has no function {name!r}; write one that returns (model, batches) or (model, "
-            "batches, loss)"
-        )
+        raise ValueError(f"{path} has no function {name!r}; write one that returns {results}")
     result = setup()
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(
-            f"{place} returned {type(result).__name__}; wanted (model, batches) or (model, "
-            "batches, loss)"
-        )
+        raise ValueError(f"{place} returned {type(result).__name__}; wanted {results}")
     model, batches, *loss = result
     return model, batches, loss[0] if loss else None
 
