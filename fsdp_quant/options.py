@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that options may have: a table per class, checked where the option is written.
+"""Options: which values they accept, in a table per class, checked where a user writes them.
 
-A numpy scalar is the Python number of its value; a bool is no number.
+A numpy scalar counts as the Python number of its value; a bool is no number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """words: what a value must be; accepts: whether a value is that."""
+    """One option. words: describe the values that `accepts` accepts."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -52,7 +52,7 @@ def function() -> Option:
 
 
 def read_all(table: Mapping[str, Option], **values: object) -> None:
-    """Raise ValueError, naming it, for an argument whose value means nothing."""
+    """Raise ValueError, naming the argument, for a value that its option does not accept."""
     for name, value in values.items():
         table[name].read(name, value)
 

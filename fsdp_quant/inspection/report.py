@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from html import escape
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from .plan import ModelPlan
 
@@ -83,31 +84,19 @@ def read(path: str | Path) -> Run:
     return run
 
 
-@dataclass(frozen=True)
-class Suffering:
+class Suffering(NamedTuple):
     """One operand of one layer.
 
+    points:    of `quantity`, which has the most: 3 dB, 10 % of underflow or 1 % of saturation from
+               the median are one point each.
     worst:     quantity -> (its worst sample, step, the median of the worst over all layers).
-    quantity:  the one with most points: 3 dB, 10 % of underflow or 1 % of saturation from the
-               median are one point each.
-    points:    of that quantity.
     """
 
+    points: float
     layer: str
     operand: str
+    quantity: str
     worst: dict[str, tuple[float, int, float]]
-
-    def _points_of(self, quantity: str) -> float:
-        value, _, median = self.worst[quantity]
-        return (value - median) / POINTS[quantity][1]
-
-    @property
-    def quantity(self) -> str:
-        return max(self.worst, key=self._points_of)
-
-    @property
-    def points(self) -> float:
-        return self._points_of(self.quantity)
 
 
 def worst(run: Run) -> list[Suffering]:
@@ -127,7 +116,12 @@ def worst(run: Run) -> list[Suffering]:
             median = statistics.median(value for value, _ in selected.values())
         for layer, (value, step) in selected.items():
             samples[layer, operand][quantity] = value, step, median
-    return sorted((Suffering(*key, w) for key, w in samples.items()), key=lambda s: -s.points)
+    operands = []
+    for (layer, operand), by_quantity in samples.items():
+        points = {q: (v - median) / POINTS[q][1] for q, (v, _, median) in by_quantity.items()}
+        quantity = max(points, key=lambda q: points[q])
+        operands.append(Suffering(points[quantity], layer, operand, quantity, by_quantity))
+    return sorted(operands, key=lambda s: -s.points)
 
 
 def write(paths: Sequence[str | Path], out: str | Path) -> None:
