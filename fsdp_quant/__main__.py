@@ -57,7 +57,7 @@ def doctor() -> None:
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
-    """A line per format, a column per operation: native, or the number of the reason below."""
+    """Print a line per format, a column per operation: native, or the number of the reason."""
     operations = list(dict.fromkeys(name for row in reasons.values() for name in row))
     numbers: dict[str, int] = {}
     width = max([len("native"), *map(len, operations)]) + 2

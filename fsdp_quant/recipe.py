@@ -32,77 +32,29 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, SCALE_RULES, Format, canonical_text, family_of, format_of
-from .options import Option, check, choice, flag, integer, number, text
-from .quantizer import FLOATING, HybridQuantizer, Quantizer, hybrid_of
-from .roles import (
-    BACKWARD_OVERRIDES,
-    QUANTIZED_TYPES,
-    Role,
-    default_override,
-    matches,
-    overridden,
+from .formats import FAMILIES, canonical_text, family_of
+from .options import check, integer, text
+from .quantizer import HybridQuantizer, Quantizer, hybrid_of
+from .recipe_options import (
+    RECIPE_OPTIONS,
+    check_names,
+    items,
+    read_arguments,
+    step_at,
+    with_options,
 )
+from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
 
-__all__ = [
-    "PerLayer",
-    "Recipe",
-    "Schedule",
-    "bf16",
-    "by_name",
-    "custom",
-    "fp8_block",
-    "fp8_current",
-    "fp8_delayed",
-    "fp8_row",
-    "hybrid",
-    "identity",
-    "mxfp4",
-    "mxfp6",
-    "mxfp8",
-    "names",
-    "nvfp4",
-    "per_layer",
-    "schedule",
-]
+__all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
+__all__ += ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_row", "hybrid", "identity"]
+__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
-
-
-def _is_pairs(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
-    )
-
-
-_OPTIONS = {
-    "name": text(),
-    "arguments": Option("a tuple of (name, value) pairs", _is_pairs),
-    "backward_override": choice(*BACKWARD_OVERRIDES),
-    "accuracy": choice("fast", "exact"),
-    "anchor_tolerance": number(0.0),
-    "save_original_input": choice(None, True, False),
-    "strict": flag(),
-    "require_native": flag(),
-    "compute_dtype": choice(None, *FLOATING),
-    "tail": number(0.0, 1.0),
-    "boundary_slots": flag(),
-}
-# Arguments of `by_families`; None: the format's own value.
-_ARGUMENTS = {
-    "pow2": flag(),
-    "scale_rounding": choice("up", "floor"),
-    "scale_rule": choice(*SCALE_RULES),
-}
-_BOUND = Option(
-    "a step (int) or a fraction of total_steps (float)", lambda v: type(v) in (int, float)
-)
-_GRAD_ELEMENTS = {"fp8_tensor": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2")}  # by family
 
 
 @dataclass(frozen=True)
@@ -157,7 +109,7 @@ class Recipe:
             )
         if self.backward_override == "environment":
             object.__setattr__(self, "backward_override", default_override())
-        check(self, _OPTIONS, f"{self.name}: ")
+        check(self, RECIPE_OPTIONS, f"{self.name}: ")
         _RECIPES[self.key] = self
 
     def __setstate__(self, state: dict) -> None:
@@ -239,8 +191,8 @@ def recipe_of(key: str) -> Recipe:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A recipe per layer: by name, else among the first or the last layers, else `default`; see
-    `per_layer`.
+    """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
+    `default`.
 
     named:        (pattern, recipe) pairs; the first that matches decides.
     first, last:  (number of layers, recipe).
@@ -338,7 +290,7 @@ def per_layer(
     ends: list[tuple[int, Recipe] | None] = []
     for place, end in (("first", first), ("last", last)):
         if end is not None:
-            count, recipe = _items(f"per_layer({place}=)", end, "number of layers, recipe")
+            count, recipe = items(f"per_layer({place}=)", end, "number of layers, recipe")
             end = count, as_recipe(recipe, f"per_layer({place}=)", Recipe)
         ends.append(end)
     return PerLayer(as_recipe(default, "per_layer(default)", Recipe), tuple(rules), *ends)
@@ -346,7 +298,7 @@ def per_layer(
 
 @dataclass(frozen=True)
 class Schedule:
-    """A recipe per step; see `schedule`.
+    """A recipe per step, from `schedule`.
 
     switches:  (first step, step after the last or None, recipe), in order; `base` runs in all
                other steps.
@@ -408,36 +360,14 @@ def schedule(
     ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []
     for switch in switches:
         words = "first step, step after the last or None, recipe"
-        start, stop, recipe = _items("schedule: a switch", switch, words)
-        first = _step(start, total_steps)
+        start, stop, recipe = items("schedule: a switch", switch, words)
+        first = step_at(start, total_steps)
         if first is None:
             raise ValueError("schedule: a range needs a first step; the end has none")
         recipe = as_recipe(recipe, "schedule", Recipe, PerLayer)
-        ranges.append((first, _step(stop, total_steps), recipe))
+        ranges.append((first, step_at(stop, total_steps), recipe))
     ranges.sort(key=lambda switch: switch[0])
     return Schedule(as_recipe(base, "schedule", Recipe, PerLayer), tuple(ranges))
-
-
-def _items(argument: str, values: object, words: str) -> Sequence:
-    """Return a tuple or list with as many items as `words` lists. Raises ValueError, naming it."""
-    if not isinstance(values, (tuple, list)) or len(values) != len(words.split(",")):
-        raise ValueError(f"{argument} must be ({words}), got {values!r}")
-    return values
-
-
-def _step(bound: Any, total_steps: int | None) -> int | None:
-    """Return the step of a bound of a range; None: the end."""
-    if bound is None or type(bound) is float and bound == 1.0:
-        return None
-    bound = _BOUND.read("schedule: a bound of a range", bound)
-    if not isinstance(bound, float):
-        return bound
-    if total_steps is None or not 0.0 <= bound < 1.0:
-        raise ValueError(
-            f"schedule: {bound} is a fraction of the steps; give total_steps=, and fractions from "
-            "0.0 to 1.0"
-        )
-    return math.ceil(bound * total_steps - 1e-9)
 
 
 @overload
@@ -503,7 +433,7 @@ def by_families(
         pair = ((b if is_gradient else f).vector, b.vector)
     row, column = (
         Quantizer(
-            _with_options(
+            with_options(
                 fmt, pow2, scale_rounding, scale_rule, grad_element if is_gradient else None
             ),
             scaling=delayed or "current",
@@ -517,44 +447,12 @@ def by_families(
     return HybridQuantizer(row, column)
 
 
-def _with_options(
-    fmt: Format,
-    pow2: bool | None,
-    scale_rounding: str | None,
-    scale_rule: str | None,
-    element: str | None,
-) -> Format:
-    changes = {
-        "pow2": pow2 if fmt.has_fp32_scales else None,
-        "scale_rounding": scale_rounding if fmt.scale == "e8m0" else None,
-        "scale_rule": scale_rule if fmt.tensor_scale else None,
-        "element": element if fmt.is_quantized else None,
-    }
-    return format_of(fmt, **{k: v for k, v in changes.items() if v is not None})
-
-
-def _check_names(recipe: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError for an option that no recipe has."""
-    known = [f.name for f in fields(Recipe)[3:]]
-    if unknown := ", ".join(sorted(options.keys() - set(known))):
-        raise ValueError(
-            f"{recipe} has no option {unknown}; options of all recipes: {', '.join(known)}"
-        )
-
-
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     """Return the recipe of two families. Raises ValueError, naming the option, for a value that
     means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
-    _check_names(name, options)
-    table = dict(_ARGUMENTS)
-    if backward in _GRAD_ELEMENTS:
-        table["grad_element"] = choice(*_GRAD_ELEMENTS[backward])
-    arguments = {
-        key: table[key].read(f"{name}: {key}", value) if key in table else value
-        for key, value in arguments.items()
-        if value is not None
-    }
+    check_names(name, options)
+    arguments = read_arguments(name, backward, arguments)
     rule = arguments.get("scale_rule")
     if rule is not None and not any(family.vector.tensor_scale for family in families):
         raise ValueError(
@@ -658,7 +556,7 @@ def custom(qfactory: Callable, **options) -> Recipe:
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), fq.CustomRecipe(factory))
     """
     name = getattr(qfactory, "__qualname__", "custom")
-    _check_names(name, options)
+    check_names(name, options)
     return Recipe(name, qfactory, **options)
 
 

@@ -26,7 +26,7 @@ FLOORS = (
     ("gemm",),
     ("tensor",),
     ("quantizer",),
-    ("roles", "recipe", "checkpoint"),
+    ("roles", "recipe_options", "recipe", "checkpoint"),
     ("context", "optim"),
     ("modules", "memory", "weight_sync"),
     ("parallel",),

@@ -227,7 +227,7 @@ class Inspection:
                     self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
 
     def _see(self, name: str, layers: Sequence[Linear], *call) -> None:
-        """The forward hook of a module in a sampled step."""
+        """Measure a module's call: its forward hook in a sampled step."""
         if torch_compat.can_observe():
             self._observe(name, self._add_call, name, layers, *call)
 
