@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 
 import pytest
 import torch
@@ -71,9 +70,8 @@ def gradients(net: nn.Module, *given: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach()} | {f"input {i}": x.grad for i, x in enumerate(given)} | found
 
 
-@pytest.mark.parametrize(  # a diagonal: recipes, with a way to run each in turn
-    "name, on_hopper, compiled",
-    laws.sample(list(itertools.product(NAMED, (False, True), (False, True))), 5),
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled", laws.crossed(NAMED, (False, True), (False, True))
 )
 def test_products_are_those_of_linear_layers(name: str, on_hopper: bool, compiled: bool):
     """If false, the packed weight is multiplied in high precision, in parts, or with another

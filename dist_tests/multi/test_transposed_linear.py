@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 
 import pytest
 import torch
@@ -40,9 +39,8 @@ def pair(recipe: fq.Recipe) -> list[nn.Module]:
     return [fq.convert(nn.Sequential(module), recipe)[0] for module in (conv, linear)]
 
 
-@pytest.mark.parametrize(  # a diagonal: recipes, with a way to run each in turn
-    "name, on_hopper, compiled",
-    laws.sample(list(itertools.product(NAMED, (False, True), (False, True))), 5),
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled", laws.crossed(NAMED, (False, True), (False, True))
 )
 def test_products_are_those_of_a_linear_layer(name: str, on_hopper: bool, compiled: bool):
     """If false, a transposed weight is quantized along the other dim, or its gradient lies

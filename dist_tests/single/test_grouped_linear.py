@@ -664,9 +664,15 @@ def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
             assert_same(*made, f"{name} on {arch}")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block_mxfp8", "keeps_input", "mxfp6", "half"])
+@pytest.mark.parametrize(
+    "name, arch, packed",
+    laws.crossed(
+        ["mxfp8", "fp8_block_mxfp8", "keeps_input", "mxfp6", "half"],
+        ["sm_80", "sm_100f"],
+        [False, True],
+        stride=3,
+    ),
+)
 def test_codes_are_one_product_of_values_on_other_gpus(name: str, arch: str, packed: bool):
     """If false, experts wait for the device to tell their splits on GPUs whose codes no grouped
     kernel multiplies, or a scale there serves tokens of two experts."""
@@ -990,9 +996,9 @@ def test_compiled_experts_equal_eager_ones(packed: bool):
 IN_GRAPHS = {"identity", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "high_precision"}
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize(
+    "name, on_hopper, bias", laws.crossed(sorted(RECIPES), (False, True), (False, True))
+)
 def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, bias: bool):
     """If false, a compiled mixture of experts breaks its graphs, waits for the device, or trains
     another model."""
@@ -1029,9 +1035,10 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, b
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
-@pytest.mark.parametrize("name", [*sorted(RECIPES), "e5m2"])
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled",
+    laws.crossed([*sorted(RECIPES), "e5m2"], (False, True), (False, True)),
+)
 def test_weights_that_lie_transposed_are_multiplied_as_others(
     name: str, on_hopper: bool, compiled: bool
 ):
