@@ -192,7 +192,7 @@ def test_resume_goes_on(recipe: str, tmp_path: Path):
     than an undisturbed one."""
     reference = _converted(recipe)
     loop(reference)
-    for step in (1, 2):
+    for step in (1, 2) if EVERYTHING else (2,):
         out = tmp_path / str(step)
         _trainer(out, recipe, max_steps=step, save_strategy="steps", save_steps=step)
         resumed = _trainer(out, recipe, resume=True)
@@ -266,7 +266,7 @@ SHARDED = {
 
 
 # CI runs those whose path through FSDP2 no other one shares, and one kind of state a recipe.
-IN_CI = ["generates and evaluates", "checkpointed, reentrant", "rank 0", "bf16"]
+IN_CI = ["checkpointed, reentrant", "rank 0", "bf16"]  # fp8_delayed generates and evaluates
 STATES = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
