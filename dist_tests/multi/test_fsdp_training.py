@@ -775,7 +775,7 @@ def _eventful(
 
 
 def _made_again(rank: int, world: int) -> None:
-    few = ("fp8_current", "fp8_block", "mxfp8/nvfp4", "nvfp4, quantized", "mxfp8, some quantized")
+    few = ("fp8_current", "nvfp4, quantized", "mxfp8, some quantized")
     for label in AGAIN if laws.EVERYTHING else few:
         with hopper.emulated() if DEVICE == "cpu" else contextlib.nullcontext():
             (got, weights, again), (want, wanted, _) = (

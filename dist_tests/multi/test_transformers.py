@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_quant as fq
-from dist_tests.laws import EVERYTHING, assert_same_bytes
+from dist_tests.laws import EVERYTHING, assert_same_bytes, every_second
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import (
     BATCH,
@@ -121,7 +121,7 @@ def test_other_loops_count_their_steps_after_a_trainer(callbacks, tmp_path: Path
         assert fq.state_dict(model)["step"] == STEPS + 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", every_second(list(RECIPES), 0))
 def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
     """If false, generation, evaluation or held codes change what the Trainer trains, or
     micro-batches do not share codes."""
