@@ -36,9 +36,7 @@ on_cpu = pytest.mark.skipif(
 # counters, step and groups as in a fresh process. Ranks that live on would save those 50 ms and
 # share all that state.
 _PRELOAD = [
-    "accelerate",
     "numpy.random",
-    "peft",
     "pytest",
     "torch._dynamo",
     "torch._inductor.pattern_matcher",
@@ -47,7 +45,6 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
-    "transformers.trainer",
     "dist_tests.multi.nets",
     "dist_tests.single.hopper",
 ]
