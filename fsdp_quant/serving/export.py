@@ -393,16 +393,14 @@ def _shared_amaxes(
     merged = merged_layers({layer: shape[-1] for layer, shape in shapes.items()})
     shared: dict[tuple[Source, int | None], Tensor] = {}
     for layers in (*merged, *expert_layers(shapes)):
-        formats = dict.fromkeys(schemes.get(layer) for layer in layers)
-        if len(formats) > 1:
-            raise ValueError(_several_formats(layers, schemes))
+        _check_one_format(layers, schemes)
     for layers in merged:
         scheme = schemes.get(layers[0])
         if scheme is None or not scheme.kind.is_two_level:
             continue
         keys = [(source, part.slice.matrix) for source, part in map(weights.__getitem__, layers)]
         keys = list(dict.fromkeys(keys))
-        of_matrices = [tensor_amax(source, matrix) for source, matrix in keys]
+        of_matrices = (tensor_amax(source, matrix) for source, matrix in keys)
         amaxes = torch.cat([amax.reshape(1).cpu() for amax in of_matrices if amax is not None])
         if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
             continue
@@ -422,11 +420,14 @@ def _shared_amaxes(
     return shared
 
 
-def _several_formats(layers: Sequence[str], schemes: dict[str, Scheme]) -> str:
+def _check_one_format(layers: Sequence[str], schemes: dict[str, Scheme]) -> None:
+    """Raise ValueError, naming the layers, if servers merge layers of several schemes."""
+    if len({schemes.get(layer) for layer in layers}) <= 1:
+        return
     words = {layer: str(schemes.get(layer, "high precision")) for layer in layers}
     first = {word: layer for layer, word in reversed(words.items())}
     listed = ", ".join(f"{layer} ({word})" for word, layer in reversed(first.items()))
-    return (
+    raise ValueError(
         f"{listed} have formats of their own, and servers multiply {', '.join(layers[:6])} "
         f"{'..., ' * (len(layers) > 6)}as one layer with one; give them one by fq.set_recipe or "
         "skip=, or pass share_scales=False for a reader that keeps them apart"
