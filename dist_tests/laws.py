@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -166,6 +166,12 @@ EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not th
 def sample(pairs: list, stride: int = 7) -> list:
     """Every `stride`-th pair, or all of them."""
     return pairs if EVERYTHING else pairs[::stride]
+
+
+def crossed(*axes: Iterable, stride: int = 5) -> list[tuple]:
+    """Every `stride`-th combination of the axes' values, or all: with a stride that is prime to the
+    lengths of the last axes, each value in turn."""
+    return sample(list(itertools.product(*axes)), stride)
 
 
 def diagonals(*shifts: int) -> list:
