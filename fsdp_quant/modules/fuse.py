@@ -385,13 +385,14 @@ def fused_notes(model: nn.Module) -> list[str]:
     fused, missed, changed = Counter(), Counter(), Counter()
     for module in model.modules():
         cls = type(module)
-        if not hasattr(cls, "_fq_changed"):
+        changed_in, pattern = (getattr(cls, name, None) for name in ("_fq_changed", "fused_as"))
+        if changed_in is None:
             continue
-        fact = "forward" if "forward" in module.__dict__ else cls._fq_changed(module)
+        fact = "forward" if "forward" in module.__dict__ else changed_in(module)
         if fact is not None:
             changed[cls.__name__, fact] += 1
-        elif hasattr(cls, "fused_as"):
-            fused[cls.fused_as.formula] += 1
+        elif pattern is not None:
+            fused[pattern.formula] += 1
     for name, reason in recognized(model)[1].items():
         missed[type(model.get_submodule(name)).__name__, reason] += 1
     return [

@@ -219,7 +219,7 @@ class QuantizedWeight(WeightCodes):
 
 def _rebuild(
     values: Tensor,
-    state: QuantizedWeightState,
+    state: CodesState,
     is_parameter: bool,
     requires_grad: bool,
     dtype: torch.dtype | None = None,
