@@ -32,7 +32,7 @@ from .torch_compat import ManagedParam, tree_map_only
 from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
-from .weight_state import is_weight_copied
+from .weight_state import WeightQuantizer, is_weight_copied
 
 _TABLE = AtenTable()
 
@@ -109,9 +109,16 @@ class QuantizedWeight(WeightCodes):
             return super()._decoded(dtype)
         return self.read().to(dtype or self.dtype)
 
-    def operand_for(self, direction: Direction, layout: str, *derivation) -> EncodedMatrix:
+    def operand_for(
+        self,
+        direction: Direction,
+        layout: str,
+        quantizer: WeightQuantizer | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
-        pair, operand = self._current(), super().operand_for(direction, layout, *derivation)
+        pair = self._current()
+        operand = super().operand_for(direction, layout, quantizer, compute_dtype)
         if layout != COMPACT and operand.fmt.is_quantized and not opaque.is_tracing():
             pair.cache_operand(direction, layout, operand)
         return operand

@@ -162,7 +162,7 @@ class SyncedWeight:
         return None if history is None else history.encode_scale
 
     def writes(
-        self, directions: list[Direction], pieces: dict[tuple, Pieces]
+        self, directions: list[Direction], pieces: dict[tuple[str, Direction | None, str], Pieces]
     ) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies that build the storages of these directions from gathered
         wire tensors, in any order.
