@@ -7,6 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -416,7 +417,8 @@ def _with(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce,
         "converted_from": base,
     }
-    return type(base)(base.__name__, (kind, base), members)
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (kind, base), members)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
