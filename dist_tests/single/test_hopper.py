@@ -576,12 +576,14 @@ def test_held_weights_are_encoded_once(gpu, name: str):
     want = step(module, *inputs())
     gpu.calls.clear()
     counters.reset()
+    reads = []
     with fq.hold(module):
         for micro_batch in range(3):
             restart()
             assert_same(step(module, *inputs()), want, f"micro-batch {micro_batch}")
+            reads.append(len(weight_reads(gpu, module)))
     assert set(counters.of("weight encode").values()) == {1}
-    assert len(weight_reads(gpu, module)) <= 2
+    assert set(reads) == {reads[0]} and reads[0] <= 3  # an amax of the tensor, two directions
 
 
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8", "nvfp4"])
