@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import current_autocast
+from ..context import STEP, current_autocast
 from ..counters import counters
 from ..formats import Direction
 from ..ops import native
@@ -28,13 +28,13 @@ from ..tensor.root_statistics import check_model_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
-from .expert_weights import ExpertWeights
-from .grouped_op import ExpertsState, GroupedLinearCall, unsupported_reason
+from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .layer_runtime import LayerRuntime
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
-from .traced_experts import runs_in_graphs, traced_experts
+from .training_steps import note_traced
 
 EXPERT = "grouped_linear"  # `Role.module_type`
 
@@ -119,7 +119,7 @@ class GroupedLinear(HasWeight):
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives.
     On a GPU one product serves all experts where no scale serves tokens of two
-    (`grouped_op.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
+    (`grouped.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
     values, which `require_native` refuses.
 
     first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
@@ -221,11 +221,11 @@ class GroupedLinear(HasWeight):
 
     def finish_experts(self, name: str) -> None:
         """Set what is planned for all experts together."""
-        self._name, self._reasons, self._planned = name, {}, ([], None)
+        self._name, self._planned = name, ([], None)
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
-        self._goes_into_graphs = self._may_go_into_graphs(next(self.parameters()).device)
         self._tag = new_tag(self)
+        self._choose_for_graphs()
 
     @property
     def _weight_state(self) -> WeightState:
@@ -286,9 +286,10 @@ class GroupedLinear(HasWeight):
                  (`parallel.dispatch_tokens`).
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
                  expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
-                 product serves all experts. Given a tensor, packed experts are in compiled graphs,
-                 but those of `traced_experts.runs_in_graphs`; they and experts in a list run
-                 between graphs, and `fullgraph=True` is refused.
+                 product serves all experts.
+
+        Given a tensor, experts are two operators in compiled graphs. They run between graphs, and
+        `fullgraph=True` is refused, for what `_outside_graphs` lists.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
         where they are on the host, else before an optimizer step or in a later call.
@@ -297,9 +298,10 @@ class GroupedLinear(HasWeight):
             check_model_of(self, "weight")
         compiling, plan = torch.compiler.is_compiling(), None
         if compiling and isinstance(splits, Tensor):
-            whole = self._goes_into_graphs and not isinstance(self.weight, DTensor)
-            whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
-            return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
+            in_graph = self._goes_into_graphs and current_autocast() is None
+            in_graph = in_graph and not isinstance(x, QuantizedTensor)
+            in_graph = in_graph and not isinstance(self.owners[0].weight, DTensor)
+            return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
         if not compiling:
             raise_bad_splits()
             plan = self.common_plan
@@ -307,8 +309,8 @@ class GroupedLinear(HasWeight):
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        plain = plan is not None and not torch_compat.dispatch_is_watched()
-        if plan is not None and plain and current_autocast() is None and len(rows):
+        is_plain = plan is not None and not torch_compat.dispatch_is_watched()
+        if plan is not None and is_plain and current_autocast() is None and len(rows):
             reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
@@ -330,23 +332,44 @@ class GroupedLinear(HasWeight):
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
         biases = [None] * len(parts) if bias is None else bias.unbind()
-        of = zip(self._linears, parts, weight.unbind(), biases)
-        return [layer.times(part, own, own_bias) for layer, part, own, own_bias in of]
+        operands = zip(self._linears, parts, weight.unbind(), biases)
+        return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        first = self._linears[0]
-        rows = first.checked(x, self.weight).reshape(-1, first.in_features)
-        save = torch.is_grad_enabled() and self.weight.requires_grad
-        guards = first.runtime.graphs.guards
-        ends = ends if ends.device == rows.device else ends.to(rows.device)
+        layers, first = self._linears, self._linears[0]
+        operands = [(owner.weight, owner.bias) for owner in self.owners]
+        weights, biases = [w for w, _ in operands], [b for _, b in operands if b is not None]
+        rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
+        save = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+        records = save or (torch.is_grad_enabled() and (self.training or x.requires_grad))
+        plan, graphs = first.plan, [layer.runtime.graphs for layer in layers]
+        device, step, delayed = graphs[0].ids.device, None, []
+        note_traced(first, plan, device)
+        if plan.needs_steps:
+            step = STEP.in_graph(device)
+            delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
         y = traced_experts(
-            rows, ends, self.weight, self.bias, first.plan.key, save, self.transposed, guards
+            rows,
+            ends if ends.device == rows.device else ends.to(rows.device),
+            weights,
+            biases,
+            plan.key,
+            first.recipe.require_native,
+            self.transposed,
+            save,
+            records,
+            step,
+            [tensors.ids for tensors in graphs if self._is_keyed],
+            graphs[0].guards,
+            [scale for scales, _ in delayed for scale in scales],
+            [amaxes for _, histories in delayed for amaxes in histories],
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(
-        reason="experts of these formats take token splits that are a tensor outside graphs; give "
-        "counts, a list"
+        reason="experts take token splits that are a tensor outside graphs if their plans differ, "
+        "a recipe has boundary slots or overrides theirs (fq.autocast), tokens came as codes of "
+        "several experts, or the weight is a DTensor; give counts, a list"
     )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
@@ -384,48 +407,32 @@ class GroupedLinear(HasWeight):
     ) -> str | None:
         if plan is None:
             return "experts have different plans"
-        key, first = (plan.key, dtype, device), self._linears[0]
-        if self._refuses_values(plan, device):
+        if self.first.recipe.require_native and plan.decodes_groups(arch_of(device)):
             return "require_native=True: one product would be of decoded values"
-        if key not in self._reasons:
-            bias = self._operand(self.owners[0])[1] is not None
-            self._reasons[key] = unsupported_reason(
-                plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias
-            )
-        return self._reasons[key]
-
-    def _may_go_into_graphs(self, device: torch.device) -> bool:
-        plan = self.common_plan
-        if "weight" not in self._parameters or not runs_in_graphs(plan):
-            return False
-        return plan is None or not self._refuses_values(plan, device)
-
-    def _refuses_values(self, plan: GemmPlan, device: torch.device) -> bool:
-        recipe = self._linears[0].runtime.recipe
-        return recipe.require_native and plan.decodes_groups(arch_of(device))
+        first, has_bias = self.first, self._operand(self.owners[0])[1] is not None
+        shape = len(self._linears), first.out_features, first.in_features
+        return unsupported_reason(plan, dtype, device, shape, has_bias)
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
-        device, grad = rows.device, torch.is_grad_enabled()
+        device, grad, layers = rows.device, torch.is_grad_enabled(), self._linears
         held = [self._operand(owner) for owner in self.owners]
-        weights, layers = [weight for weight, _ in held], self._linears
-        # all calls say the same where no expert has histories or random bits of its own
-        own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
+        save = grad and any(weight.requires_grad for weight in weights)
+        # calls are equal where no expert has histories or random bits of its own
+        differ = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
-            layer.call(rows, weight, bias, plan, grad, grad)
-            for layer, (weight, bias) in zip(layers if own else layers[: len(held)], cycle(held))
+            layer.call(rows, weight, bias, plan, save, grad)
+            for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
         ]
-        on_host = not isinstance(sizes, Tensor)
-        ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0) if on_host else sizes
+        ends = sizes
+        if not isinstance(ends, Tensor):
+            ends = torch.tensor(ends, dtype=torch.int64, device="cpu").cumsum(0)
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
-        biases = [bias for _, bias in held if bias is not None]
-        save = grad and any(weight.requires_grad for weight in weights)
-        states, state = [layer.runtime.weight_state for layer in layers], ExpertsState.of(calls)
-        of, guard = ExpertWeights(weights, states, calls[0].records), calls[0].guard
-        return GroupedLinearCall.apply(
-            rows, ends, of, plan, guard, save, self._tag, state, *weights, *biases
-        )
+        states = [layer.runtime.weight_state for layer in layers]
+        call = GroupedCall(calls, states, len(layers), tag=self._tag)
+        return GroupedLinearFunction.apply(rows, ends, call, len(weights), *weights, *biases)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""
@@ -462,12 +469,20 @@ class GroupedLinear(HasWeight):
     def prepare(self) -> None:
         """Allocate what graphs are given, after plans or the device changed."""
         device = next(self.parameters()).device
-        self._goes_into_graphs = self._may_go_into_graphs(device)
+        self._choose_for_graphs()
         for layer in self._linears if self.packed else ():
             layer.runtime.graphs.prepare(layer.runtime, device)
 
+    def _choose_for_graphs(self) -> None:
+        """Set what decides a graph, since a trace computes no properties of plans."""
+        plan = self.common_plan
+        self._goes_into_graphs = plan is not None and plan.boundary is None
+        self._is_keyed = plan is not None and any(
+            hybrid.is_stochastic for hybrid in (plan.input, plan.grad_output)
+        )
+
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}
+        return super().__getstate__() | {"_planned": ([], None)}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
