@@ -9,7 +9,11 @@ import functools
 import os
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from .formats import IDENTITY
+from .ops.rng import tensor_id
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .tensor.torch_compat import without_wrappers
 
@@ -75,3 +79,9 @@ def matches(pattern: str, name: str) -> bool:
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))
     )
+
+
+def slot_ids(name: str) -> Tensor:
+    """Return int64 [3]: the ids of a module's slots, which key their random bits."""
+    ids = [tensor_id(f"{name}.{slot}") for slot in QUANTIZED_TYPES]
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.multi.nets import Net
-from fsdp_quant.modules import linear_products
+from fsdp_quant.modules import program
 from fsdp_quant.ops import dispatch
 from fsdp_quant.tensor import gather_group, root_statistics
 
@@ -48,7 +48,7 @@ def _instrument() -> None:
     root_statistics.reduce_statistics = _timed(
         "statistics of weights, shared", root_statistics.reduce_statistics
     )
-    linear_products.gemm = _timed("decode + product", linear_products.gemm)
+    program.gemm = _timed("decode + product", program.gemm)
     gather_group.GatherPlan.receive = _timed("re-assemble", gather_group.GatherPlan.receive)
     for name in (
         "all_gather_into_tensor",

@@ -18,7 +18,7 @@ from dist_tests.kernels.expected import BF16, FP32, MADE, inputs, key_of
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules import guard, linear_op
+from fsdp_quant.modules import guard, shared_input
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.capability import arch_of, gemm_domain
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -352,7 +352,7 @@ def test_layers_that_are_handed_one_input_quantize_it_once():
         )
         fq.convert(torch.nn.Sequential(gate, up), RECIPES[name]())
         x = inputs(64, 128).requires_grad_() * 1
-        want, handed = up(x.clone()), linear_op.Handed()
+        want, handed = up(x.clone()), shared_input.Handed()
         counters.reset()
         first, second = gate(x, handed), up(x, handed)
         rows = [n for key, n in counters.of("quantize").items() if key[1] == "rowwise"]

@@ -19,8 +19,8 @@ from dist_tests.kernels.test_gemm import RECIPES
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import linear_op
-from fsdp_quant.modules.linear_op import Handed
+from fsdp_quant.modules import fused
+from fsdp_quant.modules.shared_input import Handed
 from fsdp_quant.ops import dispatch, native
 from fsdp_quant.ops.layout import COMPACT
 from fsdp_quant.ops.norm import ACTIVATIONS
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
             for one_call in (True, False):
                 monkeypatch.undo()
                 if not one_call:
-                    monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                    monkeypatch.setattr(fused, "_is_one_call", lambda *args: False)
                 module, (x, dy) = layer(name, shape, bias), batch(shape)
                 # twice: nothing is kept
                 assert is_compiled(module(x)) == is_compiled(module(x)) == one_call
@@ -139,7 +139,7 @@ def test_a_history_collects_the_same_amax_whoever_finds_it(bad: float | None, mo
         for who in ("kernel", "producer", "parts"):
             monkeypatch.undo()
             if who == "parts":
-                monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                monkeypatch.setattr(fused, "_is_one_call", lambda *args: False)
             module = layer("fp8_delayed")
             module(x), counters.reset()
             for history in module._weight_state.histories.values():

@@ -15,10 +15,11 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import linear_definition, linear_op, linear_products, operands
+from fsdp_quant.modules import call, fused
 from fsdp_quant.modules.plan import build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.recipe import Role
+from fsdp_quant.roles import slot_ids
 
 K = 32
 
@@ -80,17 +81,15 @@ class WholeWeightLinear(nn.Linear):
 
     def forward(self, x):
         save = self.weight.requires_grad and torch.is_grad_enabled()
-        call = linear_products.LinearCall(
-            self._plan, None, save, self.training, STEP.on(x.device), self._ids.to(x.device)
-        )
-        return linear_op.linear(x, self.weight, self.bias, call)
+        of_call = call.Call(self._plan, save, STEP.on(x.device), self._ids.to(x.device))
+        return fused.linear(x, self.weight, self.bias, of_call)
 
 
 def as_oracle(net: nn.Module, recipe: fq.Recipe) -> nn.Module:
     for name, module in net.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = WholeWeightLinear
-            module._plan, module._ids = build_plan(recipe, name), operands.slot_ids(name)
+            module._plan, module._ids = build_plan(recipe, name), slot_ids(name)
     return net
 
 
@@ -155,7 +154,7 @@ def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:
 def recorded_weights():
     """Collect (direction, clone of the weight's storage) of every product that reads a weight."""
     seen = []
-    original = linear_op.weight_storages
+    original = call.weight_operands
 
     def recording(weight, *options):
         storages = original(weight, *options)
@@ -165,11 +164,11 @@ def recorded_weights():
         )
         return storages
 
-    linear_op.weight_storages = linear_definition.weight_storages = recording
+    call.weight_operands = recording
     try:
         yield seen
     finally:
-        linear_op.weight_storages = linear_definition.weight_storages = original
+        call.weight_operands = original
 
 
 @contextlib.contextmanager

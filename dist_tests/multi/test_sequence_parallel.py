@@ -21,7 +21,7 @@ from dist_tests.multi import harness
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
-from fsdp_quant.modules import linear_products
+from fsdp_quant.modules import program
 from fsdp_quant.modules.plan import EXACT
 from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_state import values_of as inner_of
@@ -91,7 +91,7 @@ def ranks(rank: int, world: int) -> None:
 def pieces(rank: int, world: int) -> None:
     """Sums are scattered a piece of the rows at a time."""
     mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
-    linear_products.LEAST_WEIGHT = 1
+    program.LEAST_WEIGHT = 1
     for name, rows in itertools.chain(itertools.product(RECIPES, (64,)), [("mxfp8", 31)]):
         of_a_recipe_in_pieces(mesh, name, *values(rank, rows, torch.float32))
     if harness.DEVICE != "cpu":
@@ -104,7 +104,7 @@ def pieces(rank: int, world: int) -> None:
 def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) -> None:
     results, world = [], mesh.size()
     for least in (2**30, 1):
-        linear_products.LEAST_ROWS = least
+        program.LEAST_ROWS = least
         net = build(mesh, fq.recipes.by_name(name), x.dtype)
         with products() as made:
             results.append(run(net, x, dy))
@@ -120,17 +120,17 @@ def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) ->
 @contextlib.contextmanager
 def products():
     """(direction of the weight, length of the contraction) of each product."""
-    made, gemm = [], linear_products.gemm
+    made, gemm = [], program.gemm
 
     def recorded(a, b, **options):
         made.append((b.direction, a.shape[1]))
         return gemm(a, b, **options)
 
-    linear_products.gemm = recorded
+    program.gemm = recorded
     try:
         yield made
     finally:
-        linear_products.gemm = gemm
+        program.gemm = gemm
 
 
 def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.modules import linear_products
+from fsdp_quant.modules import call, program
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -170,26 +170,26 @@ def test_gathered_sequence_is_that_of_the_gathered_tensor(world):
 @contextlib.contextmanager
 def recorded_order():
     """The order of columnwise gathers ("start", "wait") and products in the backward."""
-    seen, Gather, gemm = [], linear_products.Gather, linear_products.gemm
+    seen, Gather, gemm = [], call.Gather, program.gemm
 
     class Recorded(Gather):
         def __init__(self, x, hybrid, directions, cut, phase, **options):
             seen.extend([f"start {phase} {d.value}" for d in directions])
             super().__init__(x, hybrid, directions, cut, phase, **options)
 
-        def take(self, direction):
+        def take(self, direction, layout=None):
             seen.append(f"wait {self.phase} {direction.value}")
-            return super().take(direction)
+            return super().take(direction, layout)
 
     def product(a, b, **options):
         seen.append(f"gemm {a.direction.value} {b.direction.value}")
         return gemm(a, b, **options)
 
-    linear_products.Gather, linear_products.gemm = Recorded, product
+    call.Gather, program.gemm = Recorded, product
     try:
         yield seen
     finally:
-        linear_products.Gather, linear_products.gemm = Gather, gemm
+        call.Gather, program.gemm = Gather, gemm
 
 
 def layers(rank: int, world: int) -> None:

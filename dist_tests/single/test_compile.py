@@ -35,7 +35,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.traced_linear import traced_linear
+from fsdp_quant.modules.program import in_graph
 from fsdp_quant.ops import native
 from fsdp_quant.tensor.quantized_tensor import stable_text
 
@@ -449,7 +449,7 @@ def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
             given = layer.runtime.graphs
             for shape in SHAPES:
                 x = values(*shape, dtype=dtype).requires_grad_()
-                traced_linear(
+                in_graph(
                     x,
                     layer.weight,
                     layer.bias,

@@ -30,7 +30,7 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules import guard, linear_op
+from fsdp_quant.modules import fused, guard, shared_input
 from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
@@ -393,7 +393,7 @@ def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, m
             wanted = 0 if autocast and bias else 2  # a bias of another dtype is added by the parts
             assert len(gpu.steps()) == wanted, (shape, bias)
             with monkeypatch.context() as patch:
-                patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                patch.setattr(fused, "_is_one_call", lambda *args: False)
                 gpu.calls.clear()
                 parts = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
                 assert not gpu.steps()
@@ -413,7 +413,7 @@ def test_a_bias_gradient_is_added_up_where_its_codes_are_made(gpu, monkeypatch):
         for one_call in (True, False):
             with monkeypatch.context() as patch:
                 if not one_call:
-                    patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                    patch.setattr(fused, "_is_one_call", lambda *args: False)
                 gpu.calls.clear()
                 assert_same_bytes(step(linear(recipe), x, dy)["bias"], dy.sum(0), f"{recipe}")
                 assert gpu.count("column_sums") == (is_quantized and not one_call), (
@@ -428,7 +428,7 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
     for one_call in (True, False):
         with monkeypatch.context() as patch:
             if not one_call:
-                patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                patch.setattr(fused, "_is_one_call", lambda *args: False)
             counters.reset()
             found: dict = {}
             for name in ONE_CALL:
@@ -481,7 +481,7 @@ def test_one_call_makes_only_the_sides_that_are_read(gpu, name: str):
 
 def shared(gate: fq.Linear, up: fq.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of two layers to which one module hands x."""
-    handed = linear_op.Handed()
+    handed = shared_input.Handed()
     return gate(x, handed), up(x, handed)
 
 
@@ -993,7 +993,7 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
     m, _, k = shape = SHAPES[2]
     for one_call in (True, False):
         if not one_call:
-            monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+            monkeypatch.setattr(fused, "_is_one_call", lambda *args: False)
         module, (x, dy) = linear(RECIPES[name](), shape), inputs(shape)
         with recorded_saves() as saved:
             y = module(x)

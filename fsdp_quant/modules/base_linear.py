@@ -17,7 +17,8 @@ from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_state import WeightState
+from ..tensor.weight_state import WeightState, values_of
+from .call import NOTHING, BySlot, Call
 from .exchange import Layouts, TensorParallel
 from .guard import guard_of
 from .has_weight import (
@@ -30,10 +31,9 @@ from .has_weight import (
     whole_shape,
 )
 from .layer_runtime import NO_HISTORIES, LayerRuntime
-from .linear_products import LinearCall
-from .operands import weight_state
+from .operands import state_for, weight_histories, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
-from .traced_linear import traced_linear
+from .program import in_graph
 from .training_steps import note_forward, note_traced
 
 
@@ -143,27 +143,16 @@ class BaseLinear(HasWeight, nn.Linear):
         dtype = torch_compat.autocast_dtype(device)
         return x if dtype is None else x.to(dtype)
 
-    def call(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: GemmPlan,
-        save: bool,
-        grad: bool,
-    ) -> LinearCall:
-        """What this call of the layer has besides its tensors. Refuses what the plan did not print.
-
-        save:  the backward needs x. grad: a backward may follow.
-        """
-        runtime, device = self.runtime, x.device
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> Call:
+        """Return what this call of the layer has besides x, weight and bias. Refuses what the plan
+        did not print."""
+        runtime, device, grad = self.runtime, x.device, torch.is_grad_enabled()
         if (transform := torch_compat.forward_transform(x)) is not None:
             raise NotImplementedError(
                 f"{runtime.name}: {transform} reached a layer that multiplies codes, which have no "
                 "tangents and no batches; use torch.func.grad or vjp, or transform the model "
                 "before fq.convert"
             )
-        state = runtime.weight_state
         if not torch.compiler.is_compiling():
             runtime.last_run = counters.epoch
         if weight_state(weight) is None and torch_compat.is_managed(weight):
@@ -173,50 +162,67 @@ class BaseLinear(HasWeight, nn.Linear):
             )
         elif x.dtype != weight.dtype:
             self._check_domains(plan, x.dtype, weight.dtype, device)
-        replay, records, of_input, of_grad = torch_compat.backward_is_running(), False, [], []
-        if not replay:
+        records = False
+        if not torch_compat.backward_is_running():
             counts = plan.needs_steps or (runtime.steps is not None and runtime.steps.is_scheduled)
             records = counts and note_forward(self, (x, weight, bias))
-            self._note_recomputation(state, grad)
-        if plan.is_delayed:
-            of_input = runtime.histories(plan, "input", device)
-            of_grad = runtime.histories(plan, "grad_output", device)
+            self._note_recomputation(runtime.weight_state, grad)
         watched = plan.resolved(x.dtype, device).is_watched and STEP.is_probed
         guard = guard_of(runtime, device) if watched else None
-        return LinearCall(
+        state, group = None, None
+        if not isinstance(weight, QuantizedTensor):
+            state = state_for(runtime.weight_state, plan, values_of(weight))
+            group = state.tensor_group if state.spans_parts else None
+        factors = histories = NOTHING
+        if plan.is_delayed or plan.weight.delayed_directions:
+            factors, histories = self._histories(plan, state, device, records)
+        return Call(
             plan,
-            state,
-            save,
-            records,
+            weight.requires_grad and grad,
             STEP.on(device),
             runtime.ids_on(device),
+            state,
             guard,
-            [h.encode_scale for h in of_input],
-            [h.encode_scale for h in of_grad],
-            [h.amaxes for h in of_input] if records else (),
-            [h.amaxes for h in of_grad],
+            guard,
+            factors,
+            histories,
+            weight_group=group,
+            grad=grad,
+            name=runtime.name,
         )
 
-    def traced(
+    def _histories(
+        self, plan: GemmPlan, state: WeightState | None, device: torch.device, records: bool
+    ) -> tuple[BySlot, BySlot]:
+        """Return `Call.factors` and `Call.histories`. Gradients are recorded where they are
+        computed, so always."""
+        of_input = self.runtime.histories(plan, "input", device)
+        of_weight = [] if state is None else weight_histories(state, plan, device)
+        of_grad = self.runtime.histories(plan, "grad_output", device)
+        scales = [[h.encode_scale for h in slot] for slot in (of_input, of_weight, of_grad)]
+        amaxes = [[h.amaxes for h in slot] for slot in (of_input, of_weight, of_grad)]
+        recorded = (amaxes[0], amaxes[1], amaxes[2]) if records else ((), (), amaxes[2])
+        return (scales[0], scales[1], scales[2]), recorded
+
+    def in_graph(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         plan: GemmPlan,
-        save: bool,
         ranks: tuple | None = None,
     ) -> Tensor:
-        """`traced_linear` with the inputs of graphs, which dynamo guards one by one."""
-        given, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
-        trains = torch.is_grad_enabled() and (
-            self.training or x.requires_grad or weight.requires_grad
-        )
-        note_traced(self, plan, given.ids.device)
+        """Return `program.in_graph` of what graphs receive, which dynamo guards one by one."""
+        inputs, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
+        grad = torch.is_grad_enabled()
+        trains = grad and (self.training or x.requires_grad or weight.requires_grad)
+        note_traced(self, plan, inputs.ids.device)
         if plan.needs_steps:
-            step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
-            delayed = given.delayed.get(plan.histories_key, NO_HISTORIES)
-        rank = None if ranks is None else given.rank
-        return traced_linear(
+            step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
+            delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
+        rank = None if ranks is None else inputs.rank
+        save = grad and weight.requires_grad
+        return in_graph(
             x, weight, bias, plan.key, save, trains, step, ids, guards, *delayed, rank, ranks
         )
 

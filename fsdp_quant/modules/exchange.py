@@ -16,7 +16,7 @@ are those of quantizing the gathered tensor. Sums stay in high precision.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -31,14 +31,16 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
+from ..ops.layout import COMPACT
 from ..ops.reference import known
 from ..ops.rng import placed_id
 from ..quantizer import HybridQuantizer
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..roles import slot_ids
 from ..scaling import reduce_amaxes, share_amaxes
-from ..storage import Placement, Storage
+from ..storage import Placement, Storage, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
-from .operands import SLOTS, slot_ids
 
 # Of a tensor, in errors; a function where a graph must not depend on it.
 Name = str | Callable[[], str]
@@ -87,17 +89,11 @@ class TensorParallel:
 
     def sum(self, y: Tensor) -> Tensor:
         """The sum of y over the ranks; in eager mode it replaces y."""
-        if self.group.size() > 1 and opaque.is_tracing():
-            return torch_compat.all_reduce(y, "sum", self.group)
-        if self.group.size() > 1:
-            dist.all_reduce(y, group=self.group)
-        return y
+        return self.start_sum(y)()
 
-    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """`sum`, and what eager mode waits for before it reads the sum."""
-        if self.group.size() == 1 or opaque.is_tracing():
-            return self.sum(y), None
-        return y, dist.all_reduce(y, group=self.group, async_op=True)
+    def start_sum(self, y: Tensor) -> Callable[[], Tensor]:
+        """Start `sum`; return the function that waits for it."""
+        return transport().all_reduce(y, self.group) if self.group.size() > 1 else lambda: y
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """`operands.slot_ids` of a layer whose `cut_slot` has columns of this rank alone.
@@ -142,7 +138,7 @@ class SequenceCut:
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
-                f"{_said(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the "
+                f"{text_of(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the "
                 f"{group.size()} "
                 f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
             )
@@ -199,17 +195,123 @@ def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
 
 
-def _said(name: Name) -> str:
+def text_of(name: Name) -> str:
     return name if isinstance(name, str) else name()
 
 
 def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
-            f"{_said(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
+            f"{text_of(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
             "which products contract"
         )
     return dim % len(shape)
+
+
+# Transport: one way to start and to wait #
+
+
+class _Works:
+    """Collectives of eager mode. Each starts, and returns the function that waits for the result."""
+
+    @staticmethod
+    def all_gather(
+        buffers: Sequence[Tensor], group: dist.ProcessGroup, in_backward: bool
+    ) -> Callable[[], list[Tensor]]:
+        """Gather each buffer from every rank: [ranks, *shape]. One launch under NCCL."""
+        gathered = [b.new_empty(group.size(), *b.shape) for b in buffers]
+        pairs = [(_bytes(g), _bytes(b)) for g, b in zip(gathered, buffers) if b.numel()]
+        works = torch_compat.all_gather_rows(pairs, group) if pairs else []
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return gathered
+
+        return wait
+
+    @staticmethod
+    def reduce_scatter(
+        y: Tensor, out: Tensor | None, group: dist.ProcessGroup
+    ) -> Callable[[], Tensor]:
+        """Sum y [ranks, ..] over the ranks, and return this rank's piece; out: where to."""
+        scattered = torch.empty_like(y[0]) if out is None else out
+        work = torch_compat.reduce_scatter_rows(scattered.view(-1), y.view(-1), group)
+
+        def wait() -> Tensor:
+            work.wait()
+            return scattered
+
+        return wait
+
+    @staticmethod
+    def all_reduce(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        """Sum y over the ranks, in place."""
+        work = dist.all_reduce(y, group=group, async_op=True)
+
+        def wait() -> Tensor:
+            known(work, "the work of an all-reduce").wait()
+            return y
+
+        return wait
+
+    reduce_amaxes = staticmethod(reduce_amaxes)
+
+
+class _Functional:
+    """The same collectives as functional operators, which a graph holds."""
+
+    @staticmethod
+    def all_gather(
+        buffers: Sequence[Tensor], group: dist.ProcessGroup, in_backward: bool
+    ) -> Callable[[], list[Tensor]]:
+        """in_backward: torch's partitioner would move a gather that depends on no gradient into the
+        forward, and gather again in the backward."""
+        with torch_compat.keep_in_backward(in_backward):
+            started = [
+                torch_compat.start_all_gather(_bytes(b), group) if b.numel() else None
+                for b in buffers
+            ]
+
+        def wait() -> list[Tensor]:
+            shapes = [(group.size(), *b.shape) for b in buffers]
+            return [
+                b.new_empty(shape) if s is None else torch_compat.wait(s).view(b.dtype).view(shape)
+                for s, b, shape in zip(started, buffers, shapes)
+            ]
+
+        return wait
+
+    @staticmethod
+    def reduce_scatter(
+        y: Tensor, out: Tensor | None, group: dist.ProcessGroup
+    ) -> Callable[[], Tensor]:
+        started = torch_compat.start_reduce_scatter(y.view(-1), group)
+        return lambda: torch_compat.wait(started).view(y.shape[1:])
+
+    @staticmethod
+    def all_reduce(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        total = torch_compat.all_reduce(y, "sum", group)
+        return lambda: total
+
+    @staticmethod
+    def reduce_amaxes(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
+        """`scaling.reduce_amaxes`, each amax once."""
+        distinct = list({id(a): a for a in amaxes}.values())
+        bits = torch.cat([a.reshape(-1) for a in distinct]).view(torch.int32)
+        reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
+        parts = reduced.split([a.numel() for a in distinct])
+        by_id = {id(a): part.view(a.shape) for a, part in zip(distinct, parts)}
+        return [by_id[id(a)] for a in amaxes]
+
+
+def transport() -> type[_Works | _Functional]:
+    """Return the collectives of the code that runs: of eager mode, or of a graph."""
+    return _Functional if opaque.is_tracing() else _Works
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(-1).view(torch.uint8)
 
 
 # What ranks share before they encode #
@@ -227,21 +329,23 @@ def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.d
 def shared_statistics(
     x: Tensor,
     hybrid: HybridQuantizer,
-    directions,
+    directions: Collection[Direction],
     group: dist.ProcessGroup,
     rows_are_cut: bool,
     *,
     dtype: torch.dtype | None = None,
-    known: dict[Direction, Statistics] | None = None,
+    local: Mapping[Direction, Statistics] | None = None,
+    tensors: str = "activations",
 ) -> dict[Direction, Statistics]:
-    """Statistics of x [rows, cols] whose scales span ranks, in at most one MAX all-reduce.
+    """Return statistics of x [rows, cols] whose scales span ranks, after at most one MAX
+    all-reduce.
 
     rows_are_cut:  scales that span all rows are shared; else cols are, and only scales of the whole
                    tensor are shared (scales of a row are each rank's own).
     dtype:         that encoders see; None: x's.
-    known:         of these rows, where they were taken already.
+    local:         of these rows, where they were taken already.
+    tensors:       what x is, for the counts.
     """
-    known = known or {}
     crossing = {}
     for d in gathered_directions(hybrid, frozenset(directions)) if group.size() > 1 else ():
         encoding = hybrid.encodings[d]
@@ -250,23 +354,71 @@ def shared_statistics(
             crossing[d] = encoding
     if not crossing:
         return {}
-    own, unknown = dict(known), {d: e for d, e in crossing.items() if d not in known}
-    if unknown:
-        own |= zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype))
-    counters.add("amax all-reduce", "activations")
-    reduce = _reduce_amaxes_in_graph if opaque.is_tracing() else reduce_amaxes
-    shared = share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce)
-    return dict(zip(crossing, shared))
+    taken = dict(local or {})
+    missing = {d: e for d, e in crossing.items() if d not in taken}
+    if missing:
+        taken |= zip(missing, dispatch.statistics(x, list(missing.values()), dtype=dtype))
+    counters.add("amax all-reduce", tensors)
+    by_rank = [(e, taken[d]) for d, e in crossing.items()]
+    return dict(zip(crossing, share_amaxes(by_rank, group, transport().reduce_amaxes)))
 
 
-def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """`scaling.reduce_amaxes` in functional operators, each amax once."""
-    alike = list({id(a): a for a in amaxes}.values())
-    bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
-    reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32)
-    parts = reduced.split([a.numel() for a in alike])
-    by_id = {id(a): part.view(a.shape) for a, part in zip(alike, parts)}
-    return [by_id[id(a)] for a in amaxes]
+# In graphs, amaxes are torch operators, which a compiler fuses with what writes x: by rows, since
+# inductor splits a reduction of all values where it likes, and fuses it with no loop over rows and
+# columns. `quantize` computes the largest: its launch from C++ is cheaper than inductor's.
+def _fusible_statistics(
+    hybrid: HybridQuantizer,
+    x: Tensor,
+    directions: Collection[Direction],
+    shares: bool,
+    dtype: torch.dtype | None,
+) -> dict[Direction, Statistics]:
+    """Return the amaxes of all of x, for directions that are scaled by them; of those that
+    histories scale too, if ranks share them."""
+    spans = {
+        d: hybrid.encodings[d].fmt
+        for d in gathered_directions(hybrid, frozenset(directions))
+        if shares or not hybrid.side(d).is_delayed
+    }
+    spans = {d: fmt for d, fmt in spans.items() if fmt.spans_tensor and not fmt.rotated}
+    if not spans or x.numel() == 0:
+        return {}
+    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
+    if shares or any(fmt.tensor_scale for fmt in spans.values()):
+        amax = amax.amax().view(1, 1)
+    # through its bits: a compiler that read the amax of unrounded values must round now
+    if amax.dtype is torch.bfloat16:
+        amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    return {d: of_tensor(fmt.tensor_scale, amax.float()) for d, fmt in spans.items()}
+
+
+def of_tensor(is_two_level: bool, amax: Tensor) -> Statistics:
+    return Statistics(None, amax.view(1)) if is_two_level else Statistics(amax, None)
+
+
+def statistics_of(
+    hybrid: HybridQuantizer,
+    x: Tensor,
+    directions: Collection[Direction],
+    group: dist.ProcessGroup | None = None,
+    rows_are_cut: bool = False,
+    dtype: torch.dtype | None = None,
+    tensors: str = "activations",
+) -> dict[Direction, Statistics]:
+    """Return the statistics of x [rows, cols] that encoders are given, by direction.
+
+    group:  ranks that share x (None: they do not); other arguments are those of
+            `shared_statistics`.
+    """
+    shares = group is not None and group.size() > 1
+    local = {}
+    if opaque.is_tracing():
+        local = _fusible_statistics(hybrid, x, directions, shares, dtype)
+    if group is None or not shares or x.numel() == 0:
+        return local
+    return local | shared_statistics(
+        x, hybrid, directions, group, rows_are_cut, dtype=dtype, local=local, tensors=tensors
+    )
 
 
 # Moving rows #
@@ -275,55 +427,27 @@ def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: Any) -> list[Tensor
 class Arriving:
     """Buffers [outer * n, ..] of every rank, gathered to [outer * R * n, ..] in one launch.
 
-    in_backward:  a graph sends in its backward. torch's partitioner would move a gather that
-                  depends on no gradient into the forward, and gather again in the backward.
+    in_backward:  a graph sends in its backward.
     """
 
     def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut, in_backward: bool = False):
-        self.cut, self.sent = cut, {name: b.contiguous() for name, b in buffers.items()}
-        self.works: list[dist.Work] = []
-        traced = opaque.is_tracing() and cut.ranks > 1
-        empty = {name: b for name, b in self.sent.items() if not (traced and b.numel())}
-        self.received = {name: b.new_empty(cut.ranks, *b.shape) for name, b in empty.items()}
+        self._names, self._cut = list(buffers), cut
+        sent = [b.contiguous() for b in buffers.values()]
+        self.nbytes = cut.ranks * sum(b.nbytes for b in sent)
         if cut.ranks == 1:
-            self.received = {name: b[None] for name, b in self.sent.items()}
-        elif traced:
-            with torch_compat.keep_in_backward(in_backward):
-                self.received |= {
-                    n: torch_compat.start_all_gather(_bytes(b), cut.group)
-                    for n, b in self.sent.items()
-                    if b.numel()
-                }
-        elif moving := [(self.received[name], b) for name, b in self.sent.items() if b.numel()]:
-            as_bytes = [(_bytes(received), _bytes(b)) for received, b in moving]
-            self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self.received.values())
+            self._gathered = lambda: [b[None] for b in sent]
+        else:
+            self._gathered = transport().all_gather(sent, cut.group, in_backward)
 
     def wait(self) -> dict[str, Tensor]:
         """The rows in the order of the whole tensor; a copy unless the cut dim is the first."""
-        for work in self.works:
-            work.wait()
-        if opaque.is_tracing() and self.cut.ranks > 1:
-            self.received |= {
-                n: torch_compat.wait(self.received[n]).view(b.dtype).view(self.cut.ranks, *b.shape)
-                for n, b in self.sent.items()
-                if b.numel()
-            }
-        self.works, self.sent = [], {}
-        return {name: self._in_order(b) for name, b in self.received.items()}
+        return {name: self._in_order(b) for name, b in zip(self._names, self._gathered())}
 
-    def _in_order(self, received: Tensor) -> Tensor:
-        (_, _, *cols), outer = received.shape, self.cut.outer
-        if outer > 1 and received.numel():
-            received = received.view(self.cut.ranks, outer, -1, *cols).transpose(0, 1)
-        return received.reshape(-1, *cols)
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(-1).view(torch.uint8)
+    def _in_order(self, gathered: Tensor) -> Tensor:
+        (_, _, *cols), outer = gathered.shape, self._cut.outer
+        if outer > 1 and gathered.numel():
+            gathered = gathered.view(self._cut.ranks, outer, -1, *cols).transpose(0, 1)
+        return gathered.reshape(-1, *cols)
 
 
 class Gather:
@@ -335,6 +459,7 @@ class Gather:
     factors:   of delayed sides; see `HybridQuantizer.storages`.
     statistics:  that ranks shared before (`shared_statistics`); None: they are shared here.
     rank:      int64 [], this rank's place in the group, so that graphs are alike; None: a number.
+    layouts:   in which products read each direction (`ops.layout`); others are compact.
 
     own:       codes of this rank's rows, if they were encoded here.
     amaxes:    of delayed sides; of a gather in high precision known once it was waited for.
@@ -352,12 +477,15 @@ class Gather:
         factors: dict[Direction, Tensor] | None = None,
         statistics: dict[Direction, Statistics] | None = None,
         rank: Tensor | None = None,
+        layouts: Mapping[Direction, str] | None = None,
     ):
         self.hybrid, self.directions, self.cut, self.phase = hybrid, tuple(directions), cut, phase
+        self.layouts = layouts or {}
+        self._operands: dict[tuple[Direction, str], EncodedMatrix] = {}
         self.key, self.factors, self._in_backward = key, factors, phase == "backward"
         self.amaxes: dict[Direction, Tensor] = {}
-        self._made: dict[Direction, Storage] = {}
-        self._whole: Arriving | None = None
+        self._storages: dict[Direction, Storage] = {}
+        self._high_precision: Arriving | None = None
         self._moving: dict[Direction, tuple[Storage, Arriving]] = {}
         if isinstance(x, Storage):
             self._send(x)
@@ -368,8 +496,8 @@ class Gather:
             for d in gathered_directions(hybrid, frozenset(directions)):
                 self._send(self.own[d])
         else:
-            self._whole = Arriving({"data": x}, cut, self._in_backward)
-            self._count("both", "high precision", self._whole)
+            self._high_precision = Arriving({"data": x}, cut, self._in_backward)
+            self._count("both", "high precision", self._high_precision)
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
@@ -379,26 +507,33 @@ class Gather:
         self._count(storage.direction.value, storage.fmt.name, moving)
         self._moving[storage.direction] = storage, moving
 
-    def _count(self, direction: str, fmt: str, one: Arriving) -> None:
-        if self.cut.ranks > 1 and not opaque.is_tracing():
-            counters.add("sequence gather", (self.phase, direction, fmt), one.nbytes)
+    def _count(self, direction: str, fmt: str, rows: Arriving) -> None:
+        if self.cut.ranks > 1:
+            counters.add("sequence gather", (self.phase, direction, fmt), rows.nbytes)
 
-    def take(self, direction: Direction) -> Storage:
-        """The whole storage of a direction, compact or as `quantize` makes it."""
-        if direction not in self._made:
-            if self._whole is not None:
-                whole = self._whole.wait()["data"]
-                self._made, self.amaxes = self.hybrid.storages(
-                    whole, self.directions, key=self.key, factors=self.factors
-                )
-                self._whole = None
-            elif direction in self._moving:
-                local, moving = self._moving.pop(direction)
-                whole = local.shape[0] * self.cut.ranks, local.shape[1]
-                self._made[direction] = replace(local, shape=whole, **moving.wait())
-            else:  # from the rowwise codes
-                self._made[direction] = self.hybrid.columnwise_of(self.take(ROWWISE), self.key)
-        return self._made[direction]
+    def take(self, direction: Direction, layout: str | None = None) -> EncodedMatrix:
+        """Return the whole operand of a direction; layout: default, that of `layouts`."""
+        key = direction, layout or self.layouts.get(direction, COMPACT)
+        if key not in self._operands:
+            self._operands[key] = to_layout(self._whole_storage(direction), key[1])
+        return self._operands[key]
+
+    def _whole_storage(self, direction: Direction) -> Storage:
+        if direction in self._storages:
+            return self._storages[direction]
+        if self._high_precision is not None:
+            x, self._high_precision = self._high_precision.wait()["data"], None
+            self._storages, self.amaxes = self.hybrid.storages(
+                x, self.directions, key=self.key, factors=self.factors
+            )
+        elif direction in self._moving:
+            local, moving = self._moving.pop(direction)
+            shape = local.shape[0] * self.cut.ranks, local.shape[1]
+            self._storages[direction] = replace(local, shape=shape, **moving.wait())
+        else:
+            rowwise = self._whole_storage(ROWWISE)
+            self._storages[direction] = self.hybrid.columnwise_of(rowwise, self.key)
+        return self._storages[direction]
 
 
 def encoded_rows(
@@ -425,26 +560,18 @@ class Scattering:
     """Partial sums [outer * R * chunk, N], reduce-scattered to this rank's rows of the sum."""
 
     def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
-        self.work, self.result, self.cut = None, y, cut
-        if cut.ranks > 1:
-            rows = y.view(cut.outer, cut.ranks, -1) if y.numel() else y
-            self.sent = (rows.transpose(0, 1) if cut.outer > 1 else rows).contiguous()
-            if y.numel() and opaque.is_tracing():
-                self.result = torch_compat.start_reduce_scatter(self.sent.view(-1), cut.group)
-                return
-            self.result = y.new_empty(cut.rows, y.shape[1]) if out is None else out
-            if y.numel():
-                self.work = torch_compat.reduce_scatter_rows(
-                    self.result.view(-1), self.sent.view(-1), cut.group
-                )
+        shape = cut.rows, y.shape[1]
+        if cut.ranks == 1 or not y.numel():
+            whole = y if cut.ranks == 1 else y.new_empty(shape)
+            self._scattered = lambda: whole
+            return
+        rows = y.view(cut.outer, cut.ranks, cut.chunk, -1).transpose(0, 1).contiguous()
+        into = None if out is None else out.view(rows.shape[1:])
+        scattered = transport().reduce_scatter(rows, into, cut.group)
+        self._scattered = lambda: scattered().view(shape)
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-            self.work = self.sent = None
-        elif opaque.is_tracing() and self.cut.ranks > 1 and self.result.dim() == 1:
-            self.result = torch_compat.wait(self.result).view(self.cut.rows, -1)
-        return self.result
+        return self._scattered()
 
 
 def scattered_product(

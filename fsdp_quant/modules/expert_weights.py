@@ -23,7 +23,7 @@ from ..tensor import code_check
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
 from ..tensor.weight_state import WeightState, held, values_of
-from .operands import codes_of_transposed, gathered_storage, lies_transposed, weight_storages
+from .operands import codes_of_transposed, gathered_storage, lies_transposed, weight_operands
 from .plan import GemmPlan
 
 
@@ -48,33 +48,42 @@ def read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> F
 
 def stacked_weight(
     weights: Sequence[Tensor],
-    states: Sequence[WeightState],
     directions: Sequence[Direction],
     plan: GemmPlan,
     dtype: torch.dtype,
-    records: bool = True,
+    states: Sequence[WeightState] = (),
+    factors: Sequence[Sequence[Tensor]] = (),
+    histories: Sequence[Sequence[Tensor]] = (),
 ) -> dict[Direction, StackedWeight]:
     """Quantize the weights, or read gathered codes: columnwise operands are [E, K, N].
 
     weights:  E tensors [N, K], or one [E, N, K].
-    states:   of each matrix; empty: without histories.
-    records:  record amaxes in the histories of the weights.
+    states:   of each matrix, with held codes; empty: nothing is held.
+    factors, histories:  of the delayed directions of each matrix, as of `weight_operands`.
     """
     first = weights[0]
-    is_packed, is_gathered = first.dim() == 3, isinstance(first, QuantizedTensor)
+    is_packed = first.dim() == 3
     if is_packed and isinstance(first, QuantizedTensor):
         return {d: _of_gathered(first, d, plan, dtype) for d in directions}
     two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
     in_one_call = not two_level or (plan.compute_dtype or first.dtype) is torch.bfloat16
-    if is_packed and not is_gathered and in_one_call:
-        if not plan.decodes_groups(arch_of(first.device)):
-            return _of_values(first, states, directions, plan, dtype, records)
+    if is_packed and in_one_call and not plan.decodes_groups(arch_of(first.device)):
+        return _of_values(first, directions, plan, dtype, states, factors, histories)
     matrices = first.unbind() if is_packed else weights
-    storages = [
-        weight_storages(w, directions, plan, state, dtype, records)
-        for w, state in zip(matrices, states or [None] * len(matrices))
+    operands = [
+        weight_operands(
+            matrix,
+            directions,
+            plan,
+            dtype,
+            state,
+            factors[e] if factors else (),
+            histories[e] if histories else (),
+            None if state is None or not state.spans_parts else state.tensor_group,
+        )
+        for e, (matrix, state) in enumerate(zip(matrices, states or [None] * len(matrices)))
     ]
-    return {d: _stacked([of_matrix[d] for of_matrix in storages]) for d in directions}
+    return {d: _stacked([of_matrix[d] for of_matrix in operands]) for d in directions}
 
 
 # One call for all matrices #
@@ -82,18 +91,28 @@ def stacked_weight(
 
 def _of_values(
     weight: Tensor,
-    states: Sequence[WeightState],
     directions: Sequence[Direction],
     plan: GemmPlan,
     dtype: torch.dtype,
-    records: bool,
+    states: Sequence[WeightState],
+    factors: Sequence[Sequence[Tensor]],
+    histories: Sequence[Sequence[Tensor]],
 ) -> dict[Direction, StackedWeight]:
     """Quantize an unsharded weight [E, N, K] in one call, or read what `fq.hold` keeps."""
-    values, key = values_of(weight).detach(), (plan.key, dtype, records)
-    encoded = functools.cache(
-        lambda: _encode_packed(values, states, directions, plan, dtype, records)
-    )
+    values, key = values_of(weight).detach(), (plan.key, dtype, bool(histories))
     owner = next(iter(states), None)
+
+    @functools.cache
+    def encoded() -> dict[Direction, StackedWeight]:
+        for state in states:
+            for d in directions:
+                if plan.operand("weight", d).is_quantized:
+                    counters.add("weight encode", (state.name, d.value))
+        by_direction = [
+            [t for of_side in zip(*lists) for t in of_side] for lists in (factors, histories)
+        ]
+        return _encode_packed(values, directions, plan, dtype, *by_direction)
+
     return {
         d: held(owner, ("experts", d, *key), values, lambda d=d: encoded()[d]) for d in directions
     }
@@ -101,11 +120,11 @@ def _of_values(
 
 def _encode_packed(
     values: Tensor,
-    states: Sequence[WeightState],
     directions: Sequence[Direction],
     plan: GemmPlan,
     dtype: torch.dtype,
-    records: bool,
+    factors: list[Tensor],
+    amaxes: list[Tensor],
 ) -> dict[Direction, StackedWeight]:
     coded, transposed = [d for d in directions if plan.operand("weight", d).is_quantized], None
     if lies_transposed(values):
@@ -128,25 +147,12 @@ def _encode_packed(
         by_direction = codes_of_transposed(seen_values, transposed, coded, round_to_bf16)
         buffers = iter([t for d in coded for t in by_direction[d]])
     else:
-        histories = [
-            state.history(state.name, "weight", d, plan.weight.side(d)).on(values.device)
-            for d in plan.weight.delayed_directions
-            for state in states
-        ]
+        rowwise, columnwise = ROWWISE in coded, COLUMNWISE in coded
         buffers = iter(
             native.linear_weight(
-                seen_values,
-                number,
-                ROWWISE in coded,
-                COLUMNWISE in coded,
-                round_to_bf16,
-                [h.encode_scale for h in histories],
-                [h.amaxes for h in histories] if records else [],
+                seen_values, number, rowwise, columnwise, round_to_bf16, factors, amaxes
             )
         )
-    for state in states:
-        for d in coded:
-            counters.add("weight encode", (state.name, d.value))
     return stacks | {d: _next_stack(buffers, d, values.shape, plan, dtype) for d in coded}
 
 

@@ -35,11 +35,11 @@ from ..recipe import matches
 from ..tensor import torch_compat
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
-from .linear_op import Handed, HandedByInput
 from .norm import is_supported
 from .norm_op import normalize
 from .proof import HIDDEN, WIDTH, Proof, prove
 from .reads import Fact, Held, forward_of, held, is_defined_by
+from .shared_input import Handed, HandedByInput
 
 
 class MLPPattern(NamedTuple):

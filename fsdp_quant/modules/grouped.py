@@ -31,12 +31,15 @@ from ..ops import native
 from ..ops.capability import ARCHITECTURES, arch_of
 from ..ops.layout import is_anchored_of_codes
 from ..ops.native import Operand, TokenGroups
+from ..ops.reference import known
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
+from . import program
 from .bad_splits import bad_splits_flag
+from .call import Call
 from .expert_weights import StackedWeight, read_as, stacked_weight
 from .grouped_tokens import (
     decoded_tokens,
@@ -45,13 +48,7 @@ from .grouped_tokens import (
     operand_over,
     saved_codes_of_decoded,
 )
-from .linear_definition import (
-    LinearCall,
-    multiply,
-    multiply_backward,
-    refuse_second_derivative,
-)
-from .operands import buffers_of, lies_transposed, refuse_codes
+from .operands import lies_transposed, refuse_codes
 from .plan import PRODUCTS, GemmPlan, Product
 
 # Which plans one grouped GEMM computes #
@@ -161,7 +158,7 @@ class GroupedCall(NamedTuple):
     tag:      identifies the layer in `bad_splits_flag` if the ends of groups are wrong.
     """
 
-    calls: Sequence[LinearCall]
+    calls: Sequence[Call]
     states: Sequence[WeightState]
     experts: int
     in_one: bool = True
@@ -201,8 +198,8 @@ class GroupedCall(NamedTuple):
                 out_dtype,
                 bad_splits_flag(),
                 self.tag,
-                self._interleaved("factors"),
-                self._interleaved("histories"),
+                self._interleaved("factors", "input"),
+                self._interleaved("histories", "input"),
                 self.calls[0].step,
                 self._ids,
             )
@@ -226,7 +223,7 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         weight: StackedWeight | None,
         needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> program.Gradients:
         """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
 
         saved, weight:  from `forward`; without `weight`, the weights are read again.
@@ -248,9 +245,9 @@ class GroupedCall(NamedTuple):
                 codes if need_w else [],
                 self._number(dy),
                 self.calls[0].guard,
-                self._interleaved("factors"),
-                self._interleaved("grad_factors"),
-                self._interleaved("grad_histories"),
+                self._interleaved("factors", "input"),
+                self._interleaved("factors", "grad_output"),
+                self._interleaved("histories", "grad_output"),
                 self.calls[0].step,
                 self._ids,
                 turned=transposes,
@@ -271,16 +268,17 @@ class GroupedCall(NamedTuple):
 
     @property
     def save(self) -> bool:
-        return self.calls[0].save
+        return any(call.save for call in self.calls)
 
     @property
     def _ids(self) -> list[Tensor]:
         is_keyed = self.plan.input.is_stochastic or self.plan.grad_output.is_stochastic
-        return [call.ids for call in self.calls] if is_keyed else []
+        return [known(call.ids, "ids") for call in self.calls] if is_keyed else []
 
-    def _interleaved(self, field: str) -> list[Tensor]:
-        """Return tensors of all experts, ordered by direction, then by expert."""
-        return [t for direction in zip(*(getattr(c, field) for c in self.calls)) for t in direction]
+    def _interleaved(self, field: str, slot: str) -> list[Tensor]:
+        """Return tensors of a slot of all experts, ordered by direction, then by expert."""
+        by_expert = [getattr(call, field)[SLOTS.index(slot)] for call in self.calls]
+        return [t for direction in zip(*by_expert) for t in direction]
 
     def _decodes(self, x: Tensor) -> bool:
         return self.plan.decodes_groups(arch_of(x.device))
@@ -298,8 +296,12 @@ class GroupedCall(NamedTuple):
     def _weights(
         self, weights: Sequence[Tensor], directions: Sequence[Direction], dtype: torch.dtype
     ) -> dict[Direction, StackedWeight]:
-        records = self.calls[0].records
-        return stacked_weight(weights, self.states, directions, self.plan, dtype, records)
+        index = SLOTS.index("weight")
+        factors = [call.factors[index] for call in self.calls if call.factors[index]]
+        histories = [call.histories[index] for call in self.calls if call.histories[index]]
+        return stacked_weight(
+            weights, directions, self.plan, dtype, self.states, factors, histories
+        )
 
     def _operand(self, slot: str, x: Tensor, direction: Direction, groups: TokenGroups) -> Operand:
         """Return the operand of tokens x, if no native call quantizes and multiplies them."""
@@ -318,7 +320,7 @@ class GroupedCall(NamedTuple):
             not is_rowwise,
             call.guard,
             groups,
-            self._interleaved("factors" if slot == "input" else "grad_factors"),
+            self._interleaved("factors", slot),
             call.step,
             self._ids,
         )
@@ -373,7 +375,7 @@ class GroupedCall(NamedTuple):
 
     # A loop over the experts #
 
-    def _of_expert(self, expert: int) -> LinearCall:
+    def _of_expert(self, expert: int) -> Call:
         return self.calls[expert if len(self.calls) > 1 else 0]
 
     def _forward_in_loop(
@@ -381,10 +383,11 @@ class GroupedCall(NamedTuple):
     ) -> Tensor:
         matrices = _by_expert(weights, 2)
         vectors = _by_expert(biases, 1) or [None] * self.experts
-        parts = zip(_parts(x, ends), matrices, vectors)
-        return torch.cat(
-            [multiply(*part, self._of_expert(e), False)[0] for e, part in enumerate(parts)]
-        )
+        outputs = [
+            program.forward(self._of_expert(e), part, weight, bias, None, False)[0]
+            for e, (part, weight, bias) in enumerate(zip(_parts(x, ends), matrices, vectors))
+        ]
+        return torch.cat(outputs)
 
     def _backward_in_loop(
         self,
@@ -392,20 +395,23 @@ class GroupedCall(NamedTuple):
         saved: Sequence[Tensor],
         weights: Sequence[Tensor],
         needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> program.Gradients:
         (ends, *inputs), matrices = saved, _by_expert(weights, 2)
         parts = _parts(inputs[0], ends) if needs[1] else [None] * self.experts
         gradients = []
         for e, (part, x) in enumerate(zip(_parts(dy, ends), parts)):
-            call = self._of_expert(e)
-            codes = [] if x is None else _codes_of_input(call, x)
-            gradients.append(multiply_backward(part, matrices[e], None, codes, call, needs))
-        dx, dw, db = (
-            join(of_experts) if need else None
-            for join, of_experts, need in zip(
-                (torch.cat, torch.stack, torch.stack), zip(*gradients), needs
+            call, of_expert = (
+                self._of_expert(e),
+                program.Saved([], None, {"input": {}, "weight": {}}),
             )
-        )
+            if x is not None:  # what the forward would have saved
+                resolved = call.plan.resolved(x.dtype, x.device)
+                _, codes, statistics = program.quantized_input(call, x, resolved)
+                of_expert = program.Saved(codes, None, {"input": statistics, "weight": {}})
+                x = x if call.plan.saves == "input" else None
+            gradients.append(program.backward(call, part, x, matrices[e], of_expert, needs, None))
+        joins = zip((torch.cat, torch.stack, torch.stack), zip(*gradients), needs)
+        dx, dw, db = (join(of_experts) if need else None for join, of_experts, need in joins)
         return dx, dw, db
 
 
@@ -437,14 +443,6 @@ def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:
     return tensors[0].unbind() if tensors and tensors[0].dim() > dims else tensors
 
 
-def _codes_of_input(call: LinearCall, x: Tensor) -> list[Tensor]:
-    """Return what the backward of one expert reads of its input."""
-    if call.plan.saves == "input":
-        return [x]
-    direction = call.plan.resolved(x.dtype, x.device).saved
-    return buffers_of(call.quantize("input", x, [direction]).own[direction])
-
-
 # Autograd #
 
 
@@ -467,7 +465,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
-            refuse_second_derivative(ctx)
+            raise NotImplementedError(program.REFUSED)
         need_x, _, _, _, *needs = ctx.needs_input_grad
         tensors, count = ctx.saved_tensors, len(ctx.weights)
         weight = None if ctx.read is None else StackedWeight(tensors[ctx.count :], ctx.read)

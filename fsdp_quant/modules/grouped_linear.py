@@ -415,14 +415,14 @@ class GroupedLinear(HasWeight):
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
-        device, grad, layers = rows.device, torch.is_grad_enabled(), self._linears
+        device, layers = rows.device, self._linears
         held = [self._operand(owner) for owner in self.owners]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
-        save = grad and any(weight.requires_grad for weight in weights)
         # calls are equal where no expert has histories or random bits of its own
-        differ = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        differ = plan.is_delayed or bool(plan.weight.delayed_directions)
+        differ = differ or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
-            layer.call(rows, weight, bias, plan, save, grad)
+            layer.call(rows, weight, bias, plan)
             for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
         ]
         ends = sizes

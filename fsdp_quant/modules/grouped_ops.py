@@ -26,11 +26,11 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_state import WeightState
+from .call import Call
 from .expert_weights import gathered_codes, read_as, weights_of_codes
 from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
-from .linear_definition import LinearCall
 from .plan import GemmPlan, plan_of
+from .program import by_slot
 
 
 class _Spec(NamedTuple):
@@ -193,16 +193,6 @@ def traced_experts(
 # The operators #
 
 
-class _GivenHistory(NamedTuple):
-    """An `AmaxHistory` whose tensors an operator was given."""
-
-    encode_scale: Tensor
-    amaxes: Tensor
-
-    def on(self, device: torch.device) -> _GivenHistory:
-        return self
-
-
 def _delayed_slots(plan: GemmPlan) -> list[str]:
     """Return the slot of each history of one expert, in the order of `GraphTensors.delayed`."""
     return [slot for slot in SLOTS for _ in plan.hybrid(slot).delayed_directions]
@@ -220,35 +210,23 @@ def _call_of(
     [3, 2], as far as there are any."""
     guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
     amaxes = x.new_zeros((len(factors), 1), dtype=torch.float32)
-    slots, not_read = _delayed_slots(plan), x.new_empty(0)
-    delayed, calls, states = iter(zip(factors, amaxes.unbind())), [], []
+    slots, calls = _delayed_slots(plan), []
     for e in range(spec.experts):
-        by_slot: dict[str, list[tuple[Tensor, Tensor]]] = {slot: [] for slot in SLOTS}
-        for slot in slots:
-            by_slot[slot].append(next(delayed))
-        state = None
-        if by_slot["weight"]:
-            state = WeightState("weight", plan.weight, (spec.n, spec.k), plan.compute_dtype)
-            for d, tensors in zip(plan.weight.delayed_directions, by_slot["weight"]):
-                history: Any = _GivenHistory(*tensors)
-                state.histories[state.name, "weight", d, plan.weight.side(d)] = history
-            states.append(state)
-        call = LinearCall(
-            plan.of_groups if spec.in_one else plan,
-            state,
-            bool(spec.save),
-            records=True,
-            step=not_read if step is None else step,
-            ids=ids[e] if ids else not_read,
-            guard=guard,
-            factors=[f for f, _ in by_slot["input"]],
-            grad_factors=[f for f, _ in by_slot["grad_output"]],
-            histories=[a for _, a in by_slot["input"]],
-            grad_histories=[a for _, a in by_slot["grad_output"]],
+        start, end = e * len(slots), (e + 1) * len(slots)
+        calls.append(
+            Call(
+                plan.of_groups if spec.in_one else plan,
+                bool(spec.save),
+                step,
+                ids[e] if ids else None,
+                guard=guard,
+                backward_guard=guard,
+                factors=by_slot(plan, factors[start:end]),
+                histories=by_slot(plan, amaxes.unbind()[start:end]),
+            )
         )
-        calls.append(call)
     results = [amaxes] * bool(factors) + ([] if guard is None else [guard])
-    return GroupedCall(calls, states, spec.experts, bool(spec.in_one)), results
+    return GroupedCall(calls, (), spec.experts, bool(spec.in_one)), results
 
 
 def _run_forward(x, ends, weights, biases, plan, spec, step, ids, factors):

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from ..encoded_matrix import EncodedMatrix, has_tensor_amax
-from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction
+from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, Direction
 from ..ops import native
 from ..ops.layout import COMPACT, adjoining, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..roles import QUANTIZED_TYPES as SLOTS
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
 from .expert_weights import read_as, two_level_operand
-from .operands import buffers_of, given_storage, slot_storages
+from .operands import buffers_of, given_storage, slot_operands
 from .plan import GemmPlan
 
 
@@ -66,7 +65,7 @@ def encoded_tokens(
     plan: GemmPlan, slot: str, x: Tensor, direction: Direction, groups: TokenGroups
 ) -> EncodedMatrix:
     x = spread(x, groups) if direction is COLUMNWISE else x
-    return slot_storages(plan, slot, x, [direction], None, ())[0][direction]
+    return slot_operands(plan, slot, x, [direction], None, {}).take(direction)
 
 
 def saved_codes_of_decoded(plan: GemmPlan, x: Tensor, groups: TokenGroups) -> list[Tensor]:

@@ -19,17 +19,19 @@ from ..context import STEP
 from ..ops.capability import arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, Schedule, as_recipe
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..roles import slot_ids
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .exchange import TensorParallel
 from .guard import backward_guard_of, guard_of
-from .linear_op import HandedByInput
-from .operands import SLOTS, lay_out_frozen, slot_ids
+from .operands import lay_out_frozen
 from .passes import Runtime, root_begins
 from .plan import GemmPlan, build_plan
 from .quantize import BoundaryIds
+from .shared_input import HandedByInput
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 

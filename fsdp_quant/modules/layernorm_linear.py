@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .linear import Linear, handed_to
-from .linear_op import Handed
 from .norm import Norm
+from .shared_input import Handed
 
 
 class LayerNormLinear(nn.Module):

@@ -15,9 +15,9 @@ from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .linear import Linear, handed_to, takes_handed
-from .linear_op import GatedInput, Handed
 from .norm import Norm
 from .norm_op import activate
+from .shared_input import GatedInput, Handed
 
 
 class LayerNormMLP(nn.Module):

@@ -12,11 +12,12 @@ from ..ops.rng import own_name
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from .among_ranks import forward_among_ranks
 from .base_linear import BaseLinear
-from .linear_op import Handed, can_fuse_activation, linear
+from .fused import can_fuse_activation, linear
 from .plan import GemmPlan
 from .quantize import boundary
-from .shared_linear import forward_among_ranks
+from .shared_input import Handed
 
 
 class Linear(BaseLinear):
@@ -99,13 +100,11 @@ class Linear(BaseLinear):
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
     ) -> Tensor:
-        grad = torch.is_grad_enabled()
-        save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
-            return self.traced(x, weight, bias, plan, save)
+            return self.in_graph(x, weight, bias, plan)
         if not isinstance(x, QuantizedTensor):
             plan = plan.on(x.dtype, x.device)
-        return linear(x, weight, bias, self.call(x, weight, bias, plan, save, grad), handed)
+        return linear(x, weight, bias, self.call(x, weight, bias, plan), handed)
 
     def can_fuse_activation(self, x: Tensor) -> bool:
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""

@@ -247,7 +247,10 @@ def encode(
             )
             continue
         prepared = reference.prepared(_as(x, dtype), e)
-        amax, tensor_amax = stats[i] or reference.statistics(prepared, e, row0)
+        amax, tensor_amax = stats[i] or (None, None)
+        if amax is None:
+            amax, whole = reference.statistics(prepared, e, row0)
+            tensor_amax = whole if tensor_amax is None else tensor_amax
         if encode_scale is not None:
             encode_scale = reference.delayed_encode_scale(encode_scale, known(amax, "the amax"), e)
         data, scale = reference.encode(prepared, amax, tensor_amax, e, row0, key, encode_scale)

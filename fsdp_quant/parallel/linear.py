@@ -10,7 +10,7 @@ import torch
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..modules.exchange import SequenceCut, TensorParallel
 from ..modules.linear import Linear
-from ..modules.linear_products import LEAST_ROWS, LEAST_WEIGHT, PIECES
+from ..modules.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
 from ..tensor.gathered_weight import gathered_directions
 from .sequence import travelling_bytes
 

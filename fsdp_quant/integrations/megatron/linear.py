@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...context import current_autocast
+from ...modules.among_ranks import multiply_shared
 from ...modules.exchange import TensorParallel
+from ...modules.fused import linear
 from ...modules.layer_runtime import LayerRuntime
 from ...modules.linear import Linear
-from ...modules.linear_op import linear
-from ...modules.shared_linear import multiply_shared
 from ...recipe import Recipe
 from ...tensor import torch_compat
 from ...tensor.weight_state import WeightState
@@ -122,9 +122,8 @@ class ParallelLinear(Linear):
                 "between "
                 "modules"
             )
-        grad, plan = torch.is_grad_enabled(), plan.on(x.dtype, x.device)
-        call = self.call(x, weight, bias, plan, weight.requires_grad and grad, grad)
-        return linear(x, weight, bias, call)
+        plan = plan.on(x.dtype, x.device)
+        return linear(x, weight, bias, self.call(x, weight, bias, plan))
 
     def _result(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         return y, self.bias if self.skip_bias_add else None

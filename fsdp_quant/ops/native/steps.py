@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -218,15 +218,96 @@ def linear_weight(
     return _ops.linear_weight(rows_of(weight), plan, row, col, round_to_bf16, factors, amaxes)
 
 
-def linear_step(*args) -> list[Tensor]:
-    """Return y, and the codes of x. See csrc/step/linear.cpp. With gradients enabled, y has the
-    autograd node that computes the gradients."""
-    return _ops.linear_step(*args)
+class StepCall(Protocol):
+    """What a compiled step reads of a call (`modules.call.Call`)."""
+
+    @property
+    def save(self) -> bool: ...
+    @property
+    def step(self) -> Tensor | None: ...
+    @property
+    def ids(self) -> Tensor | None: ...
+    @property
+    def guard(self) -> Tensor | None: ...
+    @property
+    def factors(self) -> Sequence[Sequence[Tensor]]: ...
+    @property
+    def histories(self) -> Sequence[Sequence[Tensor]]: ...
 
 
-def linear_gated(*args) -> list[Tensor]:
-    """Return the codes of act(gate) * up, for a `linear_step` whose x is not materialized."""
-    return _ops.linear_gated(*args)
+class StepWeight(Protocol):
+    """A weight of a compiled step (`modules.fused.WeightOperand`)."""
+
+    @property
+    def values(self) -> Tensor | None: ...
+    @property
+    def round_to_bf16(self) -> bool: ...
+    @property
+    def rowwise(self) -> Sequence[Tensor]: ...
+    @property
+    def columnwise(self) -> Sequence[Tensor]: ...
+
+
+def linear_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand: StepWeight,
+    plan: int,
+    call: StepCall,
+    codes: Sequence[Tensor],
+    amaxes: Tensor | None,
+    grad_amaxes: Tensor | None,
+) -> list[Tensor]:
+    """Return y [.., N], and the codes of x. See csrc/step/linear.cpp. With gradients enabled, y has
+    the autograd node that computes the gradients.
+
+    operand:      the weight. plan: of `linear_plan`.
+    codes:        of x, as an earlier step returned them; empty: x is quantized.
+    amaxes:       of x, as the kernel that wrote x left them; None: not known.
+    grad_amaxes:  where the node of the gradient of y writes its amaxes; None: nowhere.
+    """
+    is_quantized_here = operand.values is not None
+    return _ops.linear_step(
+        x,
+        weight,
+        bias,
+        operand.values,
+        operand.rowwise,
+        operand.columnwise,
+        plan,
+        operand.round_to_bf16,
+        call.save,
+        call.step,
+        call.ids,
+        call.guard,
+        call.factors[0],
+        call.factors[2],
+        call.factors[1] if is_quantized_here else (),
+        call.histories[0],
+        call.histories[2],
+        call.histories[1] if is_quantized_here else (),
+        codes,
+        amaxes,
+        grad_amaxes,
+    )
+
+
+def linear_gated(source: tuple[Tensor, Tensor, int], plan: int, call: StepCall) -> list[Tensor]:
+    """Return the codes of act(gate) * up, for a `linear_step` whose x is not materialized.
+
+    source:  gate, up and the activation (`ops.norm.KINDS`).
+    """
+    return _ops.linear_gated(
+        *source,
+        plan,
+        call.save,
+        call.step,
+        call.ids,
+        call.guard,
+        call.factors[0],
+        call.histories[0],
+    )
 
 
 def linear_counts() -> list[list[int]]:

@@ -187,3 +187,27 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> torch.autocast:
     """Leave torch.autocast of a device."""
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The results of a function without a derivative."""
+
+    @staticmethod
+    def forward(fn, refusal, *tensors):
+        return fn(*tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        ctx.refusal = inputs[1]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(ctx.refusal)
+
+
+def once_differentiable(fn: Callable[..., _T], refusal: str, *tensors: Tensor | None) -> _T:
+    """Return fn(*tensors) in a backward; its derivative, under create_graph or torch.func, raises
+    NotImplementedError(refusal)."""
+    if torch.is_grad_enabled():
+        return _OnceDifferentiable.apply(fn, refusal, *tensors)
+    return fn(*tensors)

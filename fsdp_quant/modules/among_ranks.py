@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of a linear layer that ranks share: its input and output, and the executor."""
+"""The forward of a linear layer that ranks share: its input and output around the program."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ..counters import counters
 from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base_linear import BaseLinear
+from .call import check_travels
 from .exchange import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
-from .linear_definition import defined_linear
-from .linear_products import check_travels
 from .plan import GemmPlan
+from .program import linear
 
 
 def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
-    """The step's tensor of ranks that hold one batch together."""
+    """Return `step` with this axis's data-parallel rank, so that ranks with the same rows round
+    alike."""
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
         # a launch that graphs capture
@@ -115,7 +116,7 @@ def multiply_shared(
     bias: Tensor | None,
     axis: TensorParallel,
 ) -> Tensor:
-    """y of a layer that ranks share as `axis` says; owner: as in `_shared_input`."""
+    """Return y of a layer that ranks share as `axis` says; owner: as in `shared_input`."""
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., "
@@ -133,14 +134,13 @@ def multiply_shared(
     if torch.compiler.is_compiling():
         owner = owner if axis.gathered_slot == "input" else x
         _check(layer, owner, weight, plan, axis)
-        group, of_weight = axis.group.group_name, override is None
-        ranks = group, axis.column, axis.sequence_dim, axis.reduces, of_weight, dtype
-        save = weight.requires_grad and torch.is_grad_enabled()
-        return layer.traced(owner, weight, bias, plan, save, ranks)
+        group, spans_weight = axis.group.group_name, override is None
+        ranks = group, axis.column, axis.sequence_dim, axis.reduces, spans_weight, dtype
+        return layer.in_graph(owner, weight, bias, plan, ranks)
     return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis)
 
 
-@torch_compat.never_compiled  # runs where a graph broke; a graph holds `traced_linear`
+@torch_compat.never_compiled  # runs where a graph broke; a graph holds `program.in_graph`
 def _multiply(
     layer: BaseLinear,
     owner: Tensor,
@@ -150,15 +150,16 @@ def _multiply(
     plan: GemmPlan,
     axis: TensorParallel,
 ) -> Tensor:
-    runtime, grad = layer.runtime, torch.is_grad_enabled()
-    call = layer.call(x, weight, bias, plan, weight.requires_grad and grad, grad)._replace(
-        axis=axis, name=runtime.name, grad=grad, require_native=runtime.recipe.require_native
+    runtime = layer.runtime
+    call = layer.call(x, weight, bias, plan)._replace(
+        axis=axis, require_native=runtime.recipe.require_native
     )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
         call = call._replace(
-            step=_step_of(axis, call.step), ids=axis.slot_ids(runtime.name, weight.shape, x.device)
+            step=_step_of(axis, STEP.on(x.device)),
+            ids=axis.slot_ids(runtime.name, weight.shape, x.device),
         )
-    return defined_linear(x, weight, bias, call, grad and x.requires_grad, owner)
+    return linear(x, weight, bias, call, owner)
 
 
 def _check(
@@ -173,13 +174,18 @@ def _check(
         return
     shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
     is_whole = not column or isinstance(owner, DTensor)
-    make = SequenceCut.of_whole if is_whole else SequenceCut.of_local
+    cut_of = SequenceCut.of_whole if is_whole else SequenceCut.of_local
     name = functools.partial(_described, layer, "input" if column else "output")
-    cut = make(shape, axis.cut_dim, axis.group, name)
+    cut = cut_of(shape, axis.cut_dim, axis.group, name)
     if layer.recipe.require_native:
         both = torch.is_grad_enabled() and (weight.requires_grad or not column)
         read = tuple(Direction) if both else (ROWWISE,) if column else ()
-        check_travels(layer.runtime, plan.hybrid(slot), slot, read, cut)
+        check_travels(functools.partial(_name, layer), plan.hybrid(slot), slot, read, cut)
+
+
+# A graph does not depend on a layer's name, so it is read in the error alone.
+def _name(layer: BaseLinear) -> str:
+    return layer.runtime.name
 
 
 def _described(layer: BaseLinear, what: str) -> str:

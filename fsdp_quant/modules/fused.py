@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linear`: y = x w^T + b of a linear layer that no ranks share, by one of its executors.
-
-Three give the same bytes: the definition (`linear_definition`, which says the equations), one
-compiled call per pass (`native.linear_step`), and the functional operators of a traced graph
-(`traced_linear`).
-"""
+"""One compiled call per pass (`native.linear_step`), with the bytes of the program, for a layer
+that no ranks share."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,129 +16,79 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops import native
+from ..ops.reference import known
 from ..tensor import code_check, torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
-from .linear_definition import defined_linear
-from .linear_products import LinearCall
+from . import program
+from .call import Call
 from .operands import (
-    _state_of,
     buffers_of,
     codes_of_transposed,
     gathered_storage,
     lies_transposed,
     record_activations,
-    weight_storages,
+    state_for,
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
+from .shared_input import Handed
 
 
-class GatedInput(NamedTuple):
-    """The parts of an input act(gate) * up; kind: `ops.norm.KINDS`."""
-
-    gate: Tensor
-    up: Tensor
-    kind: int
-
-
-@dataclass(eq=False)
-class Handed:
-    """What the module that computed an input hands over with it, until its forward ends.
-
-    amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
-    grad_amaxes:  where the node of the gradient of y writes its amaxes.
-    source:  where x has a shape and an autograd node, but no values; see `can_fuse_activation`.
-    codes:   key -> codes of x, which the first layer that multiplies it leaves for the others.
-    """
-
-    amaxes: Tensor | None = None
-    source: GatedInput | None = None
-    codes: dict[tuple, list[Tensor]] = field(default_factory=dict)
-    grad_amaxes: Tensor | None = None
-
-
-class HandedByInput:
-    """`Handed` of a tensor that several layers of one module read, during its forward."""
-
-    def __init__(self):
-        self._x: Tensor | None = None
-        self._version, self._handed = 0, Handed()
-
-    def of(self, x: Tensor) -> Handed:
-        version = 0 if x.is_inference() else x._version
-        if self._x is not x or self._version != version:
-            self._x, self._version, self._handed = x, version, Handed()
-        return self._handed
-
-
-# One compiled call per pass #
-
-
-class _Operands(NamedTuple):
+class WeightOperand(NamedTuple):
     """A weight as the compiled call accepts it.
 
-    values:      to be quantized inside; else `rowwise` and `columnwise` are buffers of codes.
-    factors, histories: of the delayed sides of `values`.
+    values:         to be quantized inside; None: codes.
+    round_to_bf16:  round the values first.
+    rowwise, columnwise:  buffers of codes.
     """
 
     values: Tensor | None
+    round_to_bf16: bool = False
     rowwise: Sequence[Tensor] = ()
     columnwise: Sequence[Tensor] = ()
-    round_to_bf16: bool = False
-    factors: Sequence[Tensor] = ()
-    histories: Sequence[Tensor] = ()
 
 
-def _operands(
-    weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch.dtype, backward: bool
-) -> _Operands | None:
-    """None where the compiled call cannot be handed what the backward reads.
+def _weight_operand(
+    weight: Tensor, call: Call, resolved: Resolved, dtype: torch.dtype, dgrad: bool
+) -> WeightOperand | None:
+    """Return None if the compiled call cannot be handed what the backward reads.
 
-    backward:  dgrad follows.
+    dgrad:  the backward computes dx.
     """
     plan = call.plan
+    directions = [ROWWISE, *([COLUMNWISE] if dgrad else [])]
     if isinstance(weight, QuantizedTensor):
         layouts = resolved.layouts["weight"]
         record_activations(weight, dtype)
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-        columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
+        columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if dgrad else []
         if columnwise is None:
             return None
-        return _Operands(None, buffers_of(rowwise), columnwise)
+        return WeightOperand(None, False, buffers_of(rowwise), columnwise)
     values = values_of(weight).detach()
-    state = _state_of(call.state, plan, values)
+    state = state_for(call.state, plan, values)
     is_cast = values.dtype is not dtype and not all(
         plan.weight.side(d).fmt.is_quantized for d in Direction
     )
     if state.spans_parts or state.held is not None or code_check.checking or is_cast:
-        wanted = [ROWWISE, *([COLUMNWISE] if backward else [])]
-        codes = weight_storages(weight, wanted, plan, call.state, dtype, call.records)
-        columnwise = buffers_of(codes[COLUMNWISE]) if backward else ()
-        return _Operands(None, buffers_of(codes[ROWWISE]), columnwise)
-    seen = plan.compute_dtype or values.dtype
-    round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
-    seen_values = values if round_to_bf16 else values.to(seen)
-    delayed = plan.weight.delayed_directions
-    found = (state.delayed_history(d, values.device, plan.weight) for d in delayed)
-    histories = [history for history in found if history is not None]
-    read = (ROWWISE, COLUMNWISE) if backward else (ROWWISE,)
-    coded = [d for d in read if plan.operand("weight", d).is_quantized]
+        codes = call.weight_operands(weight, directions, dtype, {})
+        columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else ()
+        return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
+    seen_dtype = plan.compute_dtype or values.dtype
+    round_to_bf16 = values.dtype is torch.float32 and seen_dtype is torch.bfloat16
+    quantized_values = values if round_to_bf16 else values.to(seen_dtype)
+    coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     for d in coded:
         if d in plan.weight.encodings:
             counters.add("weight encode", (state.name, d.value))
     transposed = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
-    if transposed is not None:
-        codes = codes_of_transposed(seen_values, transposed, coded, round_to_bf16)
-        columnwise = codes.get(COLUMNWISE, [values]) if backward else ()
-        return _Operands(None, codes.get(ROWWISE, [values]), columnwise)
-    return _Operands(
-        seen_values,
-        round_to_bf16=round_to_bf16,
-        factors=[h.encode_scale for h in histories],
-        histories=[h.amaxes for h in histories] if call.records else [],
-    )
+    if transposed is None:
+        return WeightOperand(quantized_values, round_to_bf16)
+    codes = codes_of_transposed(quantized_values, transposed, coded, round_to_bf16)
+    columnwise = codes.get(COLUMNWISE, [values]) if dgrad else ()
+    return WeightOperand(None, False, codes.get(ROWWISE, [values]), columnwise)
 
 
 def _columnwise_buffers(
@@ -193,69 +138,40 @@ def _compiled(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    call: LinearCall,
+    call: Call,
     resolved: Resolved,
-    operands: _Operands,
+    operand: WeightOperand,
     handed: Handed,
 ) -> Tensor:
-    """y with its autograd node, in one call."""
-    key, codes = None, None
+    """Return y with its autograd node, in one call."""
+    key, codes, plan = None, None, known(resolved.call, "the compiled step")
     if resolved.shared is not None:  # codes of one history serve its layers alone
-        key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
+        of_input = call.factors[0]
+        key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, of_input))
         codes = handed.codes.get(key)
     # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:
-        codes = native.linear_gated(
-            *handed.source,
-            resolved.call,
-            call.save,
-            call.step,
-            call.ids,
-            call.guard,
-            call.factors,
-            call.histories,
-        )
-    y, *kept = native.linear_step(
-        x,
-        weight,
-        bias,
-        operands.values,
-        operands.rowwise,
-        operands.columnwise,
-        resolved.call,
-        operands.round_to_bf16,
-        call.save,
-        call.step,
-        call.ids,
-        call.guard,
-        call.factors,
-        call.grad_factors,
-        operands.factors,
-        call.histories,
-        call.grad_histories,
-        operands.histories,
-        codes or [],
-        handed.amaxes,
-        handed.grad_amaxes,
-    )
+        codes = native.linear_gated(handed.source, plan, call)
+    amaxes = handed.amaxes, handed.grad_amaxes
+    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, codes or [], *amaxes)
     if key is not None and codes is None:
         handed.codes[key] = kept
     return y
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, handed: Handed | None = None
 ) -> Tensor:
-    """y = x w^T + b, in one compiled call where it accepts the operands.
+    """Return y = x w^T + b, in one compiled call where it accepts the operands.
 
     The backward raises StaleWeightError if a quantized parameter was written since.
     """
-    handed, backward = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
-    resolved, operands = call.plan.resolved(x.dtype, x.device), None
+    handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
+    resolved, operand = call.plan.resolved(x.dtype, x.device), None
     if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
-        operands = _operands(weight, call, resolved, x.dtype, backward)
-    if operands is not None:
-        y = _compiled(x, weight, bias, call, resolved, operands, handed)
+        operand = _weight_operand(weight, call, resolved, x.dtype, dgrad)
+    if operand is not None:
+        y = _compiled(x, weight, bias, call, resolved, operand, handed)
     elif handed.source is not None:
         raise ValueError(
             "the input of this layer has no values, and no compiled call computes them; see "
@@ -264,8 +180,8 @@ def linear(
     elif _is_torchs(x, weight, bias, call.plan):
         y = _torchs_linear(x, weight, bias, call.plan, resolved)
     else:
-        y = defined_linear(x, weight, bias, call, backward)
-    if isinstance(weight, QuantizedWeight) and backward and y.grad_fn is not None:
+        y = program.linear(x, weight, bias, call)
+    if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
 
@@ -306,6 +222,6 @@ def _refuse_written(weight: QuantizedWeight, version: object, grads: object) -> 
     if weight.version != version:
         raise StaleWeightError(
             f"{weight.state.name}, a quantized parameter, was written between the forward and the "
-            "backward, so its codes are others than those that the forward multiplied; step the "
+            "backward, so the backward would read different codes than the forward did; step the "
             "optimizer after the backward"
         )
