@@ -30,12 +30,12 @@ from .plan import GemmPlan
 class StackedWeight(NamedTuple):
     """Weights of all experts in one direction: what the backward keeps, and how a GEMM reads it.
 
-    buffers:  codes, scales and tensor amaxes of all matrices; or values.
+    buffers:  codes, scales (None: none) and tensor amaxes of all matrices; or values.
     read:     returns the grouped GEMM's operand [E, outer, contraction] for the buffers. It decodes
               codes that no kernel multiplies, in each pass.
     """
 
-    buffers: list[Tensor]
+    buffers: Sequence[Tensor | None]
     read: Callable[..., Operand]
 
     def operand(self) -> Operand:
@@ -52,14 +52,14 @@ def stacked_weight(
     plan: GemmPlan,
     dtype: torch.dtype,
     states: Sequence[WeightState] = (),
-    factors: Sequence[Sequence[Tensor]] = (),
-    histories: Sequence[Sequence[Tensor]] = (),
+    factors: Sequence[Tensor] = (),
+    histories: Sequence[Tensor] = (),
 ) -> dict[Direction, StackedWeight]:
     """Quantize the weights, or read gathered codes: columnwise operands are [E, K, N].
 
     weights:  E tensors [N, K], or one [E, N, K].
     states:   of each matrix, with held codes; empty: nothing is held.
-    factors, histories:  of the delayed directions of each matrix, as of `weight_operands`.
+    factors, histories:  as of `weight_operands`, ordered by delayed direction, then by matrix.
     """
     first = weights[0]
     is_packed = first.dim() == 3
@@ -77,8 +77,8 @@ def stacked_weight(
             plan,
             dtype,
             state,
-            factors[e] if factors else (),
-            histories[e] if histories else (),
+            factors[e :: len(matrices)],
+            histories[e :: len(matrices)],
             None if state is None or not state.spans_parts else state.tensor_group,
         )
         for e, (matrix, state) in enumerate(zip(matrices, states or [None] * len(matrices)))
@@ -95,8 +95,8 @@ def _of_values(
     plan: GemmPlan,
     dtype: torch.dtype,
     states: Sequence[WeightState],
-    factors: Sequence[Sequence[Tensor]],
-    histories: Sequence[Sequence[Tensor]],
+    factors: Sequence[Tensor],
+    histories: Sequence[Tensor],
 ) -> dict[Direction, StackedWeight]:
     """Quantize an unsharded weight [E, N, K] in one call, or read what `fq.hold` keeps."""
     values, key = values_of(weight).detach(), (plan.key, dtype, bool(histories))
@@ -108,10 +108,7 @@ def _of_values(
             for d in directions:
                 if plan.operand("weight", d).is_quantized:
                     counters.add("weight encode", (state.name, d.value))
-        by_direction = [
-            [t for of_side in zip(*lists) for t in of_side] for lists in (factors, histories)
-        ]
-        return _encode_packed(values, directions, plan, dtype, *by_direction)
+        return _encode_packed(values, directions, plan, dtype, factors, histories)
 
     return {
         d: held(owner, ("experts", d, *key), values, lambda d=d: encoded()[d]) for d in directions
@@ -123,15 +120,15 @@ def _encode_packed(
     directions: Sequence[Direction],
     plan: GemmPlan,
     dtype: torch.dtype,
-    factors: list[Tensor],
-    amaxes: list[Tensor],
+    factors: Sequence[Tensor],
+    histories: Sequence[Tensor],
 ) -> dict[Direction, StackedWeight]:
     coded, transposed = [d for d in directions if plan.operand("weight", d).is_quantized], None
     if lies_transposed(values):
         transposed = plan.turned(dtype, values.device)
     else:
         values = native.rows_of(values)
-    plain = StackedWeight([values.to(dtype)], _plain(IDENTITY))
+    plain = StackedWeight([values.to(dtype), None], _plain(IDENTITY))
     stacks = {d: plain for d in directions if d not in coded}
     if not coded:
         return stacks
@@ -150,7 +147,7 @@ def _encode_packed(
         rowwise, columnwise = ROWWISE in coded, COLUMNWISE in coded
         buffers = iter(
             native.linear_weight(
-                seen_values, number, rowwise, columnwise, round_to_bf16, factors, amaxes
+                seen_values, number, rowwise, columnwise, round_to_bf16, [*factors], [*histories]
             )
         )
     return stacks | {d: _next_stack(buffers, d, values.shape, plan, dtype) for d in coded}
@@ -194,8 +191,8 @@ def _stacked(storages: Sequence[EncodedMatrix]) -> StackedWeight:
             _block_operand, fmt=first.fmt, direction=first.direction, shape=first.shape
         )
         return StackedWeight([stacked(data), stacked(scales)], read)
-    scale = [torch.cat([s.reshape(-1) for s in scales])] if scales else []
-    return StackedWeight([stacked(data), *scale], _plain(first.operand_format))
+    scale = torch.cat([s.reshape(-1) for s in scales]) if scales else None
+    return StackedWeight([stacked(data), scale], _plain(first.operand_format))
 
 
 def _stacked_two_level(
@@ -240,11 +237,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _plain(fmt: Format) -> Callable[..., Operand]:
-    return functools.partial(_plain_operand, fmt=fmt)
-
-
-def _plain_operand(data: Tensor, scale: Tensor | None = None, *, fmt: Format) -> Operand:
-    return Operand(data, scale, fmt)
+    return functools.partial(Operand, fmt=fmt)
 
 
 # torch._grouped_mm writes bf16 only, so applying a tensor's scale to its result would round twice:
@@ -333,7 +326,7 @@ def _of_codes(
         )
         return StackedWeight([data, scale.flatten()], _plain(operand_format(fmt, layout)))
     if not fmt.is_quantized:
-        return StackedWeight([data], _plain(fmt))
+        return StackedWeight([data, None], _plain(fmt))
     (scale,) = scales
     if layout == COMPACT:
         source = direction if direction in plan.weight.encodings else ROWWISE
@@ -377,26 +370,22 @@ def weights_of_codes(
     dtype: torch.dtype,
 ) -> list[QuantizedTensor]:
     """Return weights [E, N, K] of the buffers from `gathered_codes`."""
-    experts, n, k = shape
+    (experts, n, k), layout = shape, COMPACT
+    source = direction if direction in plan.weight.encodings or not is_packed else ROWWISE
+    fmt = plan.weight.side(source).fmt
     if is_packed:
-        source = direction if direction in plan.weight.encodings else ROWWISE
-        by_field, layout = [t.unflatten(0, (experts, -1)).unbind() for t in codes], COMPACT
-        buffers = list(zip(*by_field))
+        buffers = list(zip(*(t.unflatten(0, (experts, -1)).unbind() for t in codes)))
     else:
-        source, layout = (
-            direction,
-            plan.resolved(dtype, codes[0].device).layouts["weight"][direction],
-        )
         size = len(codes) // experts
         buffers = [codes[size * e : size * (e + 1)] for e in range(experts)]
-    fmt = plan.weight.side(source).fmt
-    layout = layout if fmt.is_quantized else COMPACT
-    pairs = []
-    for of_matrix in buffers:
+        if fmt.is_quantized:
+            layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
+    pairs = [StoragePair() for _ in range(experts)]
+    for pair, of_matrix in zip(pairs, buffers):
         matrix = matrix_over(of_matrix, fmt, source, (n, k), dtype, layout)
-        is_shared = source is not direction and plan.weight.shares_storage
-        matrix = to_storage(matrix).as_direction(direction) if is_shared else matrix
-        pairs.append(StoragePair(**{matrix.direction.value: matrix}))
+        if source is not direction and plan.weight.shares_storage:
+            matrix = to_storage(matrix).as_direction(direction)
+        pair.put(matrix.direction, matrix)
     if not is_packed:
         return [QuantizedTensor(pair=pair) for pair in pairs]
     shown = {f"{source.value}_{field}": t for field, t in zip(BUFFERS, codes)}

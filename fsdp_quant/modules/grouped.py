@@ -19,6 +19,7 @@ All have the bits of a loop over `fq.Linear`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from . import program
 from .bad_splits import bad_splits_flag
-from .call import Call
+from .call import BySlot, Call
 from .expert_weights import StackedWeight, read_as, stacked_weight
 from .grouped_tokens import (
     decoded_tokens,
@@ -49,7 +50,8 @@ from .grouped_tokens import (
     saved_codes_of_decoded,
 )
 from .operands import lies_transposed, refuse_codes
-from .plan import PRODUCTS, GemmPlan, Product
+from .plan import PRODUCTS, GemmPlan, Product, Resolved
+from .program import Gradients
 
 # Which plans one grouped GEMM computes #
 
@@ -69,10 +71,14 @@ def unsupported_reason(
     """
     key = dtype, device, tuple(shape), bias
     if key not in plan.one_product:
-        reasons = _reasons_of_shapes(plan, dtype, device, shape)
-        plan.one_product[key] = next(reasons, None) or next(
-            _reasons_of_formats(plan, dtype, device, bias), None
-        )
+        of_shapes = _reasons_of_shapes(plan, dtype, device, shape)
+        reason = next(of_shapes, None)
+        if reason is None:  # else there may be no compiled step
+            resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
+            of_products = _reasons_of_products(plan, resolved, decodes, bias)
+            of_tokens = _reasons_of_tokens(plan, resolved, decodes)
+            reason = next(itertools.chain(of_products, of_tokens), None)
+        plan.one_product[key] = reason
     return plan.one_product[key]
 
 
@@ -96,10 +102,9 @@ def _reasons_of_shapes(
         yield f"{experts} experts are more than {native.MOST_GROUPS}"
 
 
-def _reasons_of_formats(
-    plan: GemmPlan, dtype: torch.dtype, device: torch.device, bias: bool
+def _reasons_of_products(
+    plan: GemmPlan, resolved: Resolved, decodes: bool, bias: bool
 ) -> Iterator[str]:
-    resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
     for slot, layouts in resolved.layouts.items():
         for direction, layout in layouts.items():
             fmt = plan.operand(slot, direction)
@@ -116,6 +121,9 @@ def _reasons_of_formats(
         rounds_first = decodes or not all(f.is_quantized for f in pair)
         if bias and product.name == "fprop" and rounds_first:
             yield "a bias is added to bfloat16 products before they are rounded"
+
+
+def _reasons_of_tokens(plan: GemmPlan, resolved: Resolved, decodes: bool) -> Iterator[str]:
     for slot in ("input", "grad_output"):
         hybrid = plan.hybrid(slot)
         sides = [hybrid.side(d) for d in Direction]
@@ -151,18 +159,34 @@ def _spans_experts(
 class GroupedCall(NamedTuple):
     """What a call for all experts has besides tokens, weights and biases.
 
-    calls:    of each expert; or one, if they are equal: no expert has histories or random bits.
-    states:   of each expert's weight; empty: without histories.
+    call:     factors and histories of each slot are ordered by direction, then by expert.
+    ids:      of the random bits of each expert; empty: nothing is rounded stochastically.
+    states:   of each expert's weight, with held codes; empty: nothing is held.
     experts:  number of groups.
     in_one:   a grouped GEMM computes the plan, which is then `GemmPlan.of_groups`; False: a loop.
     tag:      identifies the layer in `bad_splits_flag` if the ends of groups are wrong.
     """
 
-    calls: Sequence[Call]
+    call: Call
+    ids: Sequence[Tensor]
     states: Sequence[WeightState]
     experts: int
     in_one: bool = True
     tag: int = 0
+
+    @staticmethod
+    def combined(calls: Sequence[Call], states: Sequence[WeightState], tag: int) -> GroupedCall:
+        """Return the call of one product. calls: of each expert, or one if they are equal."""
+        first = calls[0]
+        factors, histories = (
+            tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*slots))
+            for slots in ([call.factors for call in calls], [call.histories for call in calls])
+        )
+        save = any(call.save for call in calls)
+        is_keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
+        ids = [known(call.ids, "ids") for call in calls] if is_keyed else []
+        call = first._replace(save=save, factors=factors, histories=histories)
+        return GroupedCall(call, ids, states, len(states), tag=tag)
 
     def forward(
         self,
@@ -180,32 +204,22 @@ class GroupedCall(NamedTuple):
         keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
                        Gathered codes are not kept: FSDP2 fills them again.
         """
+        call, plan = self.call, self.call.plan
         if not self.in_one:
-            return self._forward_in_loop(x, ends, weights, biases), [ends, *[x][: self.save]], None
+            return self._forward_in_loop(x, ends, weights, biases), [ends, *[x][: call.save]], None
         keeps_weight = keeps_weight and not isinstance(weights[0], QuantizedTensor)
         directions = [ROWWISE, COLUMNWISE] if keeps_weight else [ROWWISE]
         stacks = self._weights(weights, directions, x.dtype)
-        weight, plan = stacks.pop(ROWWISE).operand(), self.plan
-        out_dtype = torch.float32 if biases else x.dtype
+        weight = stacks.pop(ROWWISE).operand()
+        out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
         if self._is_native(x):
+            number = self._number(x)
             y, groups, codes = native.grouped_step(
-                x,
-                ends,
-                weight,
-                self._number(x),
-                self.save,
-                self.calls[0].guard,
-                out_dtype,
-                bad_splits_flag(),
-                self.tag,
-                self._interleaved("factors", "input"),
-                self._interleaved("histories", "input"),
-                self.calls[0].step,
-                self._ids,
+                x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag
             )
         else:
-            refuse_codes(x, plan, self.save)
-            groups = native.token_groups(ends, len(x), bad_splits_flag(), self.tag)
+            refuse_codes(x, plan, call.save)
+            groups = native.token_groups(ends, len(x), wrong, self.tag)
             rows = self._operand("input", x, ROWWISE, groups)
             y = _product_of_rows(rows, weight, groups, out_dtype)
             _count(plan, PRODUCTS[0], x, groups)
@@ -213,7 +227,7 @@ class GroupedCall(NamedTuple):
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
             y = y.add_(table.float().index_select(0, group_of(groups, x))).to(x.dtype)
-        saves_input = self.save and plan.saves == "input"
+        saves_input = call.save and plan.saves == "input"
         return y, [groups.tables, *([x] if saves_input else codes)], stacks.get(COLUMNWISE)
 
     def backward(
@@ -222,8 +236,8 @@ class GroupedCall(NamedTuple):
         saved: Sequence[Tensor],
         weights: Sequence[Tensor],
         weight: StackedWeight | None,
-        needs: tuple[bool, bool, bool],
-    ) -> program.Gradients:
+        needs: Sequence[bool],
+    ) -> Gradients:
         """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
 
         saved, weight:  from `forward`; without `weight`, the weights are read again.
@@ -231,107 +245,67 @@ class GroupedCall(NamedTuple):
         if not self.in_one:
             return self._backward_in_loop(dy, saved, weights, needs)
         need_x, need_w, need_b = needs
-        groups, codes, dx, dw = TokenGroups(saved[0], self.experts), saved[1:], None, None
-        operand = None
+        groups, codes, operand = TokenGroups(saved[0], self.experts), saved[1:], None
         if need_x:
             weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
             operand = weight.operand()
-        transposes = self.plan.turns_wgrad and lies_transposed(weights[0])
+        transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
         if (need_x or need_w) and self._is_native(dy):
+            codes, number = codes if need_w else [], self._number(dy)
             dx, dw = native.grouped_step_backward(
-                dy,
-                groups,
-                operand,
-                codes if need_w else [],
-                self._number(dy),
-                self.calls[0].guard,
-                self._interleaved("factors", "input"),
-                self._interleaved("factors", "grad_output"),
-                self._interleaved("histories", "grad_output"),
-                self.calls[0].step,
-                self._ids,
-                turned=transposes,
+                dy, groups, operand, codes, number, self.call, self.ids, transposes
             )
+            dx, dw = dx if need_x else None, dw if need_w else None
         else:
             dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
             dx = None if operand is None else self._dgrad(dy, operand, groups)
-        if need_w and dw is not None and transposes:
-            dw = dw.mT
-        db = _bias_gradients(groups, dy) if need_b else None
-        return dx if need_x else None, dw if need_w else None, db
+        dw = dw.mT if dw is not None and transposes else dw
+        return dx, dw, _bias_gradients(groups, dy) if need_b else None
 
     # Operands #
-
-    @property
-    def plan(self) -> GemmPlan:
-        return self.calls[0].plan
-
-    @property
-    def save(self) -> bool:
-        return any(call.save for call in self.calls)
-
-    @property
-    def _ids(self) -> list[Tensor]:
-        is_keyed = self.plan.input.is_stochastic or self.plan.grad_output.is_stochastic
-        return [known(call.ids, "ids") for call in self.calls] if is_keyed else []
-
-    def _interleaved(self, field: str, slot: str) -> list[Tensor]:
-        """Return tensors of a slot of all experts, ordered by direction, then by expert."""
-        by_expert = [getattr(call, field)[SLOTS.index(slot)] for call in self.calls]
-        return [t for direction in zip(*by_expert) for t in direction]
-
-    def _decodes(self, x: Tensor) -> bool:
-        return self.plan.decodes_groups(arch_of(x.device))
 
     def _is_native(self, x: Tensor) -> bool:
         """Return whether one native call per pass computes products of x."""
         return not (isinstance(x, QuantizedTensor) or self._decodes(x))
 
+    def _decodes(self, x: Tensor) -> bool:
+        return self.call.plan.decodes_groups(arch_of(x.device))
+
     def _number(self, x: Tensor) -> int:
-        number = self.plan.resolved(x.dtype, x.device).call
-        if number is None:
-            raise ValueError("the plan of experts has no compiled step")
-        return number
+        return known(self.call.plan.resolved(x.dtype, x.device).call, "the compiled step")
 
     def _weights(
         self, weights: Sequence[Tensor], directions: Sequence[Direction], dtype: torch.dtype
     ) -> dict[Direction, StackedWeight]:
-        index = SLOTS.index("weight")
-        factors = [call.factors[index] for call in self.calls if call.factors[index]]
-        histories = [call.histories[index] for call in self.calls if call.histories[index]]
-        return stacked_weight(
-            weights, directions, self.plan, dtype, self.states, factors, histories
+        plan, (_, factors, _), (_, amaxes, _) = (
+            self.call.plan,
+            self.call.factors,
+            self.call.histories,
         )
+        return stacked_weight(weights, directions, plan, dtype, self.states, factors, amaxes)
 
     def _operand(self, slot: str, x: Tensor, direction: Direction, groups: TokenGroups) -> Operand:
         """Return the operand of tokens x, if no native call quantizes and multiplies them."""
-        plan, call, is_rowwise = self.plan, self.calls[0], direction is ROWWISE
+        call, plan = self.call, self.call.plan
         if self._decodes(x):
             return Operand(decoded_tokens(plan, slot, x, direction, groups), None, IDENTITY)
         if isinstance(x, QuantizedTensor):
             return given_operand(plan, slot, x, direction, groups)
         if not plan.operand(slot, direction).is_quantized:
             return Operand(native.rows_of(x), None, IDENTITY)
+        index, number, is_columnwise = SLOTS.index(slot), self._number(x), direction is COLUMNWISE
+        guard, factors, step, ids = call.guard, call.factors[index], call.step, self.ids
         codes = native.linear_tokens(
-            x,
-            self._number(x),
-            SLOTS.index(slot),
-            is_rowwise,
-            not is_rowwise,
-            call.guard,
-            groups,
-            self._interleaved("factors", slot),
-            call.step,
-            self._ids,
+            x, number, index, not is_columnwise, is_columnwise, guard, groups, factors, step, ids
         )
         return operand_over(plan, slot, direction, codes, x.dtype)
 
     def _codes_to_save(self, x: Tensor, groups: TokenGroups) -> list[Tensor]:
         """Return the columnwise codes of the input that the backward reads; none if it reads x."""
-        if not self.save or self.plan.saves == "input":
+        if not self.call.save or self.call.plan.saves == "input":
             return []
         if self._decodes(x):
-            return saved_codes_of_decoded(self.plan, x, groups)
+            return saved_codes_of_decoded(self.call.plan, x, groups)
         operand = self._operand("input", x, COLUMNWISE, groups)
         return [t for t in (operand.data, operand.scale) if t is not None]
 
@@ -339,7 +313,7 @@ class GroupedCall(NamedTuple):
         self, saved: Sequence[Tensor], groups: TokenGroups, dtype: torch.dtype
     ) -> Operand:
         """Return the columnwise operand of the input, from what the forward saved."""
-        plan, first = self.plan, saved[0]
+        plan, first = self.call.plan, saved[0]
         if plan.saves == "input":
             x = first.reshape(-1, first.shape[-1])
             return self._operand("input", x, COLUMNWISE, groups)
@@ -359,10 +333,10 @@ class GroupedCall(NamedTuple):
         a = self._operand("grad_output", dy, COLUMNWISE, groups)
         b = self._saved_operand(saved, groups, dy.dtype)
         a, b = (b, a) if transposes else (a, b)
-        _count(self.plan, PRODUCTS[2], dy, groups)
+        _count(self.call.plan, PRODUCTS[2], dy, groups)
         if a.scale is not None:
             return native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
-        is_spread = self.plan.operand("input", COLUMNWISE).is_quantized
+        is_spread = self.call.plan.operand("input", COLUMNWISE).is_quantized
         ends = groups.padded if is_spread else groups.offsets
         return torch_compat.grouped_mm(a.data.t(), b.data, ends[1:])
 
@@ -370,46 +344,51 @@ class GroupedCall(NamedTuple):
         if weight.scale is None:  # values [E, N, K]
             weight = weight._replace(data=weight.data.transpose(1, 2))
         rows = self._operand("grad_output", dy, ROWWISE, groups)
-        _count(self.plan, PRODUCTS[1], dy, groups)
+        _count(self.call.plan, PRODUCTS[1], dy, groups)
         return _product_of_rows(rows, weight, groups, dy.dtype)
 
     # A loop over the experts #
 
-    def _of_expert(self, expert: int) -> Call:
-        return self.calls[expert if len(self.calls) > 1 else 0]
+    def _calls(self) -> list[Call]:
+        """Return the call of each expert."""
+
+        def of_expert(by_slot: BySlot, expert: int) -> BySlot:
+            of_input, of_weight, of_grad = (slot[expert :: self.experts] for slot in by_slot)
+            return of_input, of_weight, of_grad
+
+        return [
+            self.call._replace(
+                ids=self.ids[e] if self.ids else None,
+                factors=of_expert(self.call.factors, e),
+                histories=of_expert(self.call.histories, e),
+            )
+            for e in range(self.experts)
+        ]
 
     def _forward_in_loop(
         self, x: Tensor, ends: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> Tensor:
-        matrices = _by_expert(weights, 2)
         vectors = _by_expert(biases, 1) or [None] * self.experts
-        outputs = [
-            program.forward(self._of_expert(e), part, weight, bias, None, False)[0]
-            for e, (part, weight, bias) in enumerate(zip(_parts(x, ends), matrices, vectors))
-        ]
-        return torch.cat(outputs)
+        operands = zip(self._calls(), _parts(x, ends), _by_expert(weights, 2), vectors)
+        return torch.cat(
+            [program.forward(call, part, w, b, None, False)[0] for call, part, w, b in operands]
+        )
 
     def _backward_in_loop(
-        self,
-        dy: Tensor,
-        saved: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        needs: tuple[bool, bool, bool],
-    ) -> program.Gradients:
-        (ends, *inputs), matrices = saved, _by_expert(weights, 2)
+        self, dy: Tensor, saved: Sequence[Tensor], weights: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Gradients:
+        ends, *inputs = saved
         parts = _parts(inputs[0], ends) if needs[1] else [None] * self.experts
+        operands = zip(self._calls(), _parts(dy, ends), parts, _by_expert(weights, 2))
         gradients = []
-        for e, (part, x) in enumerate(zip(_parts(dy, ends), parts)):
-            call, of_expert = (
-                self._of_expert(e),
-                program.Saved([], None, {"input": {}, "weight": {}}),
-            )
+        for call, dy_part, x, matrix in operands:
+            codes, statistics = [], {}
             if x is not None:  # what the forward would have saved
                 resolved = call.plan.resolved(x.dtype, x.device)
                 _, codes, statistics = program.quantized_input(call, x, resolved)
-                of_expert = program.Saved(codes, None, {"input": statistics, "weight": {}})
-                x = x if call.plan.saves == "input" else None
-            gradients.append(program.backward(call, part, x, matrices[e], of_expert, needs, None))
+            of_expert = program.Saved(codes, None, {"input": statistics, "weight": {}})
+            x = x if call.plan.saves == "input" else None
+            gradients.append(program.backward(call, dy_part, x, matrix, of_expert, needs, None))
         joins = zip((torch.cat, torch.stack, torch.stack), zip(*gradients), needs)
         dx, dw, db = (join(of_experts) if need else None for join, of_experts, need in joins)
         return dx, dw, db
@@ -455,9 +434,10 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, ends, call, count, *parameters):
-        ctx.call, ctx.weights, biases = call, parameters[:count], parameters[count:]
-        ctx.dtypes = [p.dtype for p in parameters]
-        y, saved, weight = call.forward(x, ends, ctx.weights, biases, ctx.needs_input_grad[0])
+        weights, biases = parameters[:count], parameters[count:]
+        y, saved, weight = call.forward(x, ends, weights, biases, ctx.needs_input_grad[0])
+        ctx.call, ctx.weights = call, weights
+        ctx.described = [(p.dtype, p.dim()) for p in parameters]
         ctx.count, ctx.read = len(saved), None if weight is None else weight.read
         ctx.save_for_backward(*saved, *([] if weight is None else weight.buffers))
         return y
@@ -471,12 +451,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         weight = None if ctx.read is None else StackedWeight(tensors[ctx.count :], ctx.read)
         needed = need_x, any(needs[:count]), any(needs[count:])
         dx, dw, db = ctx.call.backward(dy, tensors[: ctx.count], ctx.weights, weight, needed)
-        is_packed = ctx.weights[0].dim() == 3
         gradients = []
-        for stacked, size in ((dw, count), (db, len(needs) - count)):
-            by_expert = [stacked] if is_packed or stacked is None else stacked.unbind()
-            gradients += by_expert if size == len(by_expert) else [None] * size
-        cast = (
-            g.to(dtype) if need else None for g, dtype, need in zip(gradients, ctx.dtypes, needs)
-        )
-        return dx, None, None, None, *cast
+        for i, (need, (dtype, dims)) in enumerate(zip(needs, ctx.described)):
+            stacked, expert = (dw, i) if i < count else (db, i - count)
+            of_parameter = stacked if not need or stacked.dim() == dims else stacked[expert]
+            gradients.append(of_parameter.to(dtype) if need else None)
+        return dx, None, None, None, *gradients

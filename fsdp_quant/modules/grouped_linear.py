@@ -78,9 +78,9 @@ class Expert(Linear):
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
         if self._given[0] is not None or self._part_of is None:
             return self._given
-        module, index = self._part_of
-        found = module()
-        return (None, None) if found is None else found.values_of(index)
+        reference, index = self._part_of
+        module = reference()
+        return (None, None) if module is None else module.values_of(index)
 
     @property
     def weight(self) -> Tensor | None:
@@ -152,28 +152,24 @@ class GroupedLinear(HasWeight):
         super().__init__()
         num_experts = integer(1).read(f"{name}: num_experts", num_experts)
         flag().read(f"{name}: packed", packed)
-        its = as_recipe(recipe or identity(), name, Recipe)
-        if not packed:
+        expert_recipe = as_recipe(recipe or identity(), name, Recipe)
+        if packed:
+            shape = num_experts, out_features, in_features
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
+            self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
+            bound = in_features**-0.5  # as nn.Linear
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.uniform_(-bound, bound)
+            self.adopt_packed([expert_recipe] * num_experts, name)
+        else:
             expert = functools.partial(
-                ListedExpert, in_features, out_features, bias, device, dtype, recipe=its
+                ListedExpert, in_features, out_features, bias, device, dtype, recipe=expert_recipe
             )
             self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
-            self._note_choice(recipe)
-            return
-        shape = num_experts, out_features, in_features
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
-        bound = in_features**-0.5  # as nn.Linear
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-bound, bound)
-        self.adopt_packed([its] * num_experts, name)
-        self._note_choice(recipe)
-
-    def _note_choice(self, recipe: Recipe | str | None) -> None:
         for layer in self._linears:
             layer.runtime.chosen = recipe is not None
 
@@ -259,9 +255,7 @@ class GroupedLinear(HasWeight):
         """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
-    @property
-    def _matrix_layers(self) -> Sequence[Linear]:
-        return self._linears
+    _matrix_layers = layers
 
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one, without gradients; of a sharded weight the shard."""
@@ -288,34 +282,26 @@ class GroupedLinear(HasWeight):
                  expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
                  product serves all experts.
 
-        Given a tensor, experts are two operators in compiled graphs. They run between graphs, and
-        `fullgraph=True` is refused, for what `_outside_graphs` lists.
+        Given a tensor, experts are two operators in compiled graphs, but those that
+        `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
         where they are on the host, else before an optimizer step or in a later call.
         """
         if self.transposed:
             check_model_of(self, "weight")
-        compiling, plan = torch.compiler.is_compiling(), None
-        if compiling and isinstance(splits, Tensor):
+        is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
+        if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and current_autocast() is None
             in_graph = in_graph and not isinstance(x, QuantizedTensor)
             in_graph = in_graph and not isinstance(self.owners[0].weight, DTensor)
             return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
-        if not compiling:
+        if not is_compiling:
             raise_bad_splits()
-            plan = self.common_plan
-        reason = "experts differ, or it is compiled, overridden or of no tokens"
-        first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        is_plain = plan is not None and not torch_compat.dispatch_is_watched()
-        if plan is not None and is_plain and current_autocast() is None and len(rows):
-            reason = self._unsupported_reason(plan, rows.dtype, x.device)
-            two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
-            if reason is None and two_level and isinstance(x, QuantizedTensor):
-                reason = "the tokens came as two-level codes"
-        if reason is None and plan is not None:
+        plan, reason = (None, None) if is_compiling else self._plan_of_one(x, rows)
+        if plan is not None:
             y = self._in_one(plan, rows, sizes)
         else:
             if isinstance(sizes, Tensor):
@@ -327,6 +313,17 @@ class GroupedLinear(HasWeight):
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
+    def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
+        """Return the plan of one product for all experts; or None, and why there is none."""
+        plan, is_watched = self.common_plan, torch_compat.dispatch_is_watched()
+        if plan is None or is_watched or current_autocast() is not None or not len(rows):
+            return None, "experts differ, or it is compiled, overridden or of no tokens"
+        reason = self.unsupported_reason(rows.dtype, x.device)
+        two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
+        if reason is None and two_level and isinstance(x, QuantizedTensor):
+            reason = "the tokens came as two-level codes"
+        return (plan, None) if reason is None else (None, reason)
+
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
@@ -336,35 +333,45 @@ class GroupedLinear(HasWeight):
         return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        layers, first = self._linears, self._linears[0]
-        operands = [(owner.weight, owner.bias) for owner in self.owners]
-        weights, biases = [w for w, _ in operands], [b for _, b in operands if b is not None]
+        first, grad = self._linears[0], torch.is_grad_enabled()
+        weights: list[Tensor] = [owner.weight for owner in self.owners]
+        biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
         rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
-        save = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-        records = save or (torch.is_grad_enabled() and (self.training or x.requires_grad))
-        plan, graphs = first.plan, [layer.runtime.graphs for layer in layers]
-        device, step, delayed = graphs[0].ids.device, None, []
-        note_traced(first, plan, device)
-        if plan.needs_steps:
-            step = STEP.in_graph(device)
-            delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
+        save = grad and any(w.requires_grad for w in weights)
+        step, ids, guards, factors, histories = self._graph_state()
         y = traced_experts(
             rows,
             ends if ends.device == rows.device else ends.to(rows.device),
             weights,
             biases,
-            plan.key,
+            first.plan.key,
             first.recipe.require_native,
             self.transposed,
             save,
-            records,
+            save or (grad and (self.training or x.requires_grad)),
             step,
-            [tensors.ids for tensors in graphs if self._is_keyed],
-            graphs[0].guards,
-            [scale for scales, _ in delayed for scale in scales],
-            [amaxes for _, histories in delayed for amaxes in histories],
+            ids,
+            guards,
+            factors,
+            histories,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _graph_state(
+        self,
+    ) -> tuple[Tensor | None, list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """Step, ids, guards, factors and histories of `traced_experts`."""
+        first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
+        device, plan = graphs[0].ids.device, first.plan
+        note_traced(first, plan, device)
+        if not plan.needs_steps:
+            return None, [], [], [], []
+        delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
+        factors, histories = (
+            [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
+        )
+        ids = [tensors.ids for tensors in graphs if self._is_keyed]
+        return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
 
     @torch.compiler.disable(
         reason="experts take token splits that are a tensor outside graphs if their plans differ, "
@@ -394,24 +401,19 @@ class GroupedLinear(HasWeight):
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why no one product serves all experts, in one clause; None: it does."""
-        return self._unsupported_reason(self.common_plan, dtype, device)
+        plan, first, bias = self.common_plan, self.first, self._operand(self.owners[0])[1]
+        if plan is None:
+            return "experts have different plans"
+        if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
+            return "require_native=True: one product would be of decoded values"
+        shape = len(self._linears), first.out_features, first.in_features
+        return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
     @property
     def decodes(self) -> bool:
         """One product for all is of values that codes decode to."""
         plan, device = self.common_plan, self._linears[0].weight.device
         return plan is not None and plan.decodes_groups(arch_of(device))
-
-    def _unsupported_reason(
-        self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        if plan is None:
-            return "experts have different plans"
-        if self.first.recipe.require_native and plan.decodes_groups(arch_of(device)):
-            return "require_native=True: one product would be of decoded values"
-        first, has_bias = self.first, self._operand(self.owners[0])[1] is not None
-        shape = len(self._linears), first.out_features, first.in_features
-        return unsupported_reason(plan, dtype, device, shape, has_bias)
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
@@ -431,7 +433,7 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
-        call = GroupedCall(calls, states, len(layers), tag=self._tag)
+        call = GroupedCall.combined(calls, states, self._tag)
         return GroupedLinearFunction.apply(rows, ends, call, len(weights), *weights, *biases)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:

@@ -26,11 +26,10 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
-from .call import Call
+from .call import BySlot, Call
 from .expert_weights import gathered_codes, read_as, weights_of_codes
 from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
 from .plan import GemmPlan, plan_of
-from .program import by_slot
 
 
 class _Spec(NamedTuple):
@@ -70,8 +69,8 @@ class TracedCall(NamedTuple):
     plan:        of each expert.
     records:     amaxes are recorded.
     step, ids:   of random bits: int64 [5], and [3] per expert; None and []: not read.
-    guards:      fp32 [3, 2], what products of the forward and of the backward lost; []: not watched.
-    factors, histories:  of the delayed sides of input, weight and grad_output, per expert.
+    guards:      fp32 [3, 2], what products of each pass lost; []: they are not watched.
+    factors, histories:  of the delayed sides of input, weight and grad_output, of all experts each.
     """
 
     plan: GemmPlan
@@ -99,9 +98,9 @@ class TracedCall(NamedTuple):
             torch_compat.save_by_reference(weights)
             if torch_compat.is_recomputed_in_graph():
                 RECOMPUTED_IN_GRAPHS.add(self.plan.weight)
-        given, biases = self._given(weights, ROWWISE, x.dtype), list(biases)
+        operands, biases = self._operands(weights, ROWWISE, x.dtype), list(biases)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
-        y, *saved = _experts(x, ends, given, biases, key, self.spec, step, ids, factors)
+        y, *saved = _experts(x, ends, operands, biases, key, self.spec, step, ids, factors)
         self._record(saved, ("input", "weight"), self.guards[:1])
         saved = saved if self.spec.in_one else [ends]
         if self.spec.save and (self.plan.saves == "input" or not self.spec.in_one):
@@ -117,17 +116,17 @@ class TracedCall(NamedTuple):
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
-            given = self._given(weights, COLUMNWISE, dy.dtype)
+            operands = self._operands(weights, COLUMNWISE, dy.dtype)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
         results = _experts_backward(
-            dy, list(saved), given, key, self.spec, list(needs), step, ids, factors
+            dy, list(saved), operands, key, self.spec, list(needs), step, ids, factors
         )
         self._record(results, ("grad_output",), self.guards[1:])
         gradients = iter(results)
         dx, dw, db = (next(gradients) if need else None for need in needs)
         return dx, dw, db
 
-    def _given(
+    def _operands(
         self, weights: Sequence[Any], direction: Direction, dtype: torch.dtype
     ) -> list[Tensor]:
         """Return what operators are given of the weights."""
@@ -142,7 +141,7 @@ class TracedCall(NamedTuple):
         if not self.factors:
             return
         amaxes = results.pop().unbind()
-        owners = _delayed_slots(self.plan) * self.spec.experts
+        owners = _delayed_slots(self.plan, self.spec.experts)
         with opaque.tracing():
             for slot, history, amax in zip(owners, self.histories, amaxes):
                 if slot in slots and self.records:
@@ -193,9 +192,10 @@ def traced_experts(
 # The operators #
 
 
-def _delayed_slots(plan: GemmPlan) -> list[str]:
-    """Return the slot of each history of one expert, in the order of `GraphTensors.delayed`."""
-    return [slot for slot in SLOTS for _ in plan.hybrid(slot).delayed_directions]
+def _delayed_slots(plan: GemmPlan, experts: int) -> list[str]:
+    """Return the slot of each history, in the order of `TracedCall.factors`."""
+    sides = [slot for slot in SLOTS for _ in plan.hybrid(slot).delayed_directions]
+    return [slot for slot in sides for _ in range(experts)]
 
 
 def _call_of(
@@ -210,23 +210,25 @@ def _call_of(
     [3, 2], as far as there are any."""
     guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
     amaxes = x.new_zeros((len(factors), 1), dtype=torch.float32)
-    slots, calls = _delayed_slots(plan), []
-    for e in range(spec.experts):
-        start, end = e * len(slots), (e + 1) * len(slots)
-        calls.append(
-            Call(
-                plan.of_groups if spec.in_one else plan,
-                bool(spec.save),
-                step,
-                ids[e] if ids else None,
-                guard=guard,
-                backward_guard=guard,
-                factors=by_slot(plan, factors[start:end]),
-                histories=by_slot(plan, amaxes.unbind()[start:end]),
-            )
+    owners = _delayed_slots(plan, spec.experts)
+
+    def by_slot(tensors: Sequence[Tensor]) -> BySlot:
+        of_input, of_weight, of_grad = (
+            [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
         )
+        return of_input, of_weight, of_grad
+
+    call = Call(
+        plan.of_groups if spec.in_one else plan,
+        bool(spec.save),
+        step,
+        guard=guard,
+        backward_guard=guard,
+        factors=by_slot(factors),
+        histories=by_slot(amaxes.unbind()),
+    )
     results = [amaxes] * bool(factors) + ([] if guard is None else [guard])
-    return GroupedCall(calls, (), spec.experts, bool(spec.in_one)), results
+    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
 
 
 def _run_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
@@ -235,7 +237,7 @@ def _run_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
     y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.plan, x, spec.experts)
+        shapes = _saved_shapes(call.call.plan, x, spec.experts)
         saved[1:] = [t.view(shape) for t, (shape, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 

@@ -6,8 +6,8 @@ tokens of a group, so in columnwise codes each group begins at a multiple of 128
 zeros. Bits are those of each group quantized by itself, also for scales per tensor and per column
 (one set per group) and for their histories.
 
-Values that `torch._grouped_mm` multiplies have no scale, and are [M, cols] in both directions; those
-of columnwise codes are padded alike.
+Values that `torch._grouped_mm` multiplies have no scale, and are [M, cols] in both directions;
+those of columnwise codes are padded too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def group_of(groups: TokenGroups, x: Tensor) -> Tensor:
 
 
 def spread(x: Tensor, groups: TokenGroups) -> Tensor:
-    """Copy x [M, cols] to [128 * tiles, cols], in which each group begins at a multiple of 128, with
-    zeros behind it."""
+    """Copy x [M, cols] to [128 * tiles, cols], in which each group begins at a multiple of 128 and
+    is padded with zeros."""
     shift = (groups.padded - groups.offsets)[group_of(groups, x)]
     rows = torch.arange(len(x), dtype=torch.int64, device=x.device) + shift
     padded = x.new_zeros(len(groups.sources) * native.TILE, x.shape[1])
@@ -69,7 +69,8 @@ def encoded_tokens(
 
 
 def saved_codes_of_decoded(plan: GemmPlan, x: Tensor, groups: TokenGroups) -> list[Tensor]:
-    """Return the columnwise codes of the input that the backward decodes; of codes, their values."""
+    """Return the columnwise codes of the input that the backward decodes; for given codes, their
+    values."""
     if isinstance(x, QuantizedTensor):
         return [decoded_tokens(plan, "input", x, COLUMNWISE, groups)]
     return buffers_of(encoded_tokens(plan, "input", x, COLUMNWISE, groups))

@@ -436,8 +436,8 @@ def in_graph(
         None if ids is None else ids.to(x.device),
         None,
         *(guards or (None, None)),
-        factors=by_slot(gemm_plan, factors),
-        histories=by_slot(gemm_plan, histories if records else []),
+        factors=_by_slot(gemm_plan, factors),
+        histories=_by_slot(gemm_plan, histories if records else []),
         axis=axis,
         rank=rank,
         weight_group=weight_group,
@@ -448,7 +448,7 @@ def in_graph(
     return linear(x, weight, bias, call, owner)
 
 
-def by_slot(plan: GemmPlan, tensors: Sequence[Tensor]) -> BySlot:
+def _by_slot(plan: GemmPlan, tensors: Sequence[Tensor]) -> BySlot:
     counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
     if tensors and len(tensors) < sum(counts):
         raise ValueError(

@@ -350,7 +350,7 @@ def _is_view(rows: Tensor, buffer: Tensor) -> bool:
 class _Operands:
     """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2.
 
-    Packed weights have none: `grouped_op.ExpertWeights` converts the codes of all matrices in one
+    Packed weights have none: `expert_weights` converts the codes of all matrices in one
     call.
 
     own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
