@@ -16,7 +16,7 @@ from ..encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import ANCHORS, COMPACT, operand_format
+from ..ops.layout import ANCHORS, COMPACT, adjoining, operand_format
 from ..ops.native import Operand
 from ..storage import Storage, matrix_over, to_gemm_operands, to_storage
 from ..tensor import code_check
@@ -216,21 +216,18 @@ def _stacked_two_level(
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors. Returns a view if they are equally spaced in one storage."""
-    first, step = tensors[0], tensors[0].numel()
-    if len(tensors) > 1:
-        step = tensors[1].storage_offset() - first.storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    is_spaced = step >= first.numel() and all(
-        t.is_contiguous()
-        and t.shape == first.shape
-        and t.storage_offset() == first.storage_offset() + i * step
-        and t.untyped_storage().data_ptr() == memory
-        for i, t in enumerate(tensors)
-    )
-    if not is_spaced:
-        return torch.stack(list(tensors))
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    """Stack tensors of one shape; a view as in `concatenated`."""
+    return concatenated(tensors).view(len(tensors), *tensors[0].shape)
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along dim 0. Returns a view if the tensors are adjacent in one buffer and aligned
+    to 16 bytes."""
+    parts = [t for t in tensors if t.numel()]
+    joined = adjoining(parts)
+    if joined is not None and joined.data_ptr() % 16 == 0:
+        return joined
+    return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
 
 # Operands that GEMMs read #

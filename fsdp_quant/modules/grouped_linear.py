@@ -239,9 +239,8 @@ class GroupedLinear(HasWeight):
     def held(self) -> tuple[Tensor, Tensor | None]:
         """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
         weight, bias = self.matrices, self.bias
-        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
-            return weight, bias
-        if self._packed_state.tensor_group is None:
+        is_cut = isinstance(weight, DTensor) and self._packed_state.tensor_group is not None
+        if not is_cut or weight.device_mesh.ndim > 1:
             return weight, bias
         return weight.to_local(), None if bias is None else local_of(bias)
 
@@ -305,10 +304,8 @@ class GroupedLinear(HasWeight):
             y = self._in_one(plan, rows, sizes)
         else:
             if isinstance(sizes, Tensor):
-                counters.add(
-                    "departure",
-                    (self._name, f"waits for the device to tell the token splits: {reason}"),
-                )
+                departure = f"waits for the device to tell the token splits: {reason}"
+                counters.add("departure", (self._name, departure))
                 sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -494,10 +491,8 @@ class GroupedLinear(HasWeight):
 
     def extra_repr(self) -> str:
         first = self._linears[0]
-        return (
-            f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, "
-            f"packed={self.packed}"
-        )
+        sizes = f"{first.in_features} -> {first.out_features}"
+        return f"{len(self._linears)} experts, {sizes}, packed={self.packed}"
 
 
 def _sizes_of(ends: list[int]) -> list[int]:

@@ -20,11 +20,11 @@ from torch import Tensor
 from ..encoded_matrix import EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, Direction
 from ..ops import native
-from ..ops.layout import COMPACT, adjoining, operand_format, pad_to
+from ..ops.layout import COMPACT, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
-from .expert_weights import read_as, two_level_operand
+from .expert_weights import concatenated, read_as, two_level_operand
 from .operands import buffers_of, given_storage, slot_operands
 from .plan import GemmPlan
 
@@ -100,16 +100,6 @@ def _given_storages(
 ) -> list[Storage]:
     parts = [QuantizedTensor(pair=pair) for pair in x._pair.groups]
     return [given_storage(plan, slot, part, direction) for part in parts]
-
-
-def concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along dim 0. Returns a view if the tensors are adjacent in one buffer and aligned
-    to 16 bytes."""
-    parts = [t for t in tensors if t.numel()]
-    joined = adjoining(parts)
-    if joined is not None and joined.data_ptr() % 16 == 0:
-        return joined
-    return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
 
 def given_operand(
