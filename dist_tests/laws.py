@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from dist_tests.product_error import product_error
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, ROWWISE, Format, format_of
 from fsdp_quant.ops import native, rng
@@ -22,7 +23,6 @@ from fsdp_quant.ops.capability import (
     unsupported_reason,
 )
 from fsdp_quant.ops.layout import ANCHORED_TENSOR, ANCHORS_OF_BOTH, NATIVE, SPREAD, operand_format
-from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage, to_layout
 
@@ -168,6 +168,12 @@ def sample(pairs: list, stride: int = 7) -> list:
     return pairs if EVERYTHING else pairs[::stride]
 
 
+def crossed(*axes: Iterable, stride: int = 5) -> list[tuple]:
+    """Every `stride`-th combination of the axes' values, or all: with a stride that is prime to the
+    lengths of the last axes, each value in turn."""
+    return sample(list(itertools.product(*axes)), stride)
+
+
 def diagonals(*shifts: int) -> list:
     """The pairs (format i, format i + shift), or all: every format once a direction, other pairs
     for other shifts."""
@@ -220,14 +226,13 @@ def kept_step():
     """Leave the step, and who counts it, as they are; layers without names are named as in a new
     process."""
     kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "restarted")}
-    offset, named = STEP.token_offset, dict(rng._MADE)
+    named = dict(rng._MADE)
     rng._MADE.clear()
     try:
         yield
     finally:
         rng._MADE.clear()
         rng._MADE.update(named)
-        STEP.token_offset = offset
         STEP.__dict__.update(kept)
         STEP.publish()
 
@@ -248,7 +253,7 @@ class Travelled(torch.autograd.Function):
 def assert_lost_rows_are_counted(
     quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
 ) -> None:
-    """`ops.product_error` fires on products by one exponent per tensor whose rows lost a
+    """`product_error` fires on products by one exponent per tensor whose rows lost a
     tenth of their formats' error, and on none that lost a hundredth.
 
     Half of the rows of x [shape] are 2^-power of the others, for powers to 15; w has x's shape.

@@ -255,13 +255,10 @@ def cast_of_one_rank(
 
 def left_by(sync: WeightSync) -> dict[str, Tensor]:
     """Everything that a cast writes."""
-    found = {f"segment {c.served}": c.own for c in sync._channels}
+    found = {f"segment {c.served}": c.segment for c in sync._channels}
     for w in sync._weights:
         for d, side in w.staged.items():
-            found |= {
-                f"{w.name}.{d.value} scale": side.scale,
-                f"{w.name}.{d.value} tensor_amax": side.tensor_amax,
-            }
+            found |= {f"{w.name}.{d.value} {name}": t for name, t in side.items()}
         for d in w.quantizer.delayed_directions:
             found[f"{w.name}.{d.value} history"] = w.history(d).amaxes
-    return {name: t for name, t in found.items() if t is not None}
+    return found

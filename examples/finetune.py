@@ -88,7 +88,7 @@ def tune(base: nn.Module, ids: Tensor, how: str, recipe: str, steps: int) -> dic
 
 def bytes_of(weight: Tensor) -> int:
     """Bytes of a weight; of a frozen one, bytes of its codes and scales in both directions."""
-    if not isinstance(weight, fq.QuantizedTensor):
+    if not isinstance(weight, fq.numerics.QuantizedTensor):
         return weight.nbytes
     sides = {id(s): s.buffers() for s in (weight.rowwise, weight.columnwise) if s is not None}
     return sum(tensor.nbytes for side in sides.values() for tensor in side.values())

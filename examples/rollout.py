@@ -34,7 +34,7 @@ class Policy(nn.Module):
         return self.head(F.silu(self.middle(F.silu(self.up(x)))))
 
 
-def export(model: nn.Module) -> dict[str, fq.Storage]:
+def export(model: nn.Module) -> dict[str, fq.numerics.Storage]:
     """Name of each converted layer -> rowwise codes of its weight, which a server would load."""
     codes = {}
     for name, layer in model.named_modules():
@@ -45,7 +45,7 @@ def export(model: nn.Module) -> dict[str, fq.Storage]:
                 weight.to(layer.recipe.compute_dtype)
                 if quantized and layer.recipe.compute_dtype
                 else weight,
-                fq.ROWWISE,
+                fq.numerics.ROWWISE,
             )
     return codes
 
@@ -53,14 +53,16 @@ def export(model: nn.Module) -> dict[str, fq.Storage]:
 class Rollout:
     """The policy on exported codes: no masters, no autograd, no fq.Linear."""
 
-    def __init__(self, model: Policy, codes: dict[str, fq.Storage]):
+    def __init__(self, model: Policy, codes: dict[str, fq.numerics.Storage]):
         self.codes = codes
         self.quantizers = {name: model.get_submodule(name).plan.input.rowwise for name in codes}
         self.biases = {name: model.get_submodule(name).bias.detach().clone() for name in codes}
 
     def layer(self, name: str, x: Tensor) -> Tensor:
-        return fq.gemm(
-            self.quantizers[name].storage(x, fq.ROWWISE), self.codes[name], bias=self.biases[name]
+        return fq.numerics.gemm(
+            self.quantizers[name].storage(x, fq.numerics.ROWWISE),
+            self.codes[name],
+            bias=self.biases[name],
         )
 
     def __call__(self, x: Tensor) -> Tensor:

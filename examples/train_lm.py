@@ -196,7 +196,7 @@ def validate(model: nn.Module, text: Text, args: argparse.Namespace) -> float:
 
 def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) -> Outcome:
     """Train one arm from its first (or resumed) step to its last, validate and report."""
-    fq.reset_receipt()
+    fq.inspection.reset_receipt()
     reset_peak_memory()
     model = build_model(config, recipe, args)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

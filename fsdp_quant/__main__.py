@@ -19,6 +19,7 @@ from torch.cuda import nccl
 from . import recipe as recipes
 from .formats import FORMATS
 from .inspection import advise, report, selftest
+from .inspection.plan import gemm_rows
 from .inspection.remedies import Machine, remedies
 from .modules.plan import PRODUCTS, build_plan
 from .ops import extension, native
@@ -56,7 +57,7 @@ def doctor() -> None:
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
-    """A line per format, a column per operation: native, or the number of the reason below."""
+    """Print a line per format, a column per operation: native, or the number of the reason."""
     operations = list(dict.fromkeys(name for row in reasons.values() for name in row))
     numbers: dict[str, int] = {}
     width = max([len("native"), *map(len, operations)]) + 2
@@ -80,32 +81,25 @@ def plan(name: str, forward: str, backward: str) -> None:
     device = _device()
     built, arch = build_plan(recipe, "linear").on(torch.bfloat16, device), arch_of(device)
     print(f"{recipe} on {arch}, bf16 activations; the backward keeps {built.saves} of the input")
-    for product in PRODUCTS:
-        (slot_a, side_a), (slot_b, side_b) = product.a, product.b
-        a, b = built.hybrid(slot_a).side(side_a), built.hybrid(slot_b).side(side_b)
-        domain, reason = built.domain(product, torch.bfloat16, arch)
-        print(
-            f"{product.name:6} {slot_a}.{side_a.value} ({a}) x {slot_b}.{side_b.value} ({b}): "
-            f"{domain} ({reason})"
+    for product, row in zip(PRODUCTS, gemm_rows("", built, torch.bfloat16, device)):
+        a, b = (
+            f"{slot}.{direction.value} ({operand})"
+            for (slot, direction), operand in zip((product.a, product.b), row.operands)
         )
+        print(f"{row.product:6} {a} x {b}: {row.domain} ({row.reason})")
 
 
 def _set_up(place: str) -> tuple[nn.Module, Iterable, advise.Loss | None]:
-    """(model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything else."""
+    """Return (model, batches, loss or None) from FILE.py:FUNCTION. Raises ValueError for anything
+    else."""
     path, _, name = place.partition(":")
     name = name or "setup"
-    setup = runpy.run_path(path).get(name)
+    setup, results = runpy.run_path(path).get(name), "(model, batches) or (model, batches, loss)"
     if not callable(setup):
-        raise ValueError(
-            f"{path} has no function {name!r}; write one that returns (model, batches) or (model, "
-            "batches, loss)"
-        )
+        raise ValueError(f"{path} has no function {name!r}; write one that returns {results}")
     result = setup()
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(
-            f"{place} returned {type(result).__name__}; wanted (model, batches) or (model, "
-            "batches, loss)"
-        )
+        raise ValueError(f"{place} returned {type(result).__name__}; wanted {results}")
     model, batches, *loss = result
     return model, batches, loss[0] if loss else None
 

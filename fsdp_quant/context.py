@@ -40,11 +40,11 @@ _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 class Autocast:
     """State of an `autocast` context.
 
-    recipe:      overrides the recipes of modules; None: does not override.
+    recipe:      overrides the recipes of modules.
     checkpoint:  the activation checkpoint in which the context was entered, if any.
     """
 
-    recipe: Recipe | None
+    recipe: Recipe
     checkpoint: object | None
 
 
@@ -77,20 +77,20 @@ _THREAD = _ThreadLocal()
 def contexts() -> Contexts:
     """Return the contexts of this thread; in a thread of the autograd engine, those of the thread
     that called the backward."""
-    own = _THREAD.contexts
+    entered = _THREAD.contexts
     if (
         not torch.compiler.is_compiling()
-        and own is _NO_CONTEXTS
+        and entered is _NO_CONTEXTS
         and torch_compat.backward_is_running()
     ):
-        return torch_compat.get_in_backward("contexts", own)
-    return own
+        return torch_compat.get_in_backward("contexts", entered)
+    return entered
 
 
-def _enter(now: Contexts) -> None:
-    _THREAD.contexts = now
+def _enter(entered: Contexts) -> None:
+    _THREAD.contexts = entered
     if not torch.compiler.is_compiling():
-        torch_compat.set_for_backward("contexts", now)
+        torch_compat.set_for_backward("contexts", entered)
 
 
 @contextlib.contextmanager
@@ -115,8 +115,8 @@ class StepState:
     is_graphed:       `fq.graphed` captures a whole step.
     unseen:           a graph has trained layers that need steps, and nobody counted it.
     weight_events:    optimizer steps so far: any may have changed weights of any class.
-    restarted:        (step, whether its histories are yet to roll) that was set last. Layers that
-                      run without a model continue there when the tuple changes.
+    restarted:        (step before the one that was set last, whether its histories are yet to
+                      roll). Layers that run without a model continue there when the tuple changes.
     """
 
     def __init__(self):
@@ -124,7 +124,7 @@ class StepState:
         self.seed, self.micro_batch = 0, 0
         self.counted_by_hand = self.unseen = self.is_graphed = False
         self.weight_events = 0
-        self.restarted = 0, False
+        self.restarted = -1, False
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -133,8 +133,8 @@ class StepState:
 
     @property
     def step(self) -> int:
-        """The step that began last (before the first: 0). Waits for the device if graphs count
-        there."""
+        """Return the step that began last, 0 before the first one. Waits for the device if graphs
+        count there."""
         if self.ahead:
             self._step, self.ahead = max(int(t[_STEP]) for t in self._kept.values()), False
         return self._step
@@ -142,7 +142,7 @@ class StepState:
     @step.setter
     def step(self, step: int) -> None:
         self._step, self.ahead = step, False
-        self.restarted = step, step > 0 or self.counted_by_hand
+        self.restarted = step - 1, step > 0 or self.counted_by_hand
 
     @property
     def is_probed(self) -> bool:
@@ -152,13 +152,9 @@ class StepState:
 
     @property
     def token_offset(self) -> int:
-        """The offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local
+        """Return the offset of this thread (`fq.token_offset`); below 0: data-parallel rank * local
         rows."""
         return contexts().token_offset
-
-    @token_offset.setter
-    def token_offset(self, offset: int) -> None:
-        _enter(_THREAD.contexts._replace(token_offset=offset, steps=self.for_graphs(offset)))
 
     def values(self, token_offset: int | None = None) -> list[int]:
         """Return the values of `STEP_FIELDS`. token_offset: default, this thread's."""
@@ -216,11 +212,10 @@ class StepState:
         """Return the tensor of `on` while a graph is traced. Another offset has another tensor,
         which is another input of the graph."""
         here = contexts()
-        # None if layers were created inside a context within this one
-        found = here.steps.get(device)
-        if found is None:
+        step = here.steps.get(device)
+        if step is None:  # layers were created inside a context within this one
             return _with_offset(_NO_CONTEXTS.steps[device], here.token_offset)
-        return found
+        return step
 
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
         """Write a step, int64 [1], to the copies of every offset on `device`. torch.compile traces
@@ -241,15 +236,6 @@ class StepState:
         for tensor in self._copies.values():
             tensor[_STEP].add_(1)
         self.ahead = True
-
-    def check_writable(self) -> None:
-        """Raise ValueError during capture: a CUDA graph would write the values of now at every
-        replay."""
-        if self.is_captured:
-            raise ValueError(
-                "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
-                "would repeat them at every replay; call it outside of the graph, before a replay"
-            )
 
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
@@ -351,13 +337,13 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     >>> torch.equal(y, nn.functional.linear(x, layer.weight, layer.bias))
     True
     """
-    given = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
+    override = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
+    override = override if enabled else _HIGH_PRECISION
     checkpoint = None if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
-    with _inside(autocast=Autocast(given if enabled else _HIGH_PRECISION, checkpoint)):
+    with _inside(autocast=None if override is None else Autocast(override, checkpoint)):
         yield
 
 
 def current_autocast() -> Autocast | None:
-    """Return the innermost context of this thread if it overrides recipes, else None."""
-    override = contexts().autocast
-    return override if override is not None and override.recipe is not None else None
+    """Return the innermost context of this thread, None if it does not override recipes."""
+    return contexts().autocast

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Counters:
-    """Named counters; a key is (what, detail) with a hashable detail.
+    """Named counters; a key is (name, detail) with a hashable detail.
 
     epoch:    number of `reset`s.
     has_graphs:  layers were traced: which of them run then is not known here.
-    sources:  asked for (what, detail, amount) since they were asked last, before anything is read:
-              compiled code counts for itself.
+    sources:  return (name, detail, amount) since their last call; called before anything is read,
+              because compiled code counts for itself.
     """
 
     def __init__(self):
@@ -26,27 +26,26 @@ class Counters:
         self.epoch, self.has_graphs = 0, False
         self.sources: list[Callable[[], Iterable[tuple[str, object, int]]]] = []
 
-    def add(self, what: str, detail: object, amount: int = 1) -> None:
-        self._counts[what][detail] += amount
+    def add(self, name: str, detail: object, amount: int = 1) -> None:
+        self._counts[name][detail] += amount
 
-    def add_each(self, what: str, details: Iterable[object]) -> None:
-        """Count each of them once."""
-        self._counts[what].update(details)
+    def add_each(self, name: str, details: Iterable[object]) -> None:
+        """Count each detail once."""
+        self._counts[name].update(details)
 
     def _ask(self) -> None:
         for source in self.sources:
-            for what, detail, amount in source():
+            for name, detail, amount in source():
                 if amount:
-                    self.add(what, detail, amount)
+                    self.add(name, detail, amount)
 
-    def of(self, what: str) -> dict[object, int]:
-        """A copy of the counts of one kind."""
+    def of(self, name: str) -> dict[object, int]:
+        """Return a copy of the counts of one kind."""
         self._ask()
-        return dict(self._counts.get(what, ()))
+        return dict(self._counts.get(name, ()))
 
-    def total(self, what: str) -> int:
-        self._ask()
-        return sum(self._counts.get(what, {}).values())
+    def total(self, name: str) -> int:
+        return sum(self.of(name).values())
 
     def reset(self) -> None:
         self._ask()
@@ -55,8 +54,8 @@ class Counters:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave the counts as they are: what runs inside only finds out shapes."""
-        before = {what: counts.copy() for what, counts in self._counts.items()}
+        """Leave the counts as they are: the code inside runs only for its shapes."""
+        before = {name: counts.copy() for name, counts in self._counts.items()}
         try:
             yield
         finally:

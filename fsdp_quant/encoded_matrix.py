@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EncodedMatrix`: what a compact `Storage` and a `GemmOperand` have in common.
-
-Both hold codes and scales of one direction of a [rows, cols] matrix. Only a `Storage` is sharded,
-gathered and saved; only a `GemmOperand` goes to the tensor cores.
+"""`EncodedMatrix`: codes and scales of one direction of a [rows, cols] matrix, in a layout that
+tensor cores read ([Note: GEMM layouts], `ops/gemm_layout.py`), or compact: a `Storage`, which is
+sharded, gathered and saved.
 """
 
 from __future__ import annotations
@@ -14,10 +13,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, Direction, Encoding, Format
-from .ops import dispatch, opaque, reference
+from .formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
+from .ops import dispatch, layout, opaque, reference
+from .ops.capability import arch_of
 from .ops.dispatch import Encoded
-from .ops.layout import ANCHORED_TENSOR, COMPACT, operand_format
+from .ops.gemm_layout import compact_scale, has_scales_by_row, scale_counts
+from .ops.layout import (
+    ANCHORED,
+    ANCHORED_TENSOR,
+    ANCHORED_TILE,
+    ANCHORS,
+    COMPACT,
+    LAID_OUT,
+    NATIVE,
+    SPREAD,
+    TILE_ROWS,
+    operand_format,
+)
 
 BUFFERS = ("data", "scale", "tensor_amax")
 _Matrix = TypeVar("_Matrix", bound="EncodedMatrix")
@@ -38,14 +50,15 @@ class StaleWeightError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class EncodedMatrix:
-    """Codes and scales of one direction of a [rows, cols] matrix; `Storage` and `GemmOperand` give
-    the shapes of the buffers. FSDP2 frees and fills the memory of gathered ones: whatever reads it
-    asks `readable` first.
+    """Codes and scales of one direction of a [rows, cols] matrix. FSDP2 frees and fills the memory
+    of gathered ones: code that reads it calls `readable` first.
 
+    data, scale:  in the order of `layout`; `Storage` gives the shapes of compact ones.
     tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
     dtype:        what `dequantize()` returns by default.
     row0:         global index of the first row: the block grid is the global tensor's.
-    layout:       order of the buffers (`ops.layout`).
+    layout:       `ops.layout.NATIVE`, SPREAD, or one of ANCHORS, whose codes were rounded a second
+                  time; "compact" of a `Storage`.
     """
 
     fmt: Format
@@ -68,10 +81,10 @@ class EncodedMatrix:
         row0: int = 0,
     ) -> _Matrix:
         """The matrix over freshly encoded buffers."""
-        fmt, (rows, cols), layout = encoding.fmt, shape, encoded.layout
-        tensor_amax = encoded.tensor_amax if has_tensor_amax(fmt, layout) else None
-        buffers = encoded.data, encoded.scale, tensor_amax
-        return cls(fmt, encoding.direction, (rows, cols), *buffers, dtype, row0, layout)
+        fmt, (rows, cols), (data, scale, tensor_amax, _, layout) = encoding.fmt, shape, encoded
+        tensor_amax = tensor_amax if has_tensor_amax(fmt, layout) else None
+        direction = encoding.direction
+        return cls(fmt, direction, (rows, cols), data, scale, tensor_amax, dtype, row0, layout)
 
     @classmethod
     def over(
@@ -129,12 +142,13 @@ class EncodedMatrix:
         """The memory of the codes was freed (FSDP resharded) and must not be read."""
         return self.data.untyped_storage().size() == 0 and self.data.numel() > 0
 
+    @opaque.traced_as(lambda matrix, name="": matrix)
     def readable(self: _Matrix, name: str = "") -> _Matrix:
         """The matrix, for whoever reads its memory now; a graph reads it when it runs.
 
         Raises StaleWeightError if the memory was freed. name: of the weight.
         """
-        if self.is_freed and not opaque.is_tracing():
+        if self.is_freed:
             raise StaleWeightError(
                 f"{name or self.describe()}: the {self.direction.value} codes were freed: FSDP "
                 "resharded the weight or gathered the other direction only; if this block is "
@@ -160,7 +174,20 @@ class EncodedMatrix:
 
         A rotated matrix stays rotated.
         """
-        raise NotImplementedError
+        if self.layout not in ANCHORS:
+            return self._decoded(*self.compact_buffers(), self.tensor_amax, dtype)
+        (outer, cols), scale = self.readable().data.shape, self.scales
+        if self.layout in (ANCHORED_TENSOR, ANCHORED):
+            scale = scale.view(-1, 1)
+        elif self.layout == ANCHORED_TILE:
+            tiles = ceil_div(cols, TILE_ROWS)
+            scale = scale.view(-1, round_up(tiles, 4))[:, :tiles].contiguous()
+        else:
+            scale = scale.view(-1, round_up(outer, 4))[:, :outer].t().contiguous()
+        values = dispatch.decode(
+            self.data, scale, self.tensor_amax, self.operand_format, ROWWISE, cols, 0, dtype
+        )
+        return values if self.direction is ROWWISE else values.t()
 
     def _decoded(
         self,
@@ -170,8 +197,32 @@ class EncodedMatrix:
         dtype: torch.dtype | None,
     ) -> Tensor:
         """Values of compact codes of this matrix, with the scales that are not None."""
-        of = self.readable().fmt, self.direction, self.padded_shape[1], self.row0
-        return dispatch.decode(data, scale, tensor_amax, *of, dtype)
+        fmt, (_, cols) = self.readable().fmt, self.padded_shape
+        return dispatch.decode(
+            data, scale, tensor_amax, fmt, self.direction, cols, self.row0, dtype
+        )
+
+    def compact_buffers(self, arch: str | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compact codes and scales; of an exact GEMM layout, those that it was derived from.
+
+        arch: of the GPU whose layout this is; None: the device of the codes.
+        """
+        data, scale, fmt, (rows, cols) = self.data, self.scale, self.fmt, self.padded_shape
+        if self.layout == COMPACT:
+            return data, scale
+        is_rowwise, data = self.direction is ROWWISE, self.readable().data
+        if not is_rowwise:
+            data = dispatch.transpose_codes(data, cols, rows, fmt)
+        if scale is None:
+            return data, None
+        outer, contraction = (rows, cols) if is_rowwise else (cols, rows)
+        if self.layout == SPREAD:
+            exponents = layout.scales_before_spread(scale, fmt, outer, contraction)
+            scale = reference.power_of_two(exponents)
+        else:
+            scale = compact_scale(scale, fmt, outer, contraction, arch or arch_of(data.device))
+        scale = scale if is_rowwise else scale.t()
+        return data, scale.clone(memory_format=torch.contiguous_format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The logical values [rows, cols] in `dtype` (default: the matrix's), rotated back if they
@@ -191,14 +242,13 @@ class EncodedMatrix:
     def operand_rows(self: _Matrix, start: int, length: int) -> _Matrix | None:
         """Rows [start, start + length) of a rowwise operand, or None if other rows share a
         scale."""
+        scale, dim = self.scale, 0
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None
-        return self._operand_rows(start, length, self.scale)
-
-    def _operand_rows(
-        self: _Matrix, start: int, length: int, scale: Tensor | None, dim: int = 0
-    ) -> _Matrix:
-        """dim: of `scale` that the rows index."""
+        if self.layout in LAID_OUT and not self.fmt.scale_leaves_contraction:
+            if not has_scales_by_row(self.fmt, self.layout) or length % 4:
+                return None
+            scale, dim = self.scales.view(-1, round_up(self.shape[0], 4)), 1
         if scale is not None and scale.numel() > 1:
             scale = scale.narrow(dim, start, length).contiguous()
         shape = (length, self.shape[1])
@@ -206,29 +256,36 @@ class EncodedMatrix:
 
     def check(self) -> None:
         """Raise ValueError for buffers that do not fit format, shape and layout."""
-        expected, found = self.expected_buffers(), self.buffers()
-        for name in {**expected, **found}:
+        expected, buffers = self.expected_buffers(), self.buffers()
+        for name in {**expected, **buffers}:
             dtypes, shapes = expected.get(name, ((), ()))
-            buffer = found.get(name)
-            if (
-                buffer is None
-                or buffer.dtype not in dtypes
-                or self.compared_shape(name, buffer) not in shapes
-            ):
-                got = "missing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+            buffer, shape = buffers.get(name), None
+            if buffer is not None:
+                is_flat = name == "scale" and self.layout != COMPACT
+                shape = (buffer.numel(),) if is_flat else tuple(buffer.shape)
+            if buffer is None or buffer.dtype not in dtypes or shape not in shapes:
+                actual = "missing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
                 want = " or ".join(f"{d} {list(s)}" for d in dtypes for s in shapes) or "none"
                 raise ValueError(
-                    f"{name} of {self.describe()} is {got}, wanted {want}: the file is damaged, or "
-                    "of other facts"
+                    f"{name} of {self.describe()} is {actual}, wanted {want}: the file is damaged, "
+                    "or of other facts"
                 )
 
     def expected_buffers(self) -> dict[str, tuple[set[torch.dtype], set[tuple[int, ...]]]]:
-        """Dtypes and shapes that each buffer may have."""
-        raise NotImplementedError
-
-    def compared_shape(self, name: str, buffer: Tensor) -> tuple[int, ...]:
-        """The shape of a buffer that `check` compares."""
-        return tuple(buffer.shape)
+        """Dtypes and shapes that each buffer may have; of a GEMM layout, scales are counted."""
+        outer, contraction = (
+            self.padded_shape if self.direction is ROWWISE else self.padded_shape[::-1]
+        )
+        stored = self.operand_format if self.layout != NATIVE else self.fmt
+        expected: dict[str, tuple[set, set]] = {
+            "data": ({torch.uint8}, {(outer, stored.row_bytes(contraction, self.dtype))})
+        }
+        if stored.has_scales:
+            counts = {(n,) for n in scale_counts(self.fmt, self.layout, outer, contraction)}
+            expected["scale"] = {stored.scale_dtype}, counts
+        if has_tensor_amax(self.fmt, self.layout):
+            expected["tensor_amax"] = {torch.float32}, {(1,)}
+        return expected
 
     def describe(self) -> str:
         return f"{self.direction.value} {self.fmt} {list(self.shape)}"
@@ -238,16 +295,10 @@ class EncodedMatrix:
 
     def facts(self) -> dict:
         """The meaning of the buffers in JSON's types, which `rebuild_storage` accepts."""
-        fields = {
-            f: getattr(self.fmt, f)
-            for f in self.fmt.__dataclass_fields__
-            if f not in ("element", "name")
-        }
+        fields = self.fmt.facts()
         return {
-            "format": self.fmt.name,
-            "element": self.fmt.element.name,
+            "format": fields.pop("name"),
             **fields,
-            "block": list(self.fmt.block),
             "direction": self.direction.value,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -245,6 +245,11 @@ class Format:
         if self.pow2 and self.scale != "fp32":
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
 
+    def facts(self) -> dict:
+        """The fields by name, in JSON's types."""
+        fields = {f.name: getattr(self, f.name) for f in fields_of(self)}
+        return fields | {"element": self.element.name, "block": list(self.block)}
+
     @property
     def is_quantized(self) -> bool:
         return self.element.is_quantized
@@ -505,11 +510,11 @@ FAMILIES: dict[str, Family] = {
 def family_of(name: str) -> Family:
     """The family of that name (aliases: bf16, fp8, fp8_current). Raises ValueError with the known
     names."""
-    found = FAMILIES.get(ALIASES.get(name, name))
-    if found is None:
+    family = FAMILIES.get(ALIASES.get(name, name))
+    if family is None:
         known = ", ".join(sorted([*FAMILIES, *ALIASES]))
         raise ValueError(f"unknown format family {name!r}; known families: {known}")
-    return found
+    return family
 
 
 @value_class

@@ -24,7 +24,6 @@ from .counters import counters
 from .encoded_matrix import EncodedMatrix
 from .encoded_matrix import StaleWeightError as StaleWeightError
 from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
-from .gemm_operand import GemmOperand
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
 from .ops.layout import ANCHORED, ANCHORS
@@ -53,7 +52,7 @@ class Epilogue(NamedTuple):
     bias: Tensor | None
     alpha: Tensor | None
 
-    def of(self, product: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+    def apply(self, product: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
         """The result; scales: of rows or tensors, which multiply first (their own product, if both
         are of a tensor)."""
         y = product.float()
@@ -85,8 +84,7 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
-    a, b:        `Storage`, or `GemmOperand` in the layout of the domain: others are brought into
-    it.
+    a, b:        others than those in the layout of the domain are brought into it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].
@@ -106,8 +104,42 @@ def gemm(
     torch.Size([4, 8])
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
-    tracing = opaque.is_tracing()
     a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
+    m, n, k = _checked_sizes(a, b, out, accumulate)
+    arch = arch_of(a.data.device)
+    domain = _domain_of(a, b, arch) if domain is None else domain
+    out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
+    epilogue = Epilogue(out_dtype, bias, alpha)
+    is_of_codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
+    if domain not in DOMAINS:
+        raise ValueError(f"unknown GEMM domain {domain!r}; known domains: {', '.join(DOMAINS)}")
+    if is_of_codes and gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
+        raise ValueError(
+            f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain "
+            f"({arch}); use the bf16 or reference domain"
+        )
+    if is_of_codes and m * n * k > 0:
+        anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
+        left = to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
+        right = to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
+        result = _multiply(left, right, out, accumulate, epilogue, watch)
+    else:
+        if is_of_codes:  # an empty product
+            result = _reference(a, b, epilogue)
+        else:
+            result = _decoded_product(to_storage(a), to_storage(b), epilogue, domain)
+        if out is not None:
+            result = out.add_(result) if accumulate else out.copy_(result)
+    counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
+    if out_amax is not None and result.numel():
+        torch.maximum(out_amax, result.abs().amax().float(), out=out_amax)
+    return result
+
+
+def _checked_sizes(
+    a: EncodedMatrix, b: EncodedMatrix, out: Tensor | None, accumulate: bool
+) -> tuple[int, int, int]:
+    """Return M, N and K. Raise ValueError for operands or an `out` that do not fit."""
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
         raise ValueError(
@@ -121,55 +153,22 @@ def gemm(
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
     if out is not None and tuple(out.shape) != (m, n):
         raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
-    arch = arch_of(a.data.device)
-    out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
-    epilogue = Epilogue(out_dtype, bias, alpha)
-    if domain is None:
-        domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
+    return m, n, k_a
+
+
+def _domain_of(a: EncodedMatrix, b: EncodedMatrix, arch: str) -> str:
+    """Return the fastest domain that computes this pair on `arch`."""
+    domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
+    if domain in ("native", "anchored") and (a.row0 or b.row0):
         # rows of a tensor have no layout of their own
-        if domain in ("native", "anchored") and (a.row0 or b.row0):
-            domain = (
-                "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
-            )
-    if domain not in DOMAINS:
-        raise ValueError(f"unknown GEMM domain {domain!r}; known domains: {', '.join(DOMAINS)}")
-    codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
-    if codes:
-        _check_compiled(a, b, domain)
-    if codes and m * n * k_a > 0:
-        anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
-        left = to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
-        right = to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
-        result = _multiply(left, right, out, accumulate, epilogue, watch)
-    else:
-        if codes:  # an empty product
-            result = _reference(a, b, epilogue)
-        else:
-            compact = to_storage(a), to_storage(b)
-            if tracing and not native.is_available_for(a.data):
-                result = _recorded(*compact, epilogue, domain)
-            else:
-                result = _DOMAINS[domain](*compact, epilogue)
-        if out is not None:
-            result = out.add_(result) if accumulate else out.copy_(result)
-    counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
-    if out_amax is not None and result.numel():
-        torch.maximum(out_amax, result.abs().amax().float(), out=out_amax)
-    return result
-
-
-def _check_compiled(a: EncodedMatrix, b: EncodedMatrix, domain: str) -> None:
-    arch = arch_of(a.data.device)
-    if gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
-        raise ValueError(
-            f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain "
-            f"({arch}); use the bf16 or reference domain"
-        )
+        is_exact = a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16
+        return "bf16" if is_exact else "reference"
+    return domain
 
 
 def _multiply(
-    a: GemmOperand,
-    b: GemmOperand,
+    a: EncodedMatrix,
+    b: EncodedMatrix,
     out: Tensor | None,
     accumulate: bool,
     epilogue: Epilogue,
@@ -203,7 +202,7 @@ def _native(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
     if bias is not None and alpha is None:
         return torch.nn.functional.linear(x, w, bias.to(x.dtype)).to(out_dtype)
     product = x.mm(w.t())
-    return product.to(out_dtype) if alpha is None else epilogue.of(product, None, None)
+    return product.to(out_dtype) if alpha is None else epilogue.apply(product, None, None)
 
 
 def _bf16(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
@@ -239,12 +238,12 @@ def _bf16(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
         if factors:
             alpha = functools.reduce(torch.mul, (f.float().view(1) for f in factors))
         return native.gemm(left, right, written, None, False, bias, alpha).to(out_dtype)
-    return epilogue.of(bf16_product(x, w), scale_x, scale_w)
+    return epilogue.apply(bf16_product(x, w), scale_x, scale_w)
 
 
 def _reference(a: EncodedMatrix, b: EncodedMatrix, epilogue: Epilogue) -> Tensor:
     """Both operands decoded to fp32 with all their scales, one fp32 product."""
-    return epilogue.of(a.operand().float().mm(b.operand().float().t()), None, None)
+    return epilogue.apply(a.operand().float().mm(b.operand().float().t()), None, None)
 
 
 _DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
@@ -255,16 +254,23 @@ _DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
 
 def _recorded(a: Storage, b: Storage, epilogue: Epilogue, domain: str) -> Tensor:
     """The product as one operator, which no compiler looks into (`ops.opaque`)."""
+    if native.is_available_for(a.data):
+        return _DOMAINS[domain](a, b, epilogue)
     buffers = (list(s.buffers().values()) for s in (a, b))
-    what = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
+    texts = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
     shapes, dtypes = [*a.shape, *b.shape], [a.dtype, b.dtype]
-    return _product_op(*buffers, *what, shapes, *dtypes, *epilogue, domain)
+    return _product_op(*buffers, *texts, shapes, *dtypes, *epilogue, domain)
+
+
+@opaque.traced_as(_recorded)
+def _decoded_product(a: Storage, b: Storage, epilogue: Epilogue, domain: str) -> Tensor:
+    return _DOMAINS[domain](a, b, epilogue)
 
 
 def _storage_over(
-    buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: torch.dtype
+    buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Storage:
-    direction, _, text = what.split("|", 2)
+    direction, _, text = text.split("|", 2)
     rows, cols = shape
     return Storage.over(
         buffers, opaque.format_from(text), Direction(direction), (rows, cols), dtype
@@ -281,9 +287,7 @@ def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, dom
 
 
 def _fake(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
-    m, n = (
-        s[of.startswith(COLUMNWISE.value)] for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
-    )
+    m, n = shapes[a_is.startswith(COLUMNWISE.value)], shapes[2 + b_is.startswith(COLUMNWISE.value)]
     return a[0].new_empty((m, n), dtype=out_dtype)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.hooks`: for trainers that own flat buffers and cut them at any element; formats, statistics,
-codes and validity are ours.
+"""`fq.hooks`: synchronize quantized weights whose fp32 masters a trainer keeps in flat buffers,
+cut at any element.
 
 [Note: the life of a step]
     masters of the pieces --cast_--> this rank's segments --gather--> segments of all ranks
@@ -8,20 +8,22 @@ codes and validity are ours.
     INIT                             CAST (generation)                GATHERED
     READY
 
-The trainer decides who owns which elements (`ShardMap`), where the bytes are stored (`bind`) and
-when they move. A weight is a `QuantizedTensor` parameter of `fq.quantized_model_init`; a product
-that reads a direction which is not READY at the newest generation raises StaleWeightError.
+The trainer decides which rank owns which elements (`ShardMap`), where the bytes are stored (`bind`)
+and when they move; the sync computes formats, statistics and codes, and checks that they are valid.
+A weight is a `QuantizedTensor` parameter of `fq.quantized_model_init`. A GEMM that reads a
+direction which is not READY at the newest generation raises StaleWeightError.
 
-What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise
-ones, or both. Two transports give the same bytes: "codes", and "highprec", which gathers rounded
-masters and quantizes whole weights on every rank. So do two kinds of statistics: "dense" reduces
-every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks that a cut
-divides, and gathers scales. Codes that are whole in the gathered segments are read there; others,
-and what a trainer's memory (`bind`) has received, are copied to memory of the weights.
+Ranks exchange flat uint8, one buffer per channel: the bytes of the rowwise storages, of the
+columnwise storages, or of both. Two transports give the same bytes: "codes", and "highprec", which
+gathers rounded masters and quantizes every weight on every rank. Two kinds of statistics do too:
+"dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
+that a cut divides, and gathers scales. GEMMs read codes in the gathered segments if these hold them
+without a gap; other codes, and bytes that the trainer's memory (`bind`) received, are copied to the
+weights' memory.
 
-A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor
-those of all parts (`tensor_group`), as under fully_shard: then parts put together are the codes of
-the whole weight.
+Under tensor parallelism a rank's weight is a part of a larger one: it has its own blocks, and all
+parts share the scale of the tensor (`tensor_group`), as under fully_shard. So the parts put
+together are the codes of the larger weight.
 
 >>> with fq.quantized_model_init("mxfp8"):
 ...     layer = fq.Linear(64, 32, bias=False)
@@ -33,8 +35,7 @@ the whole weight.
 1
 """
 
-from .weight_sync.facts import describe, token_alignment
-from .weight_sync.plan import plan_weight_sync
+from .weight_sync.plan import describe, plan_weight_sync, token_alignment
 from .weight_sync.shard_map import ShardMap
 from .weight_sync.sync import WeightSync
 from .weight_sync.synced_weight import SyncItem

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that options may have: a table per class, checked where the option is written.
+"""Options: which values they accept, in a table per class, checked where a user writes them.
 
-A numpy scalar is the Python number of its value; a bool is no number.
+A numpy scalar counts as the Python number of its value; a bool is no number.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """words: what a value must be; accepts: whether a value is that."""
+    """One option. words: describe the values that `accepts` accepts."""
 
     words: str
     accepts: Callable[[Any], bool]
 
     def read(self, name: str, value: object) -> Any:
-        """The value. Raises ValueError, naming the option, for one that means nothing."""
+        """Return the value. Raises ValueError, naming the option, for a value that it does not
+        accept."""
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         if not self.accepts(value):
@@ -51,13 +52,13 @@ def function() -> Option:
 
 
 def read_all(table: Mapping[str, Option], **values: object) -> None:
-    """Raise ValueError, naming it, for an argument whose value means nothing."""
+    """Raise ValueError, naming the argument, for a value that its option does not accept."""
     for name, value in values.items():
         table[name].read(name, value)
 
 
 def choice(*values: object) -> Option:
-    """One of these values, of the same type: 1 is not True."""
+    """Accept one of these values, of the same type: 1 is not True."""
     words = f"one of {values}" if len(values) > 2 else " or ".join(map(repr, values))
     return Option(words, lambda v: any(type(v) is type(w) and v == w for w in values))
 

@@ -274,14 +274,7 @@ class HybridQuantizer:
                      x's.
         returns:     (direction -> matrix, direction of a delayed side -> fp32 [1, 1] amax).
         """
-        encodings = {d: e for d, e in self.encodings.items() if d in directions}
-        wants_columnwise = COLUMNWISE in directions and COLUMNWISE in self.sides
-        if wants_columnwise and COLUMNWISE not in encodings:
-            if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-                # the same codes in another layout
-                encodings[COLUMNWISE] = self.side(COLUMNWISE).encoding(COLUMNWISE)
-            else:
-                encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
+        encodings = self._encodings_for(directions, layouts)
         written = {} if self.is_derived else layouts
         # the direction whose statistics and history scale each one
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}
@@ -294,19 +287,34 @@ class HybridQuantizer:
             layouts=[written.get(d, COMPACT) for d in encodings] if written else None,
         )
         amaxes = {
-            source[d]: one.amax
-            for d, one in zip(encodings, encoded)
-            if one.amax is not None and source[d] in self.delayed_directions
+            source[d]: codes.amax
+            for d, codes in zip(encodings, encoded)
+            if codes.amax is not None and source[d] in self.delayed_directions
         }
         matrices = {
-            d: encoded_matrix(one, encodings[d], x.shape, x.dtype)
-            for d, one in zip(encodings, encoded)
+            d: encoded_matrix(codes, encodings[d], x.shape, x.dtype)
+            for d, codes in zip(encodings, encoded)
         }
-        if wants_columnwise and COLUMNWISE not in matrices:
-            matrices[COLUMNWISE] = self.columnwise_of(matrices[ROWWISE], key)
-        return {
-            d: to_layout(m, layouts.get(d, COMPACT)) for d, m in matrices.items() if d in directions
-        }, amaxes
+        operands = {}
+        for d in self.sides:
+            if d in directions:
+                matrix = (
+                    matrices[d] if d in matrices else self.columnwise_of(matrices[ROWWISE], key)
+                )
+                operands[d] = to_layout(matrix, layouts.get(d, COMPACT))
+        return operands, amaxes
+
+    def _encodings_for(
+        self, directions: Collection[Direction], layouts: dict[Direction, str]
+    ) -> dict[Direction, Encoding]:
+        """The encodings of the values from which operands of these directions follow."""
+        encodings = {d: e for d, e in self.encodings.items() if d in directions}
+        if COLUMNWISE not in directions or COLUMNWISE not in self.sides or COLUMNWISE in encodings:
+            return encodings
+        if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
+            # the same codes in another layout
+            return encodings | {COLUMNWISE: self.side(COLUMNWISE).encoding(COLUMNWISE)}
+        return {ROWWISE: self.encodings[ROWWISE]} | encodings
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.

@@ -36,19 +36,23 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, Format, canonical_text, family_of, format_of
+from .formats import FAMILIES, canonical_text, family_of
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
     RECIPE_OPTIONS,
     check_names,
-    num_layers,
+    items,
     read_arguments,
-    several,
     step_at,
+    with_options,
 )
 from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
+
+__all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
+__all__ += ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_row", "hybrid", "identity"]
+__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
@@ -115,12 +119,15 @@ class Recipe:
 
     @functools.cached_property
     def key(self) -> str:
-        """A text that stands for the recipe while a graph is traced (`recipe_of`)."""
+        """Return a text that stands for the recipe while a graph is traced (`recipe_of`)."""
         return f"{self.name} {self.fingerprint()}"
 
     def hybrid(self, role: Role) -> HybridQuantizer | None:
-        """The quantizer of this role, `backward_override` applied; None for an empty boundary
-        slot."""
+        """Return the quantizer of this role, `backward_override` applied; None for an empty
+        boundary slot.
+
+        Raises ValueError, naming role and recipe, for an answer of `qfactory` that is no quantizer.
+        """
         value = self.qfactory(role, **dict(self.arguments))
         if value is None:
             if role.tensor_type in QUANTIZED_TYPES:
@@ -137,22 +144,23 @@ class Recipe:
             ) from error
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each layer in order: identity for the last `tail` of them, rounded up."""
-        keep = len(names) - math.ceil(self.tail * len(names) - 1e-9)
-        rest = identity(compute_dtype=self.compute_dtype, strict=self.strict)
-        return [self if i < keep else rest for i in range(len(names))]
+        """Return the recipe of each layer in order: identity for the last `tail` of them, rounded
+        up."""
+        num_last = math.ceil(self.tail * len(names) - 1e-9)
+        last = identity(compute_dtype=self.compute_dtype, strict=self.strict)
+        return [self] * (len(names) - num_last) + [last] * num_last
 
     def at(self, step: int) -> Recipe:
-        """The recipe of a step."""
+        """Return the recipe of a step."""
         return self
 
     @property
     def phases(self) -> tuple[Recipe]:
-        """All values of `at`."""
+        """Return all values of `at`."""
         return (self,)
 
     def fingerprint(self) -> str:
-        """A text that is equal for equal recipes, in any process."""
+        """Return a text that is equal for equal recipes, in any process."""
         factory = f"{self.qfactory.__module__}.{self.qfactory.__qualname__}"
         options = [(f.name, getattr(self, f.name)) for f in fields(self)[3:]]
         return f"{factory}{canonical_text(self.arguments)} {canonical_text(options)}"
@@ -160,17 +168,16 @@ class Recipe:
     def __repr__(self) -> str:
         defaults = {f.name: f.default for f in fields(self)[3:]} | {"backward_override": None}
         options = [(name, getattr(self, name)) for name in defaults]
-        given = [*self.arguments, *(o for o in options if o[1] != defaults[o[0]])]
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given)})"
+        shown = [*self.arguments, *(o for o in options if o[1] != defaults[o[0]])]
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in shown)})"
 
 
 _RECIPES: dict[str, Recipe] = {}  # by key, of this process
-_OPTIONS = [f.name for f in fields(Recipe)[3:]]
 
 
 def recipe_of(key: str) -> Recipe:
-    """The recipe of a key. Raises ValueError for a recipe that is created in a compiled region,
-    where it is no object yet."""
+    """Return the recipe of a key. Raises ValueError for a recipe that is created in a compiled
+    region, where it is no object yet."""
     if key not in _RECIPES:
         raise ValueError(
             f"the recipe {key.split()[0]} is created inside a compiled region; create it outside, "
@@ -184,8 +191,8 @@ def recipe_of(key: str) -> Recipe:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A recipe per layer: by name, else among the first or the last layers, else `default`; see
-    `per_layer`.
+    """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
+    `default`.
 
     named:        (pattern, recipe) pairs; the first that matches decides.
     first, last:  (number of layers, recipe).
@@ -197,29 +204,31 @@ class PerLayer:
     last: tuple[int, Recipe] | None = None
 
     def __post_init__(self):
-        _check_recipe("per_layer(default)", self.default)
-        for what, key, recipe in self._rules:
-            _check_recipe(f"per_layer({what}: {key!r})", recipe)
+        as_recipe(self.default, "per_layer(default)", Recipe)
+        for place, key, recipe in self._rules:
+            as_recipe(recipe, f"per_layer({place}: {key!r})", Recipe)
             if recipe.tail:
                 raise ValueError(
-                    f"per_layer({what}: {key!r}) is {recipe}; tail belongs to the default, or say "
+                    f"per_layer({place}: {key!r}) is {recipe}; tail belongs to the default, or say "
                     "last="
                 )
-        for what, count, _ in self._ends:
-            num_layers(what, count)
+        for place, count, _ in self._ends:
+            integer(1).read(f"per_layer({place}=): the number of layers", count)
 
     @property
     def _ends(self) -> list[tuple[str, int, Recipe]]:
         rules = ("first", self.first), ("last", self.last)
-        return [(what, *rule) for what, rule in rules if rule is not None]
+        return [(place, *rule) for place, rule in rules if rule is not None]
 
     @property
     def _rules(self) -> list[tuple[str, int | str, Recipe]]:
         return [*(("named", *rule) for rule in self.named), *self._ends]
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each layer in order. Raises ValueError for a pattern without layers, and
-        for first and last layers that overlap."""
+        """Return the recipe of each layer in order.
+
+        Raises ValueError for a pattern without layers, and for first and last layers that overlap.
+        """
         result = self.default.for_layers(names)
         counts = [count for _, count, _ in self._ends]
         if sum(counts) > len(names):
@@ -227,14 +236,14 @@ class PerLayer:
                 f"{self} covers {' and '.join(map(str, counts))} of {len(names)} layers; they "
                 "overlap"
             )
-        for what, count, recipe in self._ends:
+        for place, count, recipe in self._ends:
             for i in range(count):
-                result[i if what == "first" else -1 - i] = recipe
+                result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            found = [i for i, name in enumerate(names) if matches(pattern, name)]
-            for i in found:
+            matching = [i for i, name in enumerate(names) if matches(pattern, name)]
+            for i in matching:
                 result[i] = recipe
-            if not found:
+            if not matching:
                 raise ValueError(
                     f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}"
                 )
@@ -249,13 +258,13 @@ class PerLayer:
 
     def fingerprint(self) -> str:
         rules = [("default", "", self.default), *self._rules]
-        return " ".join(f"{what} {key}: {recipe.fingerprint()};" for what, key, recipe in rules)
+        return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
         named = ", ".join(f"{k!r}: {r}" for k, r in self.named)
-        given = [repr(self.default), *(["{" + named + "}"] if named else [])]
-        given += [f"{what}={(count, recipe)}" for what, count, recipe in self._ends]
-        return f"per_layer({', '.join(given)})"
+        shown = [repr(self.default), *(["{" + named + "}"] if named else [])]
+        shown += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
+        return f"per_layer({', '.join(shown)})"
 
 
 def per_layer(
@@ -264,33 +273,32 @@ def per_layer(
     first: tuple[int, Recipe | str] | None = None,
     last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
-    """`default`, with other recipes by name pattern (as in `fq.convert(skip=)`) and for the first
-    and the last layers.
+    """Return a recipe per layer: `default`, with others by name pattern (as in `fq.convert(skip=)`)
+    and for the first and the last layers.
 
-    Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
+    first, last:  (number of layers, recipe), in the order of `named_modules`; a `GroupedLinear` is
+                  one layer.
+
+    Raises ValueError for anything that is no recipe, pattern or number.
     """
     if not isinstance(named, Mapping) and named is not None:
         raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
-    rules = tuple(
-        (
-            text().read("per_layer(named=): a pattern", pattern),
-            as_recipe(recipe, f"per_layer({pattern!r})", Recipe),
-        )
-        for pattern, recipe in (named or {}).items()
-    )
+    rules = []
+    for pattern, recipe in (named or {}).items():
+        text().read("per_layer(named=): a pattern", pattern)
+        rules.append((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)))
     ends: list[tuple[int, Recipe] | None] = []
-    for what, end in (("first", first), ("last", last)):
+    for place, end in (("first", first), ("last", last)):
         if end is not None:
-            count, recipe = several(f"per_layer({what}=)", end, "number of layers, recipe")
-            recipe = as_recipe(recipe, f"per_layer({what}=)", Recipe)
-            end = num_layers(what, count), recipe
+            count, recipe = items(f"per_layer({place}=)", end, "number of layers, recipe")
+            end = count, as_recipe(recipe, f"per_layer({place}=)", Recipe)
         ends.append(end)
-    return PerLayer(as_recipe(default, "per_layer(default)", Recipe), rules, *ends)
+    return PerLayer(as_recipe(default, "per_layer(default)", Recipe), tuple(rules), *ends)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A recipe per step; see `schedule`.
+    """A recipe per step, from `schedule`.
 
     switches:  (first step, step after the last or None, recipe), in order; `base` runs in all
                other steps.
@@ -301,7 +309,7 @@ class Schedule:
 
     def __post_init__(self):
         for recipe in self.phases:
-            _check_recipe("schedule", recipe, PerLayer)
+            as_recipe(recipe, "schedule", Recipe, PerLayer)
         for start, stop, recipe in self.switches:
             for step in (start, start if stop is None else stop):
                 integer(0).read("schedule: a step", step)
@@ -315,7 +323,7 @@ class Schedule:
                 )
 
     def at(self, step: int) -> Recipe | PerLayer:
-        """The recipe of a step."""
+        """Return the recipe of a step."""
         for start, stop, recipe in self.switches:
             if start <= step and (stop is None or step < stop):
                 return recipe
@@ -337,21 +345,22 @@ class Schedule:
 def schedule(
     base: Recipe | PerLayer | str, *switches: tuple, total_steps: int | None = None
 ) -> Schedule:
-    """`base`, with other recipes in ranges of steps: (first, after the last or None for the end,
-    recipe).
+    """Return a recipe per step: `base`, with others in ranges of steps: (first, after the last or
+    None for the end, recipe).
 
     first, after the last:  steps (int), or fractions of `total_steps` (float; 1.0: no end).
 
     The step is that of `fq.begin_step`, else the number of passes of the model that a backward may
-    follow: every rank switches before the same one. A model that torch.compile traces as a whole,
+    follow: every rank switches before the same one. A model that torch.compile traces in one graph,
     or that runs in pieces, switches behind its optimizer's step. Raises ValueError for ranges that
     overlap or hold no step, and for fractions of an unknown total.
     """
-
+    if total_steps is not None:
+        total_steps = integer(1).read("schedule: total_steps", total_steps)
     ranges: list[tuple[int, int | None, Recipe | PerLayer]] = []
     for switch in switches:
         words = "first step, step after the last or None, recipe"
-        start, stop, recipe = several("schedule: a switch", switch, words)
+        start, stop, recipe = items("schedule: a switch", switch, words)
         first = step_at(start, total_steps)
         if first is None:
             raise ValueError("schedule: a range needs a first step; the end has none")
@@ -361,20 +370,15 @@ def schedule(
     return Schedule(as_recipe(base, "schedule", Recipe, PerLayer), tuple(ranges))
 
 
-def _check_recipe(what: str, value: object, *others: type) -> None:
-    if not isinstance(value, (Recipe, *others)):
-        raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
-
-
 @overload
 def as_recipe(value: object, what: str) -> Recipe | PerLayer | Schedule: ...
 @overload
 def as_recipe(value: object, what: str, *kinds: type[_R]) -> _R: ...
 def as_recipe(value: object, what: str, *kinds: type) -> object:
-    """The recipe `value`, or the one that a text names (`by_name`).
+    """Return the recipe `value`, or the recipe that a text names (`by_name`).
 
-    what:   names the caller in errors.
-    kinds:  accepted classes (default: `Recipe`, `PerLayer` and `Schedule`).
+    what:    names the argument in errors.
+    kinds:   accepted classes (default: `Recipe`, `PerLayer` and `Schedule`).
 
     Raises ValueError for unknown names and for everything else.
     """
@@ -382,13 +386,11 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
     recipe = _by_text(value) if isinstance(value, str) else value
     if isinstance(recipe, kinds):
         return recipe
-    for function in _RECIPE_FUNCTIONS:
-        if value is function:
-            name = function.__name__
-            raise ValueError(
-                f"{what}: got the function fq.recipes.{name}, which makes a recipe; call it: "
-                f"fq.recipes.{name}()"
-            )
+    if any(value is function for function in _RECIPE_FUNCTIONS):
+        call = f"fq.recipes.{getattr(value, '__name__', '')}"
+        raise ValueError(
+            f"{what}: got the function {call}, which makes a recipe; call it: {call}()"
+        )
     if isinstance(value, (PerLayer, Schedule)):
         raise ValueError(
             f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give "
@@ -415,48 +417,41 @@ def by_families(
     delayed: DelayedScaling | None = None,
     scale_rule: str | None = None,
 ) -> HybridQuantizer | None:
-    """The slots of every named recipe: one family for the forward, one for the backward."""
+    """Return the quantizer of a slot of a named recipe: one family for the forward, one for the
+    backward.
+
+    pow2, scale_rounding, scale_rule:  fields of the formats that have them (None: the format's).
+    grad_element:  element of grad_output.
+    """
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
     f, b = family_of(forward), family_of(backward)
-    options = pow2, scale_rounding, delayed, scale_rule
+    is_gradient = role.tensor_type == "grad_output"
     if role.tensor_type == "weight":
         pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
-        row, column = (_quantizer(fmt, *options) for fmt in pair)
-        return HybridQuantizer(row, column)
-    row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
-    element = grad_element if role.tensor_type == "grad_output" else None
-    rowwise, columnwise = (_quantizer(of.vector, *options, element) for of in (row, column))
-    if b.rotates:
-        columnwise = replace(columnwise, rotation=True)
-        if role.tensor_type == "grad_output":
-            rowwise, columnwise = (replace(q, rounding="stochastic") for q in (rowwise, columnwise))
-    return HybridQuantizer(rowwise, columnwise)
-
-
-def _quantizer(
-    fmt: Format,
-    pow2: bool | None,
-    scale_rounding: str | None,
-    delayed: DelayedScaling | None,
-    scale_rule: str | None,
-    element: str | None = None,
-) -> Quantizer:
-    changes: dict[str, object] = {}
-    if pow2 is not None and fmt.has_fp32_scales:
-        changes["pow2"] = pow2
-    if scale_rounding is not None and fmt.scale == "e8m0":
-        changes["scale_rounding"] = scale_rounding
-    if scale_rule is not None and fmt.tensor_scale:
-        changes["scale_rule"] = scale_rule
-    if element is not None and fmt.is_quantized:
-        changes["element"] = element
-    return Quantizer(format_of(fmt, **changes), scaling=delayed or "current")
+    else:
+        pair = ((b if is_gradient else f).vector, b.vector)
+    row, column = (
+        Quantizer(
+            with_options(
+                fmt, pow2, scale_rounding, scale_rule, grad_element if is_gradient else None
+            ),
+            scaling=delayed or "current",
+        )
+        for fmt in pair
+    )
+    if b.rotates and role.tensor_type != "weight":
+        column = replace(column, rotation=True)
+        if is_gradient:
+            row, column = (replace(q, rounding="stochastic") for q in (row, column))
+    return HybridQuantizer(row, column)
 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
+    """Return the recipe of two families. Raises ValueError, naming the option, for a value that
+    means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
-    check_names(name, options, _OPTIONS)
+    check_names(name, options)
     arguments = read_arguments(name, backward, arguments)
     rule = arguments.get("scale_rule")
     if rule is not None and not any(family.vector.tensor_scale for family in families):
@@ -471,7 +466,7 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
 
 
 def identity(**options) -> Recipe:
-    """High precision everywhere: bit for bit the plain module."""
+    """Return the recipe of high precision everywhere: bit for bit the plain module."""
     return _named("identity", "identity", "identity", options)
 
 
@@ -479,7 +474,7 @@ bf16 = identity
 
 
 def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
-    """One fp32 scale per tensor, from its own amax."""
+    """Return the recipe of FP8 with one fp32 scale per tensor, from its own amax."""
     return _named(
         "fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2
     )
@@ -488,36 +483,46 @@ def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options)
 def fp8_delayed(
     length: int = 1024, margin: int = 0, use: str = "max", grad_element: str = "e5m2", **options
 ) -> Recipe:
-    """One fp32 scale per tensor, from a history of amaxes."""
+    """Return the recipe of FP8 with one fp32 scale per tensor, from a history of amaxes.
+
+    length, margin, use:  of `fq.numerics.DelayedScaling`.
+    """
     chosen = {"grad_element": grad_element, "delayed": DelayedScaling(length, margin, use)}
     return _named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
 
 
 def fp8_row(pow2: bool | None = None, **options) -> Recipe:
-    """One fp32 scale per row of each GEMM operand."""
+    """Return the recipe of FP8 with one fp32 scale per row of each GEMM operand."""
     return _named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
 
 
 def fp8_block(pow2: bool | None = None, **options) -> Recipe:
-    """1x128 activations and gradients, 128x128 weights; powers of two unless pow2=False."""
+    """Return the recipe of FP8 with 1x128 activations and gradients and 128x128 weights; scales are
+    powers of two unless pow2=False."""
     return _named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
 
 
 def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
-    """OCP MXFP8: blocks of 32, e8m0 scales."""
+    """Return the recipe of OCP MXFP8: blocks of 32, e8m0 scales.
+
+    Source: OCP Microscaling Formats v1.0.
+    """
     return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
 
 
 def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
-    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients)."""
+    """Return the recipe of OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements.
+
+    grad_element:  "e3m2" for gradients of a wider range.
+    """
     return _named(
         "mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element
     )
 
 
 def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
-    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad
-    operands.
+    """Return the recipe of OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients,
+    rotated wgrad operands.
 
     Source: Tseng et al., Training LLMs with MXFP4, 2025.
     """
@@ -525,7 +530,8 @@ def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
 
 
 def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe:
-    """NVFP4 with square weight blocks, stochastic rounding of gradients, rotated wgrad operands.
+    """Return the recipe of NVFP4 with square weight blocks, stochastic rounding of gradients,
+    rotated wgrad operands.
 
     scale_rule:  None: block scales are the nearest e4m3. "fp8_exact": 1, 1.25 or 1.5 times a power
                  of two, also legal NVFP4, which Hopper multiplies exactly and at the rate of fp8.
@@ -534,52 +540,52 @@ def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe
 
 
 def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
-    """One family for the forward, another for the backward; hybrid(F, F) is F. scale_rule: as of
-    `nvfp4`."""
+    """Return the recipe of one family for the forward and another for the backward; hybrid(F, F)
+    is F. scale_rule: see `nvfp4`."""
     return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
 def custom(qfactory: Callable, **options) -> Recipe:
-    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level
-    function).
+    """Return a recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer.
+
+    qfactory:  a module-level function, because recipes are pickled and compared; options: those of
+               `Recipe`. Raises ValueError for others.
 
     >>> def factory(role):
     ...     return "mxfp8" if role.tensor_type == "weight" else "fp8_tensor"
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), fq.CustomRecipe(factory))
     """
     name = getattr(qfactory, "__qualname__", "custom")
-    check_names(name, options, _OPTIONS)
+    check_names(name, options)
     return Recipe(name, qfactory, **options)
 
 
 _WITH_EXPERTS = (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
-_WITHOUT_EXPERTS = mxfp6, mxfp4
-_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, *_WITHOUT_EXPERTS, hybrid)
+_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid)
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
-_BY_NAME = {f.__name__: f for f in (*_WITH_EXPERTS, *_WITHOUT_EXPERTS)} | {"bf16": identity}
+_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf16": identity}
 
 
 def names() -> list[str]:
-    """Names for `by_name` of recipes whose experts run as one grouped GEMM."""
+    """Return the names for `by_name` of recipes whose experts run as one grouped GEMM."""
     return sorted(["bf16", *(f.__name__ for f in _WITH_EXPERTS)])
 
 
 def by_name(name: str, **options) -> Recipe:
-    """The recipe that a text names: "mxfp8", or rowwise and columnwise families, "mxfp8/nvfp4"
-    (`hybrid`).
+    """Return the recipe that a text names: "mxfp8", or rowwise and columnwise families,
+    "mxfp8/nvfp4" (`hybrid`).
 
     Raises ValueError with the list of known names.
     """
     if name in _BY_NAME:
         return _BY_NAME[name](**options)
-    sides = [side.strip() for side in name.split("/")]
-    if len(sides) == 2:
-        return hybrid(*sides, **options)
-    known = ", ".join(sorted(_BY_NAME))
+    forward, slash, backward = name.partition("/")
+    if slash and "/" not in backward:
+        return hybrid(forward.strip(), backward.strip(), **options)
     raise ValueError(
-        f"unknown recipe {name!r}; known recipes: {known}, or forward/backward of the families "
-        f"{', '.join(FAMILIES)}"
+        f"unknown recipe {name!r}; known recipes: {', '.join(sorted(_BY_NAME))}, or "
+        f"forward/backward of the families {', '.join(FAMILIES)}"
     )
 
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import SCALE_RULES
-from .options import Option, choice, flag, integer, number, text
+from .formats import SCALE_RULES, Format, format_of
+from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING
 from .roles import BACKWARD_OVERRIDES
 
@@ -19,8 +19,7 @@ def _is_pairs(value: object) -> bool:
     )
 
 
-# Of every recipe; see `recipe.Recipe`.
-RECIPE_OPTIONS = {
+RECIPE_OPTIONS = {  # see `recipe.Recipe`
     "name": text(),
     "arguments": Option("a tuple of (name, value) pairs", _is_pairs),
     "backward_override": choice(*BACKWARD_OVERRIDES),
@@ -33,20 +32,21 @@ RECIPE_OPTIONS = {
     "tail": number(0.0, 1.0),
     "boundary_slots": flag(),
 }
-# Of the functions that make recipes; None: the format's own.
+# Arguments of `by_families`; None: the format's own value.
 _ARGUMENTS = {
     "pow2": flag(),
     "scale_rounding": choice("up", "floor"),
     "scale_rule": choice(*SCALE_RULES),
 }
-_GRAD_ELEMENTS = {"fp8_tensor": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2")}  # by family
-_POINT = Option(
+_BOUND = Option(
     "a step (int) or a fraction of total_steps (float)", lambda v: type(v) in (int, float)
 )
+_GRAD_ELEMENTS = {"fp8_tensor": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2")}  # by family
 
 
-def check_names(recipe: str, options: Mapping[str, object], known: Sequence[str]) -> None:
+def check_names(recipe: str, options: Mapping[str, object]) -> None:
     """Raise ValueError for an option that no recipe has."""
+    known = list(RECIPE_OPTIONS)[2:]  # without name and arguments
     if unknown := ", ".join(sorted(options.keys() - set(known))):
         raise ValueError(
             f"{recipe} has no option {unknown}; options of all recipes: {', '.join(known)}"
@@ -54,8 +54,8 @@ def check_names(recipe: str, options: Mapping[str, object], known: Sequence[str]
 
 
 def read_arguments(recipe: str, backward: str, arguments: Mapping[str, object]) -> dict:
-    """The arguments that are given, without None. Raises ValueError, naming one, for a value that
-    means nothing in the family of the backward."""
+    """Return the arguments that are not None. Raises ValueError, naming the argument, for a value
+    that means nothing in the family of the backward."""
     table = dict(_ARGUMENTS)
     if backward in _GRAD_ELEMENTS:
         table["grad_element"] = choice(*_GRAD_ELEMENTS[backward])
@@ -66,29 +66,40 @@ def read_arguments(recipe: str, backward: str, arguments: Mapping[str, object]) 
     }
 
 
-def several(what: str, values: object, words: str) -> Sequence:
-    """A tuple or list with as many items as `words` lists. Raises ValueError, naming it."""
+def with_options(
+    fmt: Format,
+    pow2: bool | None,
+    scale_rounding: str | None,
+    scale_rule: str | None,
+    element: str | None,
+) -> Format:
+    """Return the format with the options that are not None and that its kind of scale has."""
+    changes = {
+        "pow2": pow2 if fmt.has_fp32_scales else None,
+        "scale_rounding": scale_rounding if fmt.scale == "e8m0" else None,
+        "scale_rule": scale_rule if fmt.tensor_scale else None,
+        "element": element if fmt.is_quantized else None,
+    }
+    return format_of(fmt, **{k: v for k, v in changes.items() if v is not None})
+
+
+def items(argument: str, values: object, words: str) -> Sequence:
+    """Return a tuple or list with as many items as `words` lists. Raises ValueError, naming it."""
     if not isinstance(values, (tuple, list)) or len(values) != len(words.split(",")):
-        raise ValueError(f"{what} must be ({words}), got {values!r}")
+        raise ValueError(f"{argument} must be ({words}), got {values!r}")
     return values
 
 
-def num_layers(what: str, count: object) -> int:
-    return integer(1).read(f"per_layer({what}=): the number of layers", count)
-
-
-def step_at(point: Any, total_steps: int | None) -> int | None:
-    """The step of a bound of a schedule; None: the end."""
-    if total_steps is not None:
-        total_steps = integer(1).read("schedule: total_steps", total_steps)
-    point = None if point is None else _POINT.read("schedule: a bound of a range", point)
-    if point is None or isinstance(point, float) and point == 1.0:
+def step_at(bound: Any, total_steps: int | None) -> int | None:
+    """Return the step of a bound of a range; None: the end."""
+    if bound is None or type(bound) is float and bound == 1.0:
         return None
-    if not isinstance(point, float):
-        return point
-    if total_steps is None or not 0.0 <= point < 1.0:
+    bound = _BOUND.read("schedule: a bound of a range", bound)
+    if not isinstance(bound, float):
+        return bound
+    if total_steps is None or not 0.0 <= bound < 1.0:
         raise ValueError(
-            f"schedule: {point} is a fraction of the steps; give total_steps=, and fractions from "
+            f"schedule: {bound} is a fraction of the steps; give total_steps=, and fractions from "
             "0.0 to 1.0"
         )
-    return math.ceil(point * total_steps - 1e-9)
+    return math.ceil(bound * total_steps - 1e-9)

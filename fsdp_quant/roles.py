@@ -25,12 +25,12 @@ OVERRIDE_VARIABLE = "FSDP_QUANT_BACKWARD_OVERRIDE"
 
 @functools.cache
 def default_override() -> str | None:
-    """Default `backward_override`: FSDP_QUANT_BACKWARD_OVERRIDE, read once."""
+    """Return the default `backward_override`: FSDP_QUANT_BACKWARD_OVERRIDE, read once."""
     value = os.environ.get(OVERRIDE_VARIABLE) or None
     if value not in BACKWARD_OVERRIDES:
-        wanted = " or ".join(map(repr, BACKWARD_OVERRIDES[1:]))
+        values = " or ".join(map(repr, BACKWARD_OVERRIDES[1:]))
         raise ValueError(
-            f"{OVERRIDE_VARIABLE}={value!r} in the environment; wanted {wanted}, or leave it out"
+            f"{OVERRIDE_VARIABLE}={value!r} in the environment; wanted {values}, or leave it out"
         )
     return value
 
@@ -62,7 +62,7 @@ class Role:
 
 
 def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:
-    """The quantizer of one slot under `backward_override`, for every recipe and module."""
+    """Return the quantizer of one slot under `backward_override`, for every recipe and module."""
     if override is None:
         return hybrid
     if tensor_type in ("grad_output", "grad_input"):
@@ -74,7 +74,8 @@ def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) 
 
 
 def matches(pattern: str, name: str) -> bool:
-    """A layer's qualified name, its last component, or a glob; with its wrappers or without."""
+    """Return whether `pattern` is a layer's qualified name, its last component, or a glob of the
+    name, with its wrappers or without."""
     return any(
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))

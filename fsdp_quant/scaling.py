@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -124,7 +124,7 @@ class Fragment:
     values:     [local rows, cols]; [elements] if cuts divide rows.
     encodings:  one per direction, each with its own statistics.
     dtype:      dtype to which values are rounded before encoding (None: their own).
-    found:      known statistics of these rows, one per encoding or None.
+    known_amaxes:  known statistics of these rows, one per encoding or None.
     part:       (rank, size) of tensor parallelism. Each tensor-parallel part has its own blocks;
                 `cuts` are those of the part.
     """
@@ -134,7 +134,7 @@ class Fragment:
     cuts: Cuts
     rank: int
     dtype: torch.dtype | None = None
-    found: tuple[Statistics | None, ...] | None = None
+    known_amaxes: tuple[Statistics | None, ...] | None = None
     part: tuple[int, int] = (0, 1)
 
     @property
@@ -204,31 +204,32 @@ def share_statistics(
     results = SharedStatistics(fragments, group, all_blocks, own_slots=parts is None).results
     if parts is not None:
         spanning = [
-            (f, e, encoding, own)
-            for f, one in enumerate(fragments)
-            if one.part[1] > 1
-            for e, encoding in enumerate(one.encodings)
-            if encoding.fmt.spans_tensor and (own := results[f][e]) is not None
+            (f, e, encoding, statistics)
+            for f, fragment in enumerate(fragments)
+            if fragment.part[1] > 1
+            for e, encoding in enumerate(fragment.encodings)
+            if encoding.fmt.spans_tensor and (statistics := results[f][e]) is not None
         ]
-        shared = share_amaxes([(encoding, own) for _, _, encoding, own in spanning], parts)
-        for (f, e, *_), one in zip(spanning, shared):
-            results[f][e] = one
+        shared = share_amaxes([(encoding, stats) for _, _, encoding, stats in spanning], parts)
+        for (f, e, *_), statistics in zip(spanning, shared):
+            results[f][e] = statistics
     return results
 
 
 class _Slot(NamedTuple):
-    """A reduced amax, and the statistic that it becomes.
+    """An amax to reduce, and the statistic that it becomes.
 
     local:      block row or rows of the fragment that the slot holds; None: rows of other ranks.
     block_row:  block row of the tensor; None: the amax of the tensor.
-    own:        the slot has one row per tensor-parallel part.
+    part:       of an amax with one row per tensor-parallel part: the row of this part.
     """
 
     fragment: int
     encoding: int
-    local: int | slice | None
-    block_row: int | None
-    own: bool
+    amax: Tensor
+    local: int | slice | None = None
+    block_row: int | None = None
+    part: int | None = None
 
 
 class SharedStatistics:
@@ -245,65 +246,78 @@ class SharedStatistics:
         all_blocks: bool = False,
         own_slots: bool = True,
     ):
-        self._places: list[tuple[int, int]] = []
-        self._alike: dict[tuple, list[tuple[int, int]]] = {}
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
-        for f, fragment in enumerate(fragments):
-            for e, encoding in enumerate(fragment.encodings):
-                if fragment.shares_statistics(encoding) or (all_blocks and encoding.fmt.has_scales):
-                    self._places.append((f, e))
-                    alike = encoding, fragment.dtype, fragment.values.dtype
-                    self._alike.setdefault(alike, []).append((f, e))
-        self._own = self._of_own_rows(fragments)
+        self._indices = [
+            (f, e)
+            for f, fragment in enumerate(fragments)
+            for e, encoding in enumerate(fragment.encodings)
+            if fragment.shares_statistics(encoding) or (all_blocks and encoding.fmt.has_scales)
+        ]
+        self._launches: dict[tuple, list[tuple[int, int]]] = {}
+        for f, e in self._indices:
+            fragment = fragments[f]
+            key = fragment.encodings[e], fragment.dtype, fragment.values.dtype
+            self._launches.setdefault(key, []).append((f, e))
+        self._local = self._local_statistics(fragments)
         self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, its source)
-        amaxes: list[Tensor] = []
         slots: list[_Slot] = []
-        for (f, e), statistics in zip(self._places, self._own):
-            fragment, encoding = fragments[f], fragments[f].encodings[e]
+        for (f, e), statistics in zip(self._indices, self._local):
             self.results[f][e] = statistics
-            tensor_amax, shared = statistics.tensor_amax, fragment.shared_block_rows(encoding)
-            if tensor_amax is not None:
-                amaxes.append(tensor_amax)
-                slots.append(_Slot(f, e, None, None, False))
-            if not (all_blocks or len(shared)):
-                continue
-            amax = known(statistics.amax, "the amax")
-            held = fragment.block_rows(encoding)
+            if statistics.tensor_amax is not None:
+                slots.append(_Slot(f, e, statistics.tensor_amax))
             if all_blocks:
-                shape = (fragment.cuts.rows, fragment.rows.shape[1])
-                blocks = encoding.fmt.scale_shape(shape, encoding.direction) or (0, 0)
-                amaxes.append(amax.new_zeros(blocks))
-                amaxes[-1][held] = amax[: held.stop - held.start]
-                slots.append(_Slot(f, e, slice(None), 0, False))
-                self.results[f][e] = Statistics(amaxes[-1], tensor_amax)
-                continue
-            own = own_slots and fragment.has_own_blocks(encoding)
-            for block_row in shared:
-                local = block_row - held.start
-                is_held = 0 <= local < amax.shape[0]
-                row = amax[local] if is_held else amax.new_zeros(amax.shape[1])
-                if own:
-                    part, count = fragment.part
-                    of_parts = amax.new_zeros(count, len(row))
-                    self._padded.append((of_parts[part], row))
-                    row = of_parts
-                amaxes.append(row)
-                slots.append(_Slot(f, e, local if is_held else None, block_row, own))
+                slots.append(self._slot_of_all_blocks(fragments[f], f, e, statistics))
+            else:
+                slots += self._slots_of_rows(fragments[f], f, e, statistics, own_slots)
         for row, source in self._padded:
             row.copy_(source)
-        self._reduction = _Reduction(amaxes, group)
+        self._reduction = _Reduction([slot.amax for slot in slots], group)
         self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, its reduced amaxes)
-        for (f, e, local, block_row, own), reduced in zip(slots, self._reduction.result):
-            amax, tensor_amax = self.results[f][e] or (None, None)
-            reduced = reduced[fragments[f].part[0]] if own else reduced
-            if block_row is None:
-                self.results[f][e] = Statistics(amax, reduced)
-            elif local is not None and amax is not None and len(amax) == 1:
-                self.results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
-            elif local is not None and amax is not None:
-                self._rows.append((amax[local], reduced))
+        for slot, reduced in zip(slots, self._reduction.result):
+            self._store(slot, reduced if slot.part is None else reduced[slot.part])
         for row, reduced in self._rows:
             row.copy_(reduced)
+
+    def _slot_of_all_blocks(
+        self, fragment: Fragment, f: int, e: int, statistics: Statistics
+    ) -> _Slot:
+        encoding, amax = fragment.encodings[e], known(statistics.amax, "the amax")
+        shape = (fragment.cuts.rows, fragment.rows.shape[1])
+        blocks = amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction) or (0, 0))
+        held = fragment.block_rows(encoding)
+        blocks[held] = amax[: held.stop - held.start]
+        self.results[f][e] = Statistics(blocks, statistics.tensor_amax)
+        return _Slot(f, e, blocks, slice(None), 0)
+
+    def _slots_of_rows(
+        self, fragment: Fragment, f: int, e: int, statistics: Statistics, own_slots: bool
+    ) -> Iterator[_Slot]:
+        """One slot per block row that ranks share, zeros for rows of other ranks."""
+        encoding = fragment.encodings[e]
+        has_parts = own_slots and fragment.has_own_blocks(encoding)
+        for block_row in fragment.shared_block_rows(encoding):
+            amax = known(statistics.amax, "the amax")
+            local = block_row - fragment.block_rows(encoding).start
+            is_held, part = 0 <= local < amax.shape[0], None
+            row = amax[local] if is_held else amax.new_zeros(amax.shape[1])
+            if has_parts:
+                part, count = fragment.part
+                row_per_part = amax.new_zeros(count, len(row))
+                self._padded.append((row_per_part[part], row))
+                row = row_per_part
+            yield _Slot(f, e, row, local if is_held else None, block_row, part)
+
+    def _store(self, slot: _Slot, reduced: Tensor) -> None:
+        amax, tensor_amax = self.results[slot.fragment][slot.encoding] or (None, None)
+        statistics = None
+        if slot.block_row is None:
+            statistics = Statistics(amax, reduced)
+        elif slot.local is not None and amax is not None and len(amax) == 1:
+            statistics = Statistics(reduced.view(1, -1), tensor_amax)
+        elif slot.local is not None and amax is not None:
+            self._rows.append((amax[slot.local], reduced))
+        if statistics is not None:
+            self.results[slot.fragment][slot.encoding] = statistics
 
     def replay(
         self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]
@@ -315,8 +329,8 @@ class SharedStatistics:
         copy_all:  copies a list of (target, source).
         """
         pairs: list[tuple[Tensor, Tensor]] = []
-        for of in zip(self._own, self._of_own_rows(fragments)):
-            for old, new in zip(*of):
+        for before, after in zip(self._local, self._local_statistics(fragments)):
+            for old, new in zip(before, after):
                 if old is None or new is None:
                     if old is not new:
                         return False
@@ -327,40 +341,42 @@ class SharedStatistics:
         copy_all(self._rows)
         return True
 
-    def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
+    def _local_statistics(self, fragments: Sequence[Fragment]) -> list[Statistics]:
         """Return the statistics of each (fragment, encoding) that is shared: known ones, else
         computed in one launch per encoding."""
         computed: dict[tuple[int, int], Statistics] = {}
-        for (encoding, dtype, _), at in self._alike.items():
-            for f, e in at:
-                if (found := fragments[f].found) and (one := found[e]) is not None:
-                    computed[f, e] = one
-            missing = [place for place in at if place not in computed] if computed else at
+        for (encoding, dtype, _), indices in self._launches.items():
+            for f, e in indices:
+                amaxes = fragments[f].known_amaxes
+                if amaxes and (statistics := amaxes[e]) is not None:
+                    computed[f, e] = statistics
+            missing = [index for index in indices if index not in computed]
             if missing:
-                of = [fragments[f] for f, _ in missing]
-                found = dispatch.multi_tensor_amax(
-                    [f.rows for f in of], encoding, [f.row0 for f in of], dtype
+                shards = [fragments[f] for f, _ in missing]
+                amaxes = dispatch.multi_tensor_amax(
+                    [s.rows for s in shards], encoding, [s.row0 for s in shards], dtype
                 )
-                computed.update(zip(missing, found))
-        return [computed[place] for place in self._places]
+                computed.update(zip(missing, amaxes))
+        return [computed[index] for index in self._indices]
 
 
 def share_amaxes(
-    found: Sequence[tuple[Encoding, Statistics]],
+    statistics: Sequence[tuple[Encoding, Statistics]],
     group: dist.ProcessGroup | None,
     reduce: Callable[[list[Tensor], dist.ProcessGroup | None], Iterable[Tensor]] = reduce_amaxes,
 ) -> list[Statistics]:
     """Share statistics whose scales span the ranks of `group`, in one MAX all-reduce. Every rank of
     the group must call it.
 
-    found:   statistics of this rank's elements of each tensor. Two-level formats share the tensor's
-             amax, other formats all amaxes.
-    reduce:  `reduce_amaxes`, or a function that records it in a graph.
+    statistics:  of this rank's elements of each tensor. Two-level formats share the tensor's amax,
+                 other formats all amaxes.
+    reduce:      `reduce_amaxes`, or a function that records it in a graph.
     """
-    own = [
-        known(s.tensor_amax if e.fmt.tensor_scale else s.amax, "the shared amax") for e, s in found
+    amaxes = [
+        known(s.tensor_amax if e.fmt.tensor_scale else s.amax, "the shared amax")
+        for e, s in statistics
     ]
-    return [with_amax(e, s, one) for (e, s), one in zip(found, reduce(own, group))]
+    return [with_amax(e, s, amax) for (e, s), amax in zip(statistics, reduce(amaxes, group))]
 
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
@@ -469,13 +485,13 @@ class AmaxHistory:
             target.copy_(values)
 
     @staticmethod
-    def alike(histories: Iterable[AmaxHistory]) -> list[list[AmaxHistory]]:
+    def by_scaling(histories: Iterable[AmaxHistory]) -> list[list[AmaxHistory]]:
         """Group histories into lists that the same launches roll, each on one device."""
-        found: dict[tuple, list[AmaxHistory]] = {}
+        groups: dict[tuple, list[AmaxHistory]] = {}
         for h in histories:
             key = h.scaling, h.element_max, h.keep_when_skipped, h.amaxes.device
-            found.setdefault(key, []).append(h)
-        return list(found.values())
+            groups.setdefault(key, []).append(h)
+        return list(groups.values())
 
     @staticmethod
     @torch.no_grad()
@@ -488,36 +504,40 @@ class AmaxHistory:
         skipped:  bool [], on a device; true: values after `discard_step`.
         """
         writes: list[tuple[Tensor, Tensor]] = []
-        for of in AmaxHistory.alike(histories):
-            writes += AmaxHistory.advanced_alike(of, skipped)
+        for group in AmaxHistory.by_scaling(histories):
+            writes += AmaxHistory.advanced_group(group, skipped)
         return writes
 
     @staticmethod
-    def advanced_alike(
-        of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None
+    def advanced_group(
+        histories: list[AmaxHistory],
+        skipped: Tensor | None = None,
+        unchanged: Tensor | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute `advanced` of histories with equal scaling. torch.compile traces it.
 
-        kept:  bool [], on their device; true: nothing changes.
+        unchanged:  bool [], on their device; true: nothing changes.
         """
-        scaling, element_max = of[0].scaling, of[0].element_max
-        amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.encode_scale for h in of])
+        first = histories[0]
+        scaling, amaxes = first.scaling, torch.stack([h.amaxes for h in histories])
+        encode_scale = torch.stack([h.encode_scale for h in histories])
         current = amaxes[:, :1]
         amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
-        fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(
+        fresh = (reference.divide(first.element_max, amax) / 2.0**scaling.margin).clamp(
             max=torch.finfo(torch.float32).max
         )
-        is_same = current == 0 if kept is None else (current == 0) | kept
+        is_same = current == 0 if unchanged is None else (current == 0) | unchanged
         opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
-        new_amaxes, new_enc = torch.where(is_same, amaxes, opened), torch.where(is_same, enc, fresh)
+        new_amaxes = torch.where(is_same, amaxes, opened)
+        new_scale = torch.where(is_same, encode_scale, fresh)
         if skipped is not None:
             skip = skipped.to(amaxes.device, non_blocking=True)
-            discarded = torch.cat([current * of[0].keep_when_skipped, amaxes[:, 1:]], dim=1)
+            discarded = torch.cat([current * first.keep_when_skipped, amaxes[:, 1:]], dim=1)
             new_amaxes = torch.where(skip, discarded, new_amaxes)
-            new_enc = torch.where(skip, enc, new_enc)
+            new_scale = torch.where(skip, encode_scale, new_scale)
         return [
-            *zip([h.amaxes for h in of], new_amaxes.unbind()),
-            *zip([h.encode_scale for h in of], new_enc.unbind()),
+            *zip([h.amaxes for h in histories], new_amaxes.unbind()),
+            *zip([h.encode_scale for h in histories], new_scale.unbind()),
         ]
 
     def discard_step(self) -> None:
@@ -529,19 +549,15 @@ class AmaxHistory:
 
     def check_state(self, name: str, state: object) -> None:
         """Raise ValueError unless `state` is what `state_dict` of such a history returns."""
-        for part, own in (("amaxes", self.amaxes), ("enc", self.encode_scale)):
+        for part, tensor in (("amaxes", self.amaxes), ("enc", self.encode_scale)):
             saved = state.get(part) if isinstance(state, dict) else None
-            if (
-                not isinstance(saved, Tensor)
-                or saved.dtype is not torch.float32
-                or saved.shape != own.shape
-            ):
-                got = type(saved).__name__
-                if isinstance(saved, Tensor):
-                    got = f"{saved.dtype} {list(saved.shape)}"
+            is_tensor = isinstance(saved, Tensor)
+            if not is_tensor or saved.dtype is not torch.float32 or saved.shape != tensor.shape:
+                actual = type(saved).__name__
+                actual = f"{saved.dtype} {list(saved.shape)}" if is_tensor else actual
                 raise ValueError(
-                    f"{part} of the amax history of {name} is {got} in the saved state; wanted "
-                    f"float32 {list(own.shape)}, of the DelayedScaling(length=) of this recipe"
+                    f"{part} of the amax history of {name} is {actual} in the saved state; wanted "
+                    f"float32 {list(tensor.shape)}, of the DelayedScaling(length=) of this recipe"
                 )
             if not (saved.isfinite() & (saved >= 0)).all():
                 raise ValueError(

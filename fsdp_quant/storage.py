@@ -5,8 +5,9 @@ saved.
 [Note: compact and GEMM layout]
 A storage is compact: row-major and unpadded, dim 0 of `data` is the logical rows and dim 0 of
 `scale` the block rows, in both directions. A shard along dim 0 is therefore a slice of every
-buffer. Padding, swizzles and physical transposes that tensor cores need are in a `GemmOperand`,
-which is derived (`Storage.to_gemm_operand`) and never sharded, sent or saved to a checkpoint.
+buffer. Padding, swizzles and physical transposes that tensor cores need are in an `EncodedMatrix`
+of a GEMM layout, which is derived (`Storage.to_gemm_operand`) and never sharded, sent or saved to a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from .encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from .formats import ROWWISE, Direction, Encoding, Format, ceil_div, format_of
-from .gemm_operand import GemmOperand
 from .ops import dispatch
 from .ops.capability import arch_of
 from .ops.gemm_layout import in_native_order, native_scale, swizzled_scale
@@ -132,9 +132,6 @@ class Storage(EncodedMatrix):
 
     # Reading #
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self._decoded(self.data, self.scale, self.tensor_amax, dtype)
-
     def factored_operand(self) -> tuple[Tensor, Tensor | None]:
         """`operand` without the scales that span the contraction: (bf16 [outer, contraction], fp32
         [outer or 1]).
@@ -158,7 +155,7 @@ class Storage(EncodedMatrix):
         transposed: Tensor | None = None,
         anchored: tuple[Tensor, Tensor] | None = None,
         arch: str | None = None,
-    ) -> GemmOperand:
+    ) -> EncodedMatrix:
         """Codes and scales in a GEMM layout (`ops.layout`). ANCHORS round subnormals a second time.
 
         transposed:  the codes of a columnwise storage, if they are transposed already.
@@ -186,16 +183,17 @@ class Storage(EncodedMatrix):
             if data is None:
                 data = dispatch.transpose_codes(self.data, rows, cols, self.fmt)
             if layout == NATIVE and scale is not None:
-                of = self.fmt, self.direction, outer, arch or arch_of(data.device)
-                scale = native_scale(scale, *of)
+                arch = arch or arch_of(data.device)
+                scale = native_scale(scale, self.fmt, self.direction, outer, arch)
             elif scale is not None:
                 scale = swizzled_scale(scale, self.fmt, self.direction, outer)
         else:
             raise ValueError(f"{self.describe()} has no {layout} layout; quantize it so")
         tensor_amax = self.tensor_amax if has_tensor_amax(self.fmt, layout) else None
-        of = self.fmt, self.direction, self.shape
         # replace() takes three times as long
-        return GemmOperand(*of, data, scale, tensor_amax, self.dtype, 0, layout)
+        return EncodedMatrix(
+            self.fmt, self.direction, self.shape, data, scale, tensor_amax, self.dtype, 0, layout
+        )
 
     def needs_transpose(self, layout: str) -> bool:
         """`to_gemm_operand(layout)` transposes the codes."""
@@ -227,11 +225,23 @@ def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Pla
     return Placement.SHARD if chunk is None or chunk % b0 == 0 else Placement.HALO
 
 
+def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
+    """Whether codes of pieces, each of a multiple of so many rows, are those of the gathered
+    tensor: no block and no rotation reaches from one piece into the next.
+
+    in_one_piece:  of a rank's rows, in the order of ranks: the gathered rows key random bits.
+    """
+    if not encoding.fmt.is_quantized:
+        return True
+    rows = encoding.fmt.row_alignment(encoding.direction)
+    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
+
+
 # Between layouts #
 
 
 def _class_of(layout: str) -> type[EncodedMatrix]:
-    return Storage if layout == COMPACT else GemmOperand
+    return Storage if layout == COMPACT else EncodedMatrix
 
 
 def encoded_matrix(
@@ -265,10 +275,10 @@ def to_layout(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
     return to_gemm_operand(matrix, layout)
 
 
-def to_gemm_operand(matrix: EncodedMatrix, layout: str) -> GemmOperand:
+def to_gemm_operand(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
     """The operand in a GEMM layout; itself if it is there already. Raises ValueError as `to_layout`
     does."""
-    if isinstance(matrix, GemmOperand) and matrix.layout == layout:
+    if matrix.layout == layout:
         return matrix
     return to_storage(matrix, layout).to_gemm_operand(layout)
 
@@ -282,17 +292,18 @@ def to_storage(matrix: EncodedMatrix, layout: str = COMPACT, arch: str | None = 
     """
     if isinstance(matrix, Storage):
         return matrix
-    if not isinstance(matrix, GemmOperand) or matrix.layout in ANCHORS:
+    if matrix.layout in ANCHORS:
         raise ValueError(
             f"{matrix.describe()} in {matrix.layout} layout has no {layout} layout; quantize it so"
         )
-    of = matrix.fmt, matrix.direction, matrix.shape
-    return Storage(*of, *matrix.compact_buffers(arch), matrix.tensor_amax, matrix.dtype)
+    data, scale = matrix.compact_buffers(arch)
+    fmt, direction, shape = matrix.fmt, matrix.direction, matrix.shape
+    return Storage(fmt, direction, shape, data, scale, matrix.tensor_amax, matrix.dtype)
 
 
 def to_gemm_operands(
-    wanted: Sequence[tuple[Storage, str]], calls: list[RecordedLaunch] | None = None
-) -> list[GemmOperand]:
+    targets: Sequence[tuple[Storage, str]], calls: list[RecordedLaunch] | None = None
+) -> list[EncodedMatrix]:
     """`Storage.to_gemm_operand` of each (storage, layout), with one launch for all codes of a
     format that are transposed, or anchored alike.
 
@@ -300,37 +311,37 @@ def to_gemm_operands(
     """
     transposing: dict[Format, list[int]] = {}
     anchoring: dict[tuple[Format, Direction, str], list[int]] = {}
-    for i, (storage, layout) in enumerate(wanted):
+    for i, (storage, layout) in enumerate(targets):
         if storage.needs_transpose(layout):
             transposing.setdefault(storage.fmt, []).append(i)
         elif layout in ANCHORS and storage.row0 == 0:
             anchoring.setdefault((storage.fmt, storage.direction, layout), []).append(i)
     transposed: dict[int, Tensor] = {}
     for fmt, places in transposing.items():
-        of = [wanted[i][0] for i in places]
+        storages = [targets[i][0] for i in places]
         results = dispatch.multi_tensor_transpose(
-            [s.data for s in of], [s.padded_shape for s in of], fmt, calls
+            [s.data for s in storages], [s.padded_shape for s in storages], fmt, calls
         )
         transposed.update(zip(places, results))
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for key, places in anchoring.items():
-        of = [wanted[i][0] for i in places]
+        storages = [targets[i][0] for i in places]
         data, scales, amaxes, cols = zip(
-            *((s.data, s.scales, s.tensor_amax, s.padded_shape[1]) for s in of)
+            *((s.data, s.scales, s.tensor_amax, s.padded_shape[1]) for s in storages)
         )
         results = dispatch.multi_tensor_anchor(data, scales, amaxes, cols, *key, calls)
         anchored.update(zip(places, results))
     operands = [
         storage.to_gemm_operand(layout, transposed.get(i), anchored.get(i))
-        for i, (storage, layout) in enumerate(wanted)
+        for i, (storage, layout) in enumerate(targets)
     ]
     if calls is not None:
-        for (storage, _), operand in zip(wanted, operands):
+        for (storage, _), operand in zip(targets, operands):
             calls += _scale_copies(storage, operand)
     return operands
 
 
-def _scale_copies(storage: Storage, operand: GemmOperand) -> list[RecordedLaunch]:
+def _scale_copies(storage: Storage, operand: EncodedMatrix) -> list[RecordedLaunch]:
     """Launches that copy scales into those of `operand`, if these are a copy in another order,
     padded with zeros."""
     source, target = storage.scale, operand.scale
@@ -357,8 +368,7 @@ _DTYPES = {
 def rebuild_storage(
     facts: dict, buffers: dict[str, Tensor], row0: int = 0, layout: str = COMPACT
 ) -> EncodedMatrix:
-    """The matrix that `EncodedMatrix.facts` describes, over `buffers` by field name: a `Storage`,
-    or a `GemmOperand` of another layout.
+    """The matrix that `EncodedMatrix.facts` describes, over `buffers` by field name.
 
     Files come from anywhere: raises ValueError for facts that no matrix has, and for buffers that
     are missing, too many, or of another dtype or shape than these facts give them.
@@ -394,8 +404,9 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
         raise ValueError(f"layout is {layout!r}, from row {row0}")
     if set(buffers) - set(BUFFERS) or not all(isinstance(b, Tensor) for b in buffers.values()):
         raise TypeError(f"buffers are tensors, of {', '.join(BUFFERS)}")
-    of = fmt, direction, shape, buffers["data"], buffers.get("scale"), buffers.get("tensor_amax")
-    return _class_of(layout)(*of, dtype, row0, layout)
+    data, scale, tensor_amax = buffers["data"], buffers.get("scale"), buffers.get("tensor_amax")
+    matrix_class = _class_of(layout)
+    return matrix_class(fmt, direction, shape, data, scale, tensor_amax, dtype, row0, layout)
 
 
 def _is_size(value: object, least: int = 0) -> bool:
@@ -408,5 +419,5 @@ def _reduced(matrix: EncodedMatrix) -> tuple:
 
 
 copyreg.pickle(Storage, _reduced)
-copyreg.pickle(GemmOperand, _reduced)
+copyreg.pickle(EncodedMatrix, _reduced)
 torch.serialization.add_safe_globals([rebuild_storage])

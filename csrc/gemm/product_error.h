@@ -41,7 +41,7 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of the errors of probed lines, sums[1] += those of their formats' own errors, each relative to the
-// sum of both: see ops/product_error.py. Active in one of `every` steps.
+// sum of both: see dist_tests/product_error.py. Active in one of `every` steps.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;

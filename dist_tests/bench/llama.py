@@ -18,9 +18,12 @@ compiled", is measured first; then --arms:
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
     unfused          eager, fuse=False           again     the base once more, to see the drift
     quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
-                     base's, and masters in fp32
+                     base's (--moments float32: as those of wrapped), and masters in fp32
+    wrapped          as quantized, with fq.optim.wrap(torch.optim.AdamW); moments of masters in fp32
+    two-rungs        as compiled; the underflow check moves GEMMs to exact scales at once
     graphed          compiled, and the step as one CUDA graph by fq.graphed
-    quantized-eager, quantized-graphed, graphed-eager      as their names say
+    quantized-eager, quantized-graphed, graphed-eager, wrapped-eager, wrapped-graphed,
+    two-rungs-graphed      as their names say
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
@@ -65,7 +68,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import fsdp_quant as fq
 from dist_tests.bench import ranks
 from dist_tests.bench.clock import first_line
-from dist_tests.bench.linear import RECIPES
+from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant.ops import extension
 
 try:
@@ -95,6 +98,11 @@ OURS = {
     "quantized": {"quantized": True, "compiled": True},
     "quantized-eager": {"quantized": True},
     "quantized-graphed": {"quantized": True, "compiled": True, "graphed": True},
+    "wrapped": {"quantized": True, "wrapped": True, "compiled": True},
+    "wrapped-eager": {"quantized": True, "wrapped": True},
+    "wrapped-graphed": {"quantized": True, "wrapped": True, "compiled": True, "graphed": True},
+    "two-rungs": {"two_rungs": True, "compiled": True},
+    "two-rungs-graphed": {"two_rungs": True, "compiled": True, "graphed": True},
     "graphed": {"compiled": True, "graphed": True},
     "graphed-eager": {"graphed": True},
 }
@@ -167,6 +175,8 @@ class Arm(NamedTuple):
     compiled: bool = False
     fuse: bool = True
     quantized: bool = False
+    wrapped: bool = False
+    two_rungs: bool = False
     graphed: bool = False
     torchao: str | None = None
 
@@ -242,9 +252,11 @@ def build(arm: Arm, args, device: torch.device):
     if args.fsdp:
         for module in (*layers, net):
             fully_shard(module)
-    if arm.quantized:
-        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr, moment_dtype=torch.bfloat16)
-    return net, torch.optim.AdamW(net.parameters(), lr=args.lr, fused=True)
+    if arm.quantized and not arm.wrapped:
+        moments = getattr(torch, args.moments)
+        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr, moment_dtype=moments)
+    adam = fq.optim.wrap(torch.optim.AdamW) if arm.wrapped else torch.optim.AdamW
+    return net, adam(net.parameters(), lr=args.lr, fused=True)
 
 
 # Measurements #
@@ -320,6 +332,11 @@ def profiled(step: Callable[[], Tensor]) -> list[tuple[str, int, float]]:
 
 def measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
     """Build one arm and measure all columns. Every rank calls it."""
+    with two_rungs(arm.two_rungs):
+        return _measure(arm, tokens, args, device, say)
+
+
+def _measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
     begin = time.perf_counter()
     torch._dynamo.reset()  # graphs of the arm before, which hold its model
     counters.clear()
@@ -465,6 +482,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="default 6, with --tiny 2")
     add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
     add("--lr", type=float, default=1e-4)
+    add("--moments", choices=("bfloat16", "float32"), default="bfloat16", help="of FusedAdam")
     add("--loss", choices=("own", "liger"), default="own")
     add("--compile", choices=("layers", "whole"), default="layers")
     add("--backend", default="inductor", help="of torch.compile")

@@ -12,8 +12,8 @@ transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast,
 compiled, fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is
 the Python files of the installed packages; every fiftieth file is for validation. Arms: bf16, the
 recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
-nvfp4_exact), and any of them with ":1", another seed of initial values and of the order of the
-data.
+nvfp4_exact), any of them with "/two", where the underflow check knows two rungs, and with ":1",
+another seed of initial values and of the order of the data.
 
 Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as
 a share, and the law: at most LIMITS, or the difference of bf16's two seeds. ms of a step (mean,
@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
-from dist_tests.bench.linear import RECIPES
+from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.modules.steps import converted_modules
@@ -137,7 +137,7 @@ def trained(
             use_cache=False,
         )
     ).to(device)
-    recipe = recipe_of(name, steps)
+    recipe = recipe_of(name.removesuffix("/two"), steps)
     if recipe is not None:
         fq.convert(model, recipe, ["lm_head"])
     for layer in model.model.layers:
@@ -200,7 +200,9 @@ def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
     if base is None or name == "bf16":
         return None, None
     noise = max(bases.values()) - min(bases.values())
-    return arm["loss"] - base, max(noise, LIMITS.get(name.removesuffix("_exact"), LIMIT) * base)
+    return arm["loss"] - base, max(
+        noise, LIMITS.get(name.removesuffix("/two").removesuffix("_exact"), LIMIT) * base
+    )
 
 
 def same(a: dict, b: dict) -> bool:
@@ -283,16 +285,17 @@ def main(argv: list[str] | None = None) -> int:
         data, sequences = text(args.data, device), 1 if args.size == "tiny" else BATCH
         for arm in args.arms.split(","):
             try:
-                runs.append(
-                    trained(
-                        arm,
-                        args.size,
-                        args.steps,
-                        sequences,
-                        data,
-                        lambda line: print(line, flush=True),
+                with two_rungs("/two" in arm):
+                    runs.append(
+                        trained(
+                            arm,
+                            args.size,
+                            args.steps,
+                            sequences,
+                            data,
+                            lambda line: print(line, flush=True),
+                        )
                     )
-                )
             except Exception as error:  # the other arms go on
                 print(f"{arm} failed: {first_line(error)}", flush=True)
                 failed = True

@@ -88,24 +88,12 @@ def say(fact: str) -> None:
 
 def check_signatures() -> None:
     """Megatron calls our constructors and methods with its arguments."""
-    layers = tensor_parallel.layers
-    pairs = [
-        (layers.ColumnParallelLinear, ours.ColumnParallelLinear),
-        (layers.RowParallelLinear, ours.RowParallelLinear),
-    ]
-    for theirs, mine in pairs:
-        for method in ("__init__", "forward", "sharded_state_dict"):
-            want, got = (inspect.signature(getattr(c, method)).parameters for c in (theirs, mine))
-            assert list(want) == [name for name in got if name in want], (
-                mine,
-                method,
-                set(want) ^ set(got),
-            )
-            assert set(got) - set(want) <= {"recipe"}, (mine, method)
-            assert {n: p.default for n, p in want.items()} == {n: got[n].default for n in want}, (
-                mine,
-                method,
-            )
+    for method in ("forward", "_forward_impl"):
+        theirs, mine = (
+            inspect.signature(getattr(layer, method)).parameters
+            for layer in (tensor_parallel.RowParallelLinear, ours.RowParallelLinear)
+        )
+        assert list(theirs)[:3] == list(mine)[:3], (method, theirs, mine)
     for builder, mine in (
         (experts.GroupedLinearFc1Builder, ours.ColumnParallelGroupedLinear),
         (experts.GroupedLinearFc2Builder, ours.RowParallelGroupedLinear),
@@ -127,8 +115,8 @@ def check_settings() -> None:
     """What we refuse is what Megatron calls so."""
     for table, owner in (
         (HONOURED, TransformerConfig),
-        (gather._REFUSED_OF_DDP, DistributedDataParallelConfig),
-        (gather._REFUSED_OF_OPTIMIZER, OptimizerConfig),
+        (gather._TESTED_DDP, DistributedDataParallelConfig),
+        (gather._TESTED_OPTIMIZER, OptimizerConfig),
     ):
         known = {f.name for f in fields(owner)}
         for name in sorted(set(table) - known):

@@ -25,7 +25,7 @@ from torch import nn
 import fsdp_quant as fq
 from dist_tests.laws import values
 from dist_tests.single.hopper import operator_schemas
-from fsdp_quant import checkpoint, recipes
+from fsdp_quant import checkpoint, public, recipe, recipes
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.roles import Role
 
@@ -42,12 +42,17 @@ def a_model(recipe) -> nn.Module:
 def public_names() -> dict[str, list[str] | None]:
     """Each public name, and the parameters of those that are functions."""
     found: dict[str, list[str] | None] = {}
-    its_own = [
+    defined = [
         n
-        for n, v in vars(recipes).items()
-        if getattr(v, "__module__", "") in (recipes.__name__, Role.__module__) and n[0] != "_"
+        for n, v in vars(recipe).items()
+        if getattr(v, "__module__", "") in (recipe.__name__, Role.__module__) and n[0] != "_"
     ]
-    for where, names in ((fq, fq.__all__), (recipes, its_own)):
+    namespaces = (fq.recipes, fq.numerics, fq.steps, fq.inspection)
+    for where, names in (
+        (fq, public.NAMES | public.ALIASES),
+        (recipe, defined),
+        *((namespace, namespace.__all__) for namespace in namespaces),
+    ):
         for name in names:
             value = getattr(where, name)
             function = value.__init__ if inspect.isclass(value) else value
@@ -57,6 +62,19 @@ def public_names() -> dict[str, list[str] | None]:
                 [*inspect.signature(value).parameters] if named else None
             )
     return found
+
+
+def test_names_of_earlier_versions_lead_to_the_same_objects():
+    """If false, a program that uses a name from before it moved imports nothing, or a second
+    class of which nothing is an instance."""
+    assert len(fq.__all__) < 40 and set(fq.__all__) <= set(dir(fq))
+    assert not {"recipe", "gemm", "DelayedScaling"} & set(dir(fq))
+    for name, value in public.ALIASES.items():
+        assert getattr(fq, name) is value
+    for name in (n for n in vars(recipe) if n[0] != "_"):
+        assert getattr(fq.recipes, name) is getattr(recipe, name)
+    assert fq.recipe is recipe and not hasattr(fq.recipes, "mxfp9")
+    assert "DelayedScaling" not in dir(fq.recipes)
 
 
 def recipe_texts() -> dict[str, str]:

@@ -278,7 +278,7 @@ def both(name: str) -> list[Encoding]:
 
 
 def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
-    """The `GemmOperand` of the reference's storage for `arch`, made on the CPU."""
+    """The `EncodedMatrix` of the reference's storage for `arch`, made on the CPU."""
     on_cpu = dispatch.Encoded(
         *(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4])
     )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws, pieces
+from dist_tests import product_error as estimates
 from dist_tests.kernels import expected, sanitize_products
 from dist_tests.kernels.entries import DONE, SHAPES, differences, on_device, run, values
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
@@ -35,9 +36,9 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
 from fsdp_quant.ops import anchoring, layout, native, norm, reference
-from fsdp_quant.ops import product_error as estimates
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
+from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import Stored, adam_update
 from fsdp_quant.quantizer import HybridQuantizer
@@ -171,7 +172,7 @@ def product_error() -> None:
     """Of operands of every kind of scale, in a step that is looked at."""
     fmt, step = (
         MADE["mxfp8"].fmt,
-        on_device(torch.tensor([0, estimates.PROBED_STEPS, 0, -1, 0])),
+        on_device(torch.tensor([0, PROBED_STEPS, 0, -1, 0])),
     )
     for (m, n, k), blocks in (((64, 48, 128), (None, 1)), ((200, 70, 1040), (128, 512))):
         operands = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_tests import product_error
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import MADE, encoded, inputs
 from fsdp_quant.formats import (
@@ -22,8 +23,9 @@ from fsdp_quant.formats import (
     format_of,
 )
 from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
-from fsdp_quant.ops import anchoring, native, product_error
+from fsdp_quant.ops import anchoring, native
 from fsdp_quant.ops.layout import pack
+from fsdp_quant.ops.product_error import PROBED_STEPS
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -188,9 +190,7 @@ def test_what_products_lose_is_the_references():
                     ((3, 4), 0, 1),
                     ((5, 3), 2, 2),
                 ):
-                    step = torch.tensor(
-                        [3, probe * product_error.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE
-                    )
+                    step = torch.tensor([3, probe * PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
                     guard = torch.ones(3, 2, device=expected.DEVICE)
                     native.product_error(
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product

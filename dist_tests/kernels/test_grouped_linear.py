@@ -31,9 +31,9 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules import grouped as program
 from fsdp_quant.modules import grouped_ops
+from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules.operands import slot_storages
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native

@@ -30,10 +30,11 @@ on_cpu = pytest.mark.skipif(
     DEVICE != "cpu", reason="emulates a GPU on a CPU, or compares ranks with this process on a CPU"
 )
 # What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer
-# than most laws. Without it `torch._dynamo` alone was a third of the suite's time: a module that
-# ranks import later is paid for by every rank of every law. A rank is a fork of one server: 50 ms
-# of processor time, and modules, counters, step and groups as in a fresh process. Ranks that live
-# on would save those 50 ms and share all that state.
+# than most laws, and transformers longer still. Without it `torch._dynamo` alone was a third of the
+# suite's time: a module that ranks import later is paid for by every rank of every law. What is not
+# installed is left out. A rank is a fork of one server: 50 ms of processor time, and modules,
+# counters, step and groups as in a fresh process. Ranks that live on would save those 50 ms and
+# share all that state.
 _PRELOAD = [
     "numpy.random",
     "pytest",
@@ -42,6 +43,8 @@ _PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "dist_tests.multi.nets",
     "dist_tests.single.hopper",
 ]

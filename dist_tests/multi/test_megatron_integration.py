@@ -149,29 +149,6 @@ def joined_and_split(rank: int, world: int) -> None:
         results.append((y, mine.grad))
     for got, want, what in zip(*results, ("y", "dx")):
         close(got, want, f"input_is_parallel=False: {what}")
-    for make, words in (
-        (
-            lambda: ColumnParallelLinear(
-                H, 2 * world + 1, config=config, tp_group=group, name="up", **shared
-            ),
-            "output_size=.*do",
-        ),
-        (
-            lambda: RowParallelLinear(
-                H,
-                H,
-                config=Config(sequence_parallel=True),
-                tp_group=group,
-                name="down",
-                bias=False,
-                input_is_parallel=False,
-                **shared,
-            ),
-            "sequence_parallel without input_is_parallel",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make()
 
 
 def tensor_parallelism(rank: int, world: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.multi.test_packed_experts import assert_same
@@ -69,9 +70,9 @@ def gradients(net: nn.Module, *given: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach()} | {f"input {i}": x.grad for i, x in enumerate(given)} | found
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("on_hopper", [False, True])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled", laws.crossed(NAMED, (False, True), (False, True))
+)
 def test_products_are_those_of_linear_layers(name: str, on_hopper: bool, compiled: bool):
     """If false, the packed weight is multiplied in high precision, in parts, or with another
     input's scales."""

@@ -618,7 +618,8 @@ MESHES = (
 
 def several_axes(rank: int, world: int) -> None:
     of_world = [axes for axes in MESHES if prod(axes.values()) == world]
-    for i, (name, axes) in enumerate(zip(RECIPES, itertools.cycle(of_world))):
+    cases = list(enumerate(zip(RECIPES, itertools.cycle(of_world))))
+    for i, (name, axes) in laws.every_second(cases, 0):
         order = ("styles", "convert", "fully_shard")[(i + i // 3) % 3]
         mesh, ranks = mesh_of(**axes), axes["tp"]
         mine, shards = (
@@ -713,9 +714,8 @@ def test_example_trains_alike_on_two_axes(tmp_path):
         run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2))
     )
     assert max(abs(a - b) for a, b in zip(alone, both)) < 1.5e-3, (alone, both)
-    # on a CPU eager steps, and a warning
-    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[0]
-    assert with_graphs == alone
+    if laws.EVERYTHING:  # on a CPU eager steps, and a warning
+        assert run_ranks(2, example_losses, 1, str(text), "--graphed")[0] == alone
 
 
 class _MLP(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_quant as fq
-from dist_tests.laws import EVERYTHING, assert_same_bytes
+from dist_tests.laws import EVERYTHING, assert_same_bytes, every_second
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import (
     BATCH,
@@ -121,7 +121,7 @@ def test_other_loops_count_their_steps_after_a_trainer(callbacks, tmp_path: Path
         assert fq.state_dict(model)["step"] == STEPS + 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", every_second(list(RECIPES), 0))
 def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
     """If false, generation, evaluation or held codes change what the Trainer trains, or
     micro-batches do not share codes."""
@@ -192,7 +192,7 @@ def test_resume_goes_on(recipe: str, tmp_path: Path):
     than an undisturbed one."""
     reference = _converted(recipe)
     loop(reference)
-    for step in (1, 2):
+    for step in (1, 2) if EVERYTHING else (2,):
         out = tmp_path / str(step)
         _trainer(out, recipe, max_steps=step, save_strategy="steps", save_steps=step)
         resumed = _trainer(out, recipe, resume=True)
@@ -266,7 +266,7 @@ SHARDED = {
 
 
 # CI runs those whose path through FSDP2 no other one shares, and one kind of state a recipe.
-IN_CI = ["generates and evaluates", "checkpointed, reentrant", "rank 0", "bf16"]
+IN_CI = ["checkpointed, reentrant", "rank 0", "bf16"]  # fp8_delayed generates and evaluates
 STATES = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 

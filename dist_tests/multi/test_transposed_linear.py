@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.multi.test_packed_experts import assert_same, step, train
@@ -38,9 +39,9 @@ def pair(recipe: fq.Recipe) -> list[nn.Module]:
     return [fq.convert(nn.Sequential(module), recipe)[0] for module in (conv, linear)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("on_hopper", [False, True])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled", laws.crossed(NAMED, (False, True), (False, True))
+)
 def test_products_are_those_of_a_linear_layer(name: str, on_hopper: bool, compiled: bool):
     """If false, a transposed weight is quantized along the other dim, or its gradient lies
     wrongly."""

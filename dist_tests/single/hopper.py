@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dist_tests import product_error
 from fsdp_quant.formats import (
     COLUMNWISE,
     E2M1,
@@ -47,9 +48,9 @@ from fsdp_quant.ops import (
     native,
     norm,
     opaque,
-    product_error,
     reference,
 )
+from fsdp_quant.ops import product_error as probing
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.tensor import torch_compat
 
@@ -591,7 +592,7 @@ class Operators:
         step,
         guard,
         product,
-        every=product_error.PROBED_STEPS,
+        every=probing.PROBED_STEPS,
     ):
         refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
         refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
@@ -891,9 +892,9 @@ class Operators:
         return [y, tables, *made[fields:]]
 
     def _watch(self, plan, product, guard, step, a, b, grouped: bool = False) -> None:
-        counted, every = self.plans[plan].watched[product], product_error.PROBED_STEPS
+        counted, every = self.plans[plan].watched[product], probing.PROBED_STEPS
         if grouped:
-            every = product_error.PROBED_STEPS_OF_GROUPS
+            every = probing.PROBED_STEPS_OF_GROUPS
         if guard is not None and counted:
             self.product_error(
                 a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product, every

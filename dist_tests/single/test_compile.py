@@ -625,8 +625,7 @@ class Attention(nn.Module):
         return x + self.o(torch.sigmoid(self.q(h) * self.k(h)) * self.v(h))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("on_hopper", [False, True])
+@pytest.mark.parametrize("name, on_hopper", laws.crossed(RECIPES, (False, True), stride=3))
 def test_graphs_hold_functional_operators_alone(name: str, on_hopper: bool):
     """If false, Python of ours runs in a compiled step, a graph finds its layer by a number, or no
     CUDA graph may hold it."""
@@ -738,7 +737,7 @@ def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
     assert sizes[0] > sizes[1] > sizes[2], sizes
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", laws.sample(list(RECIPES), 3))
 def test_what_a_memory_budget_makes_again_has_the_bits_of_the_forward(name: str):
     """If false, less memory is another training: with other random bits, or amaxes that are
     recorded twice."""
@@ -772,7 +771,7 @@ def test_a_model_that_counts_in_its_graph_is_within_a_budget_the_same(name: str)
         return seen + histories(model)
 
     want = run(1.0)
-    for budget in (0.5, 0.1):
+    for budget in laws.every_second([0.5, 0.1], 1):
         with functorch_config.patch(
             activation_memory_budget=budget, is_non_builtin_to_include=True
         ):

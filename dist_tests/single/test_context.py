@@ -40,13 +40,7 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
-        0,
-        0,
-        0,
-        -1,
-        False,
-    )
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 0, 0, 0, False
     STEP.publish()
 
 
@@ -1123,6 +1117,22 @@ def test_training_resumes_bit_for_bit(name: str):
     fq.load_state_dict(m, saved["quant"])
     got += train(m, optimizer, range(3, 6))
     assert got == want
+
+
+def test_layers_that_no_model_counted_resume_under_a_trainer():
+    """Otherwise a model that was built of `fq.Linear` begins at step 0 again, if it is loaded
+    before `fully_shard` or a trainer counts its steps."""
+    make = functools.partial(Autoencoder, functools.partial(fq.Linear, recipe=counted("nvfp4")))
+    m = make()
+    assert steps_seen(m, 2, lambda m: m(X).sum().backward()) == [0, 1]
+    state = fq.state_dict(m)
+    restart()
+    other = make()
+    other.load_state_dict(m.state_dict())
+    fq.load_state_dict(other, state)
+    assert fq.state_dict(other)["step"] == 2
+    training_steps.count_passes(other)
+    assert steps_seen(other, 2, lambda m: m(X).sum().backward()) == [2, 3]
 
 
 def test_a_state_of_another_recipe_is_refused():

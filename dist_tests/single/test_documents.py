@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fsdp_quant as fq
+from fsdp_quant import public
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,7 +63,7 @@ def test_an_example_learns(name: str, arguments: list[str]):
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", fq.__all__)
+@pytest.mark.parametrize("name", public.NAMES | public.ALIASES)
 def test_a_public_name_has_an_example_that_runs(name: str, tmp_path, monkeypatch):
     """If false, a docstring shows a call that fails, or none. Values are shown by the docstring of
     their class."""

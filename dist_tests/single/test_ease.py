@@ -334,8 +334,8 @@ def test_the_import_is_cheap():
         "from fsdp_quant.modules.linear import Linear\n"
         "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, "
         "fq.plan.__name__)",
-        "from fsdp_quant import *; print(convert.__name__, hooks.__name__, gemm.__name__, "
-        "plan.__name__)",
+        "from fsdp_quant import *; print(convert.__name__, hooks.__name__, "
+        "numerics.gemm.__name__, plan.__name__)",
         "from fsdp_quant import convert, hooks, gemm, plan; print(convert.__name__, "
         "hooks.__name__, gemm.__name__, plan.__name__)",
     ],

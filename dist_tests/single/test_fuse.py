@@ -490,6 +490,31 @@ class ByGlobals(Titan):
         return self.w2(gated(self.w1(x), self.w3(x)))
 
 
+class Helper:
+    @staticmethod
+    def gated(module: nn.Module, g: Tensor, u: Tensor) -> Tensor:
+        return F.silu(g if module.limit is None else g.clamp(max=module.limit)) * u
+
+
+class ByHelper(Titan):
+    limit: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(Helper.gated(self, self.w1(x), self.w3(x)))
+
+
+class ByName(Titan):
+    """What it lacks it reads by name, or as a child that is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_module("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * getattr(self, "gain", 1)
+        return y if self.last is None else self.last(y)
+
+
 class InheritsNorm(LlamaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -528,6 +553,9 @@ CHANGES = {
     "private": (Settings, lambda m, patch: setattr(m, "_scale", 1.015)),
     "limit": (Settings, lambda m, patch: setattr(m, "limit", 0.1)),
     "attribute that was not there": (Inherits, lambda m, patch: setattr(m, "off", True)),
+    "attribute by name": (ByName, lambda m, patch: setattr(m, "gain", 2)),
+    "child that was None": (ByName, lambda m, patch: setattr(m, "last", nn.ReLU())),
+    "attribute that a helper reads": (ByHelper, lambda m, patch: setattr(m, "limit", 0.1)),
     "forward": (Titan, lambda m, patch: patch(of_cls(m), "forward", doubled(of_cls(m).forward))),
     "forward of the instance": (Titan, lambda m, patch: setattr(m, "forward", doubled(m.forward))),
     "inherited forward": (

@@ -86,7 +86,7 @@ class Recorder:
 
     def replay(self) -> None:
         self.replays += 1
-        args, kwargs = torch_compat.tree_unflatten(self.step._inputs, self.step._given[0])
+        args, kwargs = torch_compat.tree_unflatten(self.step._inputs, self.step._signature[0])
         for target, value in zip(
             self.step._outputs.values(), self.step._step(*args, **kwargs).values()
         ):

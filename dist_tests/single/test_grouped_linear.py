@@ -80,13 +80,7 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
-        0,
-        0,
-        0,
-        -1,
-        False,
-    )
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 0, 0, 0, False
     STEP.publish()
 
 
@@ -182,52 +176,6 @@ def test_grouped_linear_equals_a_loop_over_experts(name: str, packed: bool):
     got = trained(grouped(recipe, packed, bias), packed, batches, lambda m, x, sizes: m(x, sizes))
     for splits, a, b in zip(SPLITS, got, want):
         assert_same(a, b, f"{name}, {splits}")
-
-
-MODES = (None, "high_precision", "dequantized")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])  # all: test_recipe_table.py
-def test_backward_modes_of_experts_are_those_of_a_linear_layer(name: str, mode: str | None):
-    """If false, a mode holds for linear layers and not for experts: gradients, or what is kept for
-    them, differ.
-
-    Bias or none, 2-D and 3-D inputs, uniform and empty splits, frozen or not, packed or not; each
-    against a loop over `fq.Linear`, whose modes `test_linear.py` holds to high-precision products.
-    """
-    recipe = recipes.by_name(name, backward_override=mode)
-    for packed, bias, shape, sizes, frozen in (
-        (True, True, (24,), [6, 6, 6, 6], False),
-        (False, False, (2, 12), [0, 24, 0, 0], False),
-        (True, False, (2, 12), [0, 9, 15, 0], True),
-        (False, True, (24,), [1, 0, 20, 3], True),
-        (True, True, (0,), [0, 0, 0, 0], False),
-    ):
-        x, results = values(*shape, K, seed=3, dtype=torch.float32), []
-        for module, call in (
-            (grouped(recipe, packed, bias), lambda m, x: m(x, sizes)),
-            (
-                loop(recipe, packed, bias),
-                lambda m, x: of_loop(m, x.reshape(-1, K), sizes).view(*x.shape[:-1], N),
-            ),
-        ):
-            restart()
-            is_grouped = isinstance(module, fq.GroupedLinear)
-            for n, p in module.named_parameters():
-                p.requires_grad_(not frozen or n.endswith("bias"))
-            given = x.clone().requires_grad_()
-            with recorded_saves() as saved:
-                y = call(module, given)
-            y.backward(values(*y.shape, seed=4, dtype=torch.float32))
-            grads = by_expert(
-                module,
-                packed and is_grouped,
-                lambda p: torch.zeros_like(p) if p.grad is None else p.grad,
-            )
-            results.append({"y": y.detach(), "dx": given.grad} | grads)
-            results[-1] |= {f"kept {i}": t.detach().clone() for i, t in enumerate(saved)}
-        assert_same(*results, f"{name} {mode} packed={packed} {sizes} frozen={frozen}")
 
 
 def test_splits_are_counts_or_ends():
@@ -664,9 +612,15 @@ def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
             assert_same(*made, f"{name} on {arch}")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block_mxfp8", "keeps_input", "mxfp6", "half"])
+@pytest.mark.parametrize(
+    "name, arch, packed",
+    laws.crossed(
+        ["mxfp8", "fp8_block_mxfp8", "keeps_input", "mxfp6", "half"],
+        ["sm_80", "sm_100f"],
+        [False, True],
+        stride=3,
+    ),
+)
 def test_codes_are_one_product_of_values_on_other_gpus(name: str, arch: str, packed: bool):
     """If false, experts wait for the device to tell their splits on GPUs whose codes no grouped
     kernel multiplies, or a scale there serves tokens of two experts."""
@@ -996,9 +950,10 @@ class Within(nn.Module):
         return self.experts(2 * x, self.ends) + 1
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
-@pytest.mark.parametrize("name", [*sorted(RECIPES), "row_delayed"])
+@pytest.mark.parametrize(
+    "name, on_hopper, packed",
+    laws.crossed([*sorted(RECIPES), "row_delayed"], (False, True), (False, True)),
+)
 def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, packed: bool):
     """If false, a compiled mixture of experts breaks its graphs, waits for the device, or trains
     another model: with other histories or random bits."""
@@ -1035,9 +990,10 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, p
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
-@pytest.mark.parametrize("name", [*sorted(RECIPES), "e5m2"])
+@pytest.mark.parametrize(
+    "name, on_hopper, compiled",
+    laws.crossed([*sorted(RECIPES), "e5m2"], (False, True), (False, True)),
+)
 def test_weights_that_lie_transposed_are_multiplied_as_others(
     name: str, on_hopper: bool, compiled: bool
 ):

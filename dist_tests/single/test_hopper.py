@@ -83,7 +83,7 @@ def _own_step():
 
 def restart() -> None:
     """Random bits as in a new process."""
-    STEP.step, STEP.micro_batch, STEP.token_offset = 0, 0, -1
+    STEP.step, STEP.micro_batch = 0, 0
     STEP.publish()
 
 

@@ -62,7 +62,7 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset = 0, 0, 0, -1
+    STEP.seed, STEP.step, STEP.micro_batch = 0, 0, 0
     STEP.publish()
 
 

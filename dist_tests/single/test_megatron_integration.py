@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's layers, without Megatron: its constructors and what it reads of a layer; a small
-config stands for its own."""
+"""Megatron-LM's layers, without Megatron: `dist_tests.megatron_core` and a small config stand for
+its own."""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import dist_tests.megatron_core  # noqa: F401  (before the integration)
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant.context import STEP
@@ -26,7 +28,6 @@ from fsdp_quant.integrations.megatron import (
     ColumnParallelLinear,
     RowParallelGroupedLinear,
     RowParallelLinear,
-    core,
 )
 from fsdp_quant.integrations.megatron.config import HONOURED
 
@@ -296,11 +297,6 @@ REFUSED = [
     ({}, {"grad_output_buffer": []}, "grad_output_buffer"),
     ({}, {"output_dtype": torch.float32}, "output_dtype=torch.float32.*wanted torch.bfloat16"),
     ({}, {"recipe": fq.recipes.nvfp4(tail=0.1)}, "tail.*fq.set_recipe"),
-    (
-        {"expert_model_parallel_size": 2},
-        {"is_expert": True, "gather_output": True},
-        "gather_output=True of an expert",
-    ),
 ]
 
 
@@ -415,12 +411,8 @@ def custom_formats(role):
 
 def test_what_needs_megatron_says_so(monkeypatch):
     """Otherwise a machine without Megatron fails at import, or with the name of a variable."""
-    monkeypatch.setattr(core, "_missing", ImportError("No module named 'megatron'"))
-    for needs in (
-        lambda: megatron.SpecProvider(HYBRID),
-        lambda: megatron.gpt_layer_spec(HYBRID),
-        lambda: column().sharded_state_dict(),
-        lambda: experts(ColumnParallelGroupedLinear).sharded_state_dict(),
-    ):
-        with pytest.raises(ImportError, match="needs Megatron-LM.*No module named 'megatron'"):
-            needs()
+    for module in ("linear", "experts", "specs"):
+        monkeypatch.setitem(sys.modules, f"{megatron.__name__}.{module}", None)
+    for name in ("SpecProvider", "gpt_layer_spec", "ColumnParallelLinear", "weight_proxies"):
+        with pytest.raises(ImportError, match=f"{name} needs Megatron-LM .*put the checkout"):
+            getattr(megatron, name)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_tests import laws
+from dist_tests.product_error import product_error
+from fsdp_quant.encoded_matrix import EncodedMatrix
 from fsdp_quant.formats import E4M3, E5M2, ROWWISE, Encoding, Format, anchored_format, format_of
-from fsdp_quant.gemm_operand import GemmOperand
 from fsdp_quant.ops import reference
 from fsdp_quant.ops.layout import (
     ANCHOR_RUNS,
@@ -22,7 +23,6 @@ from fsdp_quant.ops.layout import (
     ANCHORS,
     ANCHORS_OF_BOTH,
 )
-from fsdp_quant.ops.product_error import product_error
 from fsdp_quant.recipe import Recipe
 from fsdp_quant.storage import Storage
 
@@ -37,7 +37,7 @@ def exact(x: Tensor, fmt: Format) -> Storage:
     return Storage(fmt, ROWWISE, tuple(x.shape), *made, None, x.dtype)
 
 
-def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> GemmOperand:
+def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> EncodedMatrix:
     """As a product on this rung reads an activation, or a weight, whose codes are made first."""
     if is_weight:
         return exact(x, fmt).to_gemm_operand(rung)
@@ -46,7 +46,7 @@ def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> GemmOperand:
     e = Encoding(of, ROWWISE)
     codes, scale = reference.encode(x, *reference.statistics(x, e), e)
     scale = scale.flatten() if ANCHOR_RUNS.get(rung) is None else scale.t().contiguous()
-    return GemmOperand(fmt, ROWWISE, tuple(x.shape), codes, scale, None, x.dtype, 0, rung)
+    return EncodedMatrix(fmt, ROWWISE, tuple(x.shape), codes, scale, None, x.dtype, 0, rung)
 
 
 def measured(

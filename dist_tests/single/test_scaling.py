@@ -525,7 +525,7 @@ def test_histories_roll_together_as_each_alone(stays: bool):
         assert after(AmaxHistory.advanced(of, torch.tensor(flag)), of) == want, f"skipped {flag}"
     for flag, want in ((False, rolled), (True, kept)):
         of = two()
-        assert after(AmaxHistory.advanced_alike(of, kept=torch.tensor(flag)), of) == want, (
+        assert after(AmaxHistory.advanced_group(of, unchanged=torch.tensor(flag)), of) == want, (
             f"kept {flag}"
         )
 

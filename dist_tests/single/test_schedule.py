@@ -24,13 +24,7 @@ MX, NV, BF16 = recipes.mxfp8(), recipes.nvfp4(), recipes.identity()
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by training forwards."""
     with kept_step():
-        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
-            0,
-            0,
-            0,
-            -1,
-            False,
-        )
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 0, 0, 0, False
         STEP.publish()
         yield
 

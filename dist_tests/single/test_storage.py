@@ -13,7 +13,7 @@ import torch
 
 from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
-from fsdp_quant import gemm_operand
+from fsdp_quant import encoded_matrix
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import dispatch, gemm_layout, layout
@@ -26,7 +26,6 @@ ARCHS = tuple(ARCHITECTURES)
 
 each_quantizer = pytest.mark.parametrize("name", sorted(WITH_RHT))
 each_direction = pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
-each_arch = pytest.mark.parametrize("arch", ARCHS)
 
 
 def rows_mix(storage: Storage) -> bool:
@@ -35,7 +34,7 @@ def rows_mix(storage: Storage) -> bool:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Let every device be of this architecture."""
-    for module in (storage_module, gemm_operand):
+    for module in (storage_module, encoded_matrix):
         monkeypatch.setattr(module, "arch_of", lambda device: arch)
 
 
@@ -254,11 +253,10 @@ SHAPES = [(1, 1), (7, 33), (33, 47), (96, 160), (130, 520), (300, 96)]
 
 @each_quantizer
 @each_direction
-@each_arch
-def test_gemm_layout_inverts(name: str, direction: Direction, arch: str):
+def test_gemm_layout_inverts(name: str, direction: Direction):
     """Otherwise codes cannot be taken back from what a kernel wrote, and padding is not told from
     values."""
-    for shape in SHAPES:
+    for shape, arch in itertools.product(SHAPES, ARCHS):
         storage = WITH_RHT[name].storage(values(*shape), direction)
         operand = storage.to_gemm_operand(layout.NATIVE, arch=arch)
         back = to_storage(operand, arch=arch)
@@ -287,10 +285,9 @@ def test_numbers_of_scales_are_those_of_the_layouts(name: str, direction: Direct
 
 
 @each_quantizer
-@each_arch
-def test_gemm_layout_of_zero_rows_inverts(name: str, arch: str):
+def test_gemm_layout_of_zero_rows_inverts(name: str):
     """Otherwise an expert without tokens breaks the GEMM's operands."""
-    for direction in Direction:
+    for direction, arch in itertools.product(Direction, ARCHS):
         storage = WITH_RHT[name].storage(torch.zeros(0, 48, dtype=torch.bfloat16), direction)
         back = to_storage(storage.to_gemm_operand(layout.NATIVE, arch=arch), arch=arch)
         assert_same_storage(back, storage, f"{name} {direction.value} {arch}")
@@ -307,11 +304,10 @@ def codes_of(storage: Storage) -> np.ndarray:
 
 @each_quantizer
 @each_direction
-@each_arch
-def test_gemm_layout_data_is_k_major(name: str, direction: Direction, arch: str):
+def test_gemm_layout_data_is_k_major(name: str, direction: Direction):
     """Row i of the operand is output i: its codes are next to each other along the contraction,
     packed."""
-    for shape in [(7, 33), (33, 47), (96, 160)]:
+    for shape, arch in itertools.product([(7, 33), (33, 47), (96, 160)], ARCHS):
         storage = WITH_RHT[name].storage(values(*shape), direction)
         data = storage.to_gemm_operand(layout.NATIVE, arch=arch).data
         want = codes_of(storage)
@@ -346,11 +342,10 @@ def test_gemm_layout_scales_are_in_128x4_tiles(name: str, direction: Direction):
 
 
 @each_direction
-@each_arch
-def test_gemm_layout_fp32_scales(direction: Direction, arch: str):
+def test_gemm_layout_fp32_scales(direction: Direction):
     """1x128: M-major [blocks, rup(outer, 4)]; 128x128: [outer blocks, rup(blocks, 4)];
     whole-contraction: [outer]."""
-    for shape in SHAPES:
+    for shape, arch in itertools.product(SHAPES, ARCHS):
         for name in (
             "fp8_tensor",
             "fp8_row",
@@ -467,30 +462,29 @@ def test_gemm_layout_refuses_what_it_cannot_lay_out():
 
 @each_quantizer
 @each_direction
-@each_arch
-def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, monkeypatch):
+def test_scales_are_laid_out_again(name: str, direction: Direction, monkeypatch):
     """If false, the scales of a gather are those of the last one, or memory that was taken again is
     read behind them."""
-    pretend(monkeypatch, arch)
-    storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
-    (made,) = to_gemm_operands([(storage, layout.NATIVE)], calls=calls)
-    fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100f"
-    if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
-        assert not calls, "there is no copy"
-    if fmt.name == "fp8_128x128":
-        assert bool(calls) == (direction is COLUMNWISE or 640 // 128 % 4 != 0), (
-            "a scale a tile lies as products read it, or turned"
-        )
-    if not calls:
-        return
-    storage.scale.copy_(storage.scale.roll(1, 0).roll(1, 1))
-    made.scale.fill_(3)  # as memory that was taken again
-    for call in calls:
-        call()
-    assert any(t is made.scale for call in calls for t in call.out)
-    assert_same_bytes(
-        made.scale, storage.to_gemm_operand(layout.NATIVE).scale, f"{name} {direction} on {arch}"
-    )
+    for arch in ARCHS:
+        pretend(monkeypatch, arch)
+        storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
+        (made,) = to_gemm_operands([(storage, layout.NATIVE)], calls=calls)
+        fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100f"
+        if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
+            assert not calls, "there is no copy"
+        if fmt.name == "fp8_128x128":
+            assert bool(calls) == (direction is COLUMNWISE or 640 // 128 % 4 != 0), (
+                "a scale a tile lies as products read it, or turned"
+            )
+        if not calls:
+            continue
+        storage.scale.copy_(storage.scale.roll(1, 0).roll(1, 1))
+        made.scale.fill_(3)  # as memory that was taken again
+        for call in calls:
+            call()
+        assert any(t is made.scale for call in calls for t in call.out)
+        want = storage.to_gemm_operand(layout.NATIVE).scale
+        assert_same_bytes(made.scale, want, f"{name} {direction} on {arch}")
 
 
 @pytest.mark.parametrize("outer", [1, 31, 32, 33, 127, 128, 129, 300])

@@ -15,7 +15,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def text() -> str:
-    """Markdown of everything in `fsdp_quant.__all__`: classes and functions, modules, values."""
+    """Markdown of everything in `fsdp_quant.__all__`: classes and functions, then modules."""
     import fsdp_quant as fq
 
     public = {name: getattr(fq, name) for name in fq.__all__}
@@ -25,11 +25,9 @@ def text() -> str:
         for name, value in public.items()
         if inspect.isroutine(value) or inspect.isclass(value)
     }
-    values = [name for name in public if name not in modules and name not in callables]
     parts = ["## Functions and classes\n"]
     parts += [entry(name, callables[name]) for name in sorted(callables, key=str.lower)]
     parts += ["## Modules\n", *(module_entry(name, modules[name]) for name in sorted(modules))]
-    parts += ["## Values\n", *(f"- `fq.{name}`: `{short(public[name])}`" for name in values)]
     return "\n".join(parts)
 
 
@@ -37,7 +35,7 @@ def entry(name: str, value: object, level: str = "###") -> str:
     """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
     first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
     # a dataclass without one shows its signature
-    if value.__doc__ is None or first.startswith(f"{name}("):
+    if value.__doc__ is None or first.startswith(f"{name.rpartition('.')[2]}("):
         first = ""
     lines = [
         f"{level} `fq.{name}`\n",
@@ -71,22 +69,18 @@ def signature(name: str, value: object) -> str:
 
 
 def module_entry(name: str, module: types.ModuleType) -> str:
-    """The docstring of a module, and a line for each public name that it defines."""
-    listed = getattr(module, "__all__", ())
-    members = [
-        (member, value) for member, value in vars(module).items()
-        if not member.startswith("_") and getattr(value, "__module__", "").startswith("fsdp_quant")
-        and (inspect.isroutine(value) or inspect.isclass(value)) and value.__doc__
-        and (member in listed or value.__module__.startswith(module.__name__))
-    ]  # fmt: skip
+    """The docstring of a module, and an entry per name of its `__all__`."""
     lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
-    for member, value in members:
-        sentence = " ".join(inspect.getdoc(value).partition("\n\n")[0].split()).replace("`", "")
-        lines.append(f"- `fq.{name}.{member}`: `{sentence}`")
+    for member in getattr(module, "__all__", ()):
+        value = getattr(module, member)
+        if inspect.isroutine(value) or inspect.isclass(value):
+            lines.append(entry(f"{name}.{member}", value, "####"))
+        else:
+            lines.append(f"- `fq.{name}.{member}`: `{short(value)}`\n")
     return "\n".join(lines) + "\n"
 
 
 def short(value: object) -> str:
     """A value on one line."""
-    said = ", ".join(value) if isinstance(value, dict) else repr(value)
-    return said if len(said) < 200 else said[:200] + " ..."
+    text = ", ".join(value) if isinstance(value, dict) else repr(value)
+    return text if len(text) < 200 else text[:200] + " ..."

@@ -125,7 +125,7 @@ def on_processes(sizes: Sizes, fn: Callable[[Ranks], object], ordered: bool) -> 
             return None
         return OrderedGroup(group) if ordered and name not in ("forward", "backward") else group
 
-    with fq.token_offset(0):  # micro-batches are numbered over all data-parallel ranks
+    with fq.steps.token_offset(0):  # micro-batches are numbered over all data-parallel ranks
         return fn(Ranks(sizes, dist.get_rank(), make))
 
 
@@ -137,7 +137,7 @@ def on_virtual_ranks(sizes: Sizes, fn: Callable[[Ranks], object]) -> list:
         def make(name: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
             return VirtualGroup(world, members, rank, name) if rank in members else None
 
-        with fq.token_offset(0):  # a rank is a thread, and contexts belong to threads
+        with fq.steps.token_offset(0):  # a rank is a thread, and contexts belong to threads
             return fn(Ranks(sizes, rank, make, world))
 
     return world.run(of)

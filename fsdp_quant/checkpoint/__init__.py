@@ -17,3 +17,20 @@ from .code_hash import fingerprint, fingerprints
 from .files import export_safetensors, load_safetensors, publish, replacing
 from .verification import SAVED_BY, SKIPPED, Verified, verify
 from .weights import LocalWeight, code_tensors, prepared, storage_tensors
+
+__all__ = [
+    "SAVED_BY",
+    "SKIPPED",
+    "LocalWeight",
+    "Verified",
+    "code_tensors",
+    "export_safetensors",
+    "fingerprint",
+    "fingerprints",
+    "load_safetensors",
+    "prepared",
+    "publish",
+    "replacing",
+    "storage_tensors",
+    "verify",
+]

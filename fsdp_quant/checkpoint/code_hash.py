@@ -120,12 +120,12 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
         together = torch.stack([sums[n] for n in names])
         dist.all_reduce(together, group=group)
         sums.update(zip(names, together))
-    for group, own in experts.items():
-        together = torch.stack([sums[n] for n, _ in own])
+    for group, matrices in experts.items():
+        together = torch.stack([sums[n] for n, _ in matrices])
         of_ranks = [torch.empty_like(together) for _ in range(group.size())]
         dist.all_gather(of_ranks, together, group=group)
         for r, values in enumerate(of_ranks):
-            for (name, count), value in zip(own, values):
+            for (name, count), value in zip(matrices, values):
                 weight, _, e = name.rpartition(".")
                 sums[f"{weight}.{int(e) + (r - group.rank()) * count}"] = value
     return {name: int(value) for name, value in sums.items()}

@@ -86,7 +86,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy of the unsharded tensor. Every rank must call it."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -126,8 +127,8 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
             if w.piece.state.quantizer.rowwise.fmt.is_quantized and not w.transposed:
                 replaced[id(w.piece.state)] = name = torch_compat.in_state_dict(w.name)
                 storage = w.storage(ROWWISE)
-                whole = storage_tensors(storage, w.like, w.rows)
-                named = {f"{name}.rowwise.{buffer}": _whole(t) for buffer, t in whole.items()}
+                buffers = storage_tensors(storage, w.like, w.rows)
+                named = {f"{name}.rowwise.{buffer}": _on_cpu(t) for buffer, t in buffers.items()}
                 tensors |= named if writes else {}
                 metadata[name] = json.dumps(
                     storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]}
@@ -137,8 +138,8 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
         name = torch_compat.in_state_dict(name)
         quantized = replaced.get(owners.get(name, -1))
         if quantized is None:
-            whole = _whole(tensor)
-            tensors |= {name: whole} if writes else {}
+            values = _on_cpu(tensor)
+            tensors |= {name: values} if writes else {}
         elif quantized != name:
             metadata[name] = json.dumps({"tied": quantized})
     if writes:
@@ -182,22 +183,22 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
             raise ValueError(
                 f"{path}: the digests of its tensors are damaged; export the model again"
             )
-        found = {
+        actual = {
             name: digest(value)
             for name, value in (metadata | tensors).items()
             if name in digests or name in tensors
         }
         wrong = {
-            "lacks": digests.keys() - found,
-            "holds, besides those of the export,": found.keys() - digests.keys(),
+            "lacks": digests.keys() - actual,
+            "holds, besides those of the export,": actual.keys() - digests.keys(),
             "holds other bytes, or facts, of": {
-                name for name in found if digests.get(name, found[name]) != found[name]
+                name for name in actual if digests.get(name, actual[name]) != actual[name]
             },
         }
-        for what, names in wrong.items():
+        for fault, names in wrong.items():
             if names:
                 raise ValueError(
-                    f"{path} {what} {', '.join(sorted(names)[:5])}: the file is damaged; export "
+                    f"{path} {fault} {', '.join(sorted(names)[:5])}: the file is damaged; export "
                     "the model again"
                 )
     return tensors, metadata
@@ -225,30 +226,27 @@ def rebuild_tensors(
         else:
             weight, direction, buffer = match.groups()
             buffers.setdefault(weight, {}).setdefault(direction, {})[buffer] = tensor
-    facts = {name: of for name, text in metadata.items() if isinstance(of := _json(text), dict)}
-    described = {name for name, of in facts.items() if {"format", "direction"} <= of.keys()}
+    parsed = {name: _json(text) for name, text in metadata.items()}
+    facts = {name: entry for name, entry in parsed.items() if isinstance(entry, dict)}
+    described = {name for name, entry in facts.items() if {"format", "direction"} <= entry.keys()}
     for name in {**buffers, **dict.fromkeys(sorted(described))}:
-        its = facts.get(name)
-        if (
-            its is None
-            or name not in described
-            or list(buffers.get(name, ())) != [its["direction"]]
-            or name in loaded
-        ):
+        direction = facts[name]["direction"] if name in described else None
+        if direction is None or list(buffers.get(name, ())) != [direction] or name in loaded:
             raise ValueError(
                 f"{path}: the codes of {name} or their facts are missing or of another direction; "
                 "export the model again"
             )
         try:
-            loaded[name] = QuantizedTensor(rebuild_storage(its, buffers[name][its["direction"]]))
+            loaded[name] = QuantizedTensor(rebuild_storage(facts[name], buffers[name][direction]))
         except ValueError as error:
             raise ValueError(f"{path}: {name}: {error}") from None
-    for name, of in facts.items():
-        if name not in described and isinstance(of.get("tied"), str):
-            if of["tied"] not in described:
+    for name, entry in facts.items():
+        tied = entry.get("tied")
+        if name not in described and isinstance(tied, str):
+            if tied not in described:
                 raise ValueError(
-                    f"{path}: {name} is tied to {of['tied']}, which holds no codes; export the "
-                    "model again"
+                    f"{path}: {name} is tied to {tied}, which holds no codes; export the model "
+                    "again"
                 )
-            loaded[name] = loaded[of["tied"]]
+            loaded[name] = loaded[tied]
     return loaded

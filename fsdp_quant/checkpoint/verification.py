@@ -59,50 +59,50 @@ def verify(path: str | PathLike) -> Verified:
     Raises FileNotFoundError if there is nothing.
     """
     path = Path(path)
-    found = Verified(str(path))
+    report = Verified(str(path))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if files:  # of `fq.export`, or of a hub
         for file in files:
-            _verify_file(file, found)
-        _verify_index(path, found)
+            _verify_file(file, report)
+        _verify_index(path, report)
     elif path.is_dir():
-        _verify_folder(path, found)
+        _verify_folder(path, report)
     else:
         with path.open("rb"):
-            _verify_file(path, found)
-    print(found)
-    return found
+            _verify_file(path, report)
+    print(report)
+    return report
 
 
-def _verify_file(path: Path, found: Verified) -> None:
+def _verify_file(path: Path, report: Verified) -> None:
     damaged = installed().SafetensorError
     try:
         tensors, metadata = read_checked(path)
         loaded = rebuild_tensors(tensors, metadata, path)
     except (ValueError, damaged) as error:
-        found.problems.append(str(error))
+        report.problems.append(str(error))
         return
     for name, tensor in loaded.items():
         codes = tensor.rowwise or tensor.columnwise if isinstance(tensor, QuantizedTensor) else None
-        found.lines.append(
+        report.lines.append(
             f"  {name}: {list(tensor.shape)} "
             + (str(tensor.dtype) if codes is None else codes.describe())
         )
 
 
-def _verify_index(path: Path, found: Verified) -> None:
+def _verify_index(path: Path, report: Verified) -> None:
     """Report files that the index of a folder names and the folder lacks."""
     for index in path.glob("*.safetensors.index.json"):
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            found.problems.append(f"{index} cannot be read: {type(error).__name__}: {error}")
+            report.problems.append(f"{index} cannot be read: {type(error).__name__}: {error}")
             continue
         if missing := sorted(name for name in named if not (path / str(name)).is_file()):
-            found.problems.append(f"{path} lacks {', '.join(missing)}, which {index.name} names")
+            report.problems.append(f"{path} lacks {', '.join(missing)}, which {index.name} names")
 
 
-def _verify_folder(path: Path, found: Verified) -> None:
+def _verify_folder(path: Path, report: Verified) -> None:
     # by place; functions that read tensors, which are large
     values: dict[tuple[str, ...], Any] = {}
     try:
@@ -111,13 +111,13 @@ def _verify_folder(path: Path, found: Verified) -> None:
             place = (metadata.planner_data or {}).get(key, (key,))
             value = _read_one(path, key, stored)
             if isinstance(stored, TensorStorageMetadata) and "histories" not in place:
-                found.lines.append(f"  {key}: {list(stored.size)} {stored.properties.dtype}")
+                report.lines.append(f"  {key}: {list(stored.size)} {stored.properties.dtype}")
                 value = functools.partial(_read_one, path, key, stored)
             values[tuple(map(str, place))] = value
     except (Exception, CheckpointException) as error:  # readers of damaged bytes raise anything
         if isinstance(error, CheckpointException):
             error = next(iter(error.failures.values()))[0]
-        found.problems.append(
+        report.problems.append(
             f"it cannot be read: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         )
         return
@@ -130,15 +130,15 @@ def _verify_folder(path: Path, found: Verified) -> None:
                 if p[: len(place) - 1] == place[:-1]
             }
             try:
-                rank, world = _verify_state(".".join(place[:-1]) or "state", state, values, found)
+                rank, world = _verify_state(".".join(place[:-1]) or "state", state, values, report)
                 ranks.setdefault(world, set()).add(rank)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                found.problems.append(
+                report.problems.append(
                     f"{'.'.join(place[:-1])} is no state of fq.state_dict: {error}"
                 )
     for world, saved in ranks.items():
         if world and len(saved) < world and any("histories" in place for place in values):
-            found.problems.append(
+            report.problems.append(
                 f"it holds amax histories of ranks {sorted(saved)} of {world}, and each rank has "
                 "its own; save fq.state_dict under a key per rank"
             )
@@ -153,13 +153,15 @@ def _read_one(path: Path, key: str, stored: object) -> Any:
 
 
 def _verify_state(
-    name: str, state: dict[tuple, Any], values: dict[tuple, Any], found: Verified
+    name: str, state: dict[tuple, Any], values: dict[tuple, Any], report: Verified
 ) -> tuple[int, int]:
     """Check a state of `fq.state_dict`, whose leaves are given by place. Returns (rank, world size)
     that saved it; (0, 0) for older files."""
     rank, world = json.loads(state.get(("moved",), "{}")).get(SAVED_BY, (0, 0))
     step, seed, text = (state[key,] for key in ("step", "seed", "recipe"))
-    found.lines.append(f"  {name}: step {step}, seed {seed}, rank {rank} of {world or '?'}, {text}")
+    report.lines.append(
+        f"  {name}: step {step}, seed {seed}, rank {rank} of {world or '?'}, {text}"
+    )
     if type(step) is not int or step < 0 or type(seed) is not int:
         raise ValueError(f"step is {step!r} and seed {seed!r}")
     histories: dict[str, dict[str, Tensor]] = {}
@@ -167,7 +169,7 @@ def _verify_state(
         if place[0] == "histories":
             histories.setdefault(place[1], {})[place[2]] = value
             if not (value.isfinite() & (value >= 0)).all():
-                found.problems.append(
+                report.problems.append(
                     f"{name}: {place[2]} of the amax history of {place[1]} is negative or not "
                     "finite"
                 )
@@ -178,15 +180,15 @@ def _verify_state(
         same += is_same is True
         other += [weight] if is_same is False else []
     if recipes_of_state:
-        found.lines.append(
+        report.lines.append(
             f"  {name}: codes of {same} of {len(codes)} weights encoded again, and compared"
         )
     else:
-        found.lines.append(
+        report.lines.append(
             f"  {name}: codes not compared, because no recipe of fq.recipes alone encoded them"
         )
     if other:
-        found.problems.append(
+        report.problems.append(
             f"{name}: the codes of {', '.join(other[:5])} are not those that were saved: the "
             "weight, or its fingerprint, is damaged (or tensor parallelism cut its blocks)"
         )
@@ -234,21 +236,21 @@ def _reproduces(
 def _recipes_in(text: str) -> list[recipes.Recipe]:
     """The recipes in a text of `Recipe.__repr__` joined by bars; none if one is not of
     `fq.recipes`."""
-    found = []
+    parsed = []
     for part in text.split(" | "):
         try:
             name, keywords = _call(ast.parse(part, mode="eval").body)
             if name not in recipes.NAMED:
                 return []
-            given = {keyword: _value(node) for keyword, node in keywords.items()}
+            values = {keyword: _value(node) for keyword, node in keywords.items()}
             options: dict[str, Any] = {"backward_override": None}
-            for option in given.keys() & recipes.Recipe.__dataclass_fields__.keys():
-                options[option] = given.pop(option)
-            arguments = tuple(sorted(given.items()))
-            found.append(recipes.Recipe(name, recipes.by_families, arguments, **options))
+            for option in values.keys() & recipes.Recipe.__dataclass_fields__.keys():
+                options[option] = values.pop(option)
+            arguments = tuple(sorted(values.items()))
+            parsed.append(recipes.Recipe(name, recipes.by_families, arguments, **options))
         except (SyntaxError, TypeError, ValueError):
             return []
-    return found
+    return parsed
 
 
 def _call(node: ast.expr) -> tuple[str, dict[str, ast.expr]]:

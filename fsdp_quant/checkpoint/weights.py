@@ -81,8 +81,8 @@ class LocalWeight:
             return self.codes.storage_for(direction)
         piece, state = self.piece, self.piece.state
         if self.sharded is not None:
-            whole = self.sharded.full_tensor().detach()
-            piece = piece._replace(values=whole.mT if self.transposed else whole)
+            weight = self.sharded.full_tensor().detach()
+            piece = piece._replace(values=weight.mT if self.transposed else weight)
         values = piece.values
         dtype = state.compute_dtype or values.dtype
         statistics = self.statistics.get((state.name, direction))
@@ -105,25 +105,33 @@ class LocalWeight:
 def prepared(model: nn.Module) -> list[LocalWeight]:
     """The quantized weights of a model, each once, with the statistics that encoding them needs.
     Every rank must call it."""
-    found = [(w, Sharded(_rows(w), w.state, _cut_rows(w))) for w in quantized_weights(model)]
-    shared = [s for _, s in found if s.managed is not None or s.state.spans_parts]
+    shards = [(w, Sharded(_rows(w), w.state, _cut_rows(w))) for w in quantized_weights(model)]
+    shared = [s for _, s in shards if s.managed is not None or s.state.spans_parts]
     reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
-    for weight, (local, state, m, _) in found:
-        cuts, rank = cuts_and_rank(m, local.shape[0])
+    for weight, (local, state, managed, _) in shards:
+        cuts, rank = cuts_and_rank(managed, local.shape[0])
         group, count = state.tensor_group if state.packed else None, cuts.rows
         experts, first = (None, 0) if group is None else ((group, count), group.rank() * count)
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, cuts, rank, every=True)
         parameter, sharded = weight.parameter, None
-        if isinstance(parameter, DTensor) and m is None and state.tensor_group is None:
+        if isinstance(parameter, DTensor) and managed is None and state.tensor_group is None:
             sharded = parameter
-        of = m, state.statistics or {}, experts, codes, weight.is_transposed, sharded
-        for e, piece in enumerate(pieces, first):
-            weights.append(
-                LocalWeight(f"{weight.name}.{e}" if state.packed else weight.name, piece, *of)
+        weights += [
+            LocalWeight(
+                name=f"{weight.name}.{e}" if state.packed else weight.name,
+                piece=piece,
+                managed=managed,
+                statistics=state.statistics or {},
+                experts=experts,
+                codes=codes,
+                transposed=weight.is_transposed,
+                sharded=sharded,
             )
+            for e, piece in enumerate(pieces, first)
+        ]
     return weights
 
 
@@ -184,12 +192,12 @@ def _whole_scale(scale: Tensor, first: int, shape: list[int], group: dist.Proces
 
     first:  the block row of this rank's first scale.
     """
-    whole = scale.new_zeros(shape)
-    whole[first : first + scale.shape[0]] = scale
+    scales = scale.new_zeros(shape)
+    scales[first : first + scale.shape[0]] = scale
     # integers order as the scales do, which are not negative
-    bits = whole.view(torch.int32 if whole.dtype is torch.float32 else whole.dtype)
+    bits = scales.view(torch.int32 if scales.dtype is torch.float32 else scales.dtype)
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return whole
+    return scales
 
 
 def code_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -199,10 +207,10 @@ def code_tensors(model: nn.Module) -> dict[str, Tensor]:
     Leaves out directions that are not encoded from the master, and weights that are stored
     transposed. Every rank must call it.
     """
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for w in prepared(model):
         for storage in w.storages() if not w.transposed else ():
             prefix = f"{w.name}.{storage.direction.value}"
             tensors = storage_tensors(storage, w.like, w.rows)
-            found |= {f"{prefix}.{name}": t for name, t in tensors.items()}
-    return found
+            named |= {f"{prefix}.{name}": t for name, t in tensors.items()}
+    return named

@@ -1,7 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Printing only: what a model will run (`plan`) and what really ran (`receipt`).
+"""`fq.inspection`: what a model will run, what ran, and how large its quantization errors are.
 
 >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
->>> isinstance(fq.plan(model), fq.inspection.plan.ModelPlan)
+>>> isinstance(fq.plan(model), fq.inspection.ModelPlan)
 True
 """
+
+from .advise import Advice, Choice, study
+from .plan import GemmRow, ModelPlan, Traffic
+from .plan import diff as diff_plans
+from .plan import load as load_plan
+from .receipt import Receipt, reset_receipt
+from .recorder import Inspection
+
+__all__ = [
+    "Advice",
+    "Choice",
+    "GemmRow",
+    "Inspection",
+    "ModelPlan",
+    "Receipt",
+    "Traffic",
+    "diff_plans",
+    "load_plan",
+    "reset_receipt",
+    "study",
+]

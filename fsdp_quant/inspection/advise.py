@@ -81,9 +81,8 @@ class Advice:
 
     @property
     def cost(self) -> float:
-        return sum(c.cost * c.elements for c in self.choices) / sum(
-            c.elements for c in self.choices
-        )
+        elements = sum(c.elements for c in self.choices)
+        return sum(c.cost * c.elements for c in self.choices) / elements
 
     def __str__(self) -> str:
         candidates = list(self.choices[0].gaps)
@@ -100,10 +99,12 @@ class Advice:
                 f"{c.layer:{width}}  {chosen:20}{c.cost:6.2f}  "
                 + "  ".join(f"{n:14.2e}" for n in numbers)
             )
-        for what, i, unit in (("loss gap", 0, f" over {self.loss:.6g}"), ("gradient error", 1, "")):
+        labels = f"loss gap over {self.loss:.6g}", "gradient error"
+        for label, measured, predicted, budget in zip(
+            labels, self.measured, self.predicted, self.budget
+        ):
             lines.append(
-                f"{what}{unit}: {self.measured[i]:.3g} measured, {self.predicted[i]:.3g} "
-                f"predicted, budget {self.budget[i]:.3g}"
+                f"{label}: {measured:.3g} measured, {predicted:.3g} predicted, budget {budget:.3g}"
             )
         return "\n".join([*lines, f"operands: {self.cost:.2f} of bf16's bytes", self.code])
 
@@ -118,7 +119,8 @@ def advise(
     skip: Iterable[str] = (),
     say: Callable[[str], object] = print,
 ) -> PerLayer:
-    """The cheapest `per_layer` recipe within `budget` of high precision's loss; says the trade.
+    """Find the cheapest `per_layer` recipe within `budget` of high precision's loss, and report its
+    costs through `say`.
 
     model:           before or after `fq.convert`, in one process; it is copied, and stays as it is.
     batches:         a few; each is measured 1 + 2 x layers x candidates times.
@@ -155,7 +157,8 @@ def study(
     skip: Iterable[str] = (),
 ) -> Advice:
     """Choose the recipe of `advise`, and return it with its measurements."""
-    batches, candidates = list(batches), [c for c in dict.fromkeys(candidates) if c != HIGH]
+    batches = list(batches)
+    candidates = [c for c in dict.fromkeys(candidates) if c != HIGH]
     for family in candidates:
         family_of(family)
     if not batches or not candidates:
@@ -175,9 +178,10 @@ def study(
         )
     probe = copy.deepcopy(model).eval()
     with counters.uncounted():
-        convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(
-            probe, identity()
-        )
+        if converted_units(probe):
+            set_recipe(probe, identity())
+        else:
+            convert(probe, identity(), skip)
         begin_step(STEP.step, STEP.micro_batch, model=probe)  # and stays there
         return _Study(probe, batches, loss or _own_loss, candidates).advice(budget, gradient_error)
 
@@ -187,8 +191,8 @@ class _Study:
         self.probe, self.batches, self.loss = probe, batches, loss
         self.parameters = [p for p in probe.parameters() if p.requires_grad]
         self.elements = {
-            name: sum(layer.weight.numel() for layer in of)
-            for name, of in converted_units(probe).items()
+            name: sum(layer.weight.numel() for layer in layers)
+            for name, layers in converted_units(probe).items()
         }
         self.candidates = sorted([*candidates, HIGH], key=_bytes)  # the cheapest first
         self.losses = [self._loss(batch) for batch in batches]
@@ -201,47 +205,37 @@ class _Study:
 
     def advice(self, budget: float, gradient_error: float) -> Advice:
         gaps, errors = ({name: {HIGH: 0.0} for name in self.elements} for _ in range(2))
-        tried = [
-            (name, family) for name in self.elements for family in self.candidates if family != HIGH
-        ]
-        for name, family in progress(tried, "fq.advise: forward"):
+        pairs = [(n, family) for n in self.elements for family in self.candidates if family != HIGH]
+        for name, family in progress(pairs, "fq.advise: forward"):
             gaps[name][family] = abs(self._gap({name: (family, HIGH)}))
-        for (name, family), error in zip(
-            tried, self._errors([{name: (HIGH, family)} for name, family in tried])
-        ):
+        backwards = [{name: (HIGH, family)} for name, family in pairs]
+        for (name, family), error in zip(pairs, self._errors(backwards)):
             errors[name][family] = error
-        within_gap, within_error = budget, gradient_error
+        limits = budgets = budget, gradient_error
         for _ in range(ROUNDS):
-            forward = self._chosen(gaps, within_gap, sum)
-            backward = self._chosen(errors, within_error, lambda of: math.hypot(*of))
-            chosen = {name: (forward[name], backward[name]) for name in self.elements}
-            measured = (
-                abs(self._gap(chosen)),
-                self._errors([{n: (HIGH, b) for n, (_, b) in chosen.items()}])[0],
+            forward = self._chosen(gaps, limits[0], sum)
+            backward = self._chosen(errors, limits[1], _norm)
+            formats = {name: (forward[name], backward[name]) for name in self.elements}
+            predicted = (
+                sum(gaps[n][f] for n, (f, _) in formats.items()),
+                _norm(errors[n][b] for n, (_, b) in formats.items()),
             )
+            (error,) = self._errors([{n: (HIGH, b) for n, (_, b) in formats.items()}])
+            measured = abs(self._gap(formats)), error
             if measured[0] <= budget and measured[1] <= gradient_error:
                 break
-            if measured[0] > budget:
-                within_gap = (
-                    0.9 * sum(gaps[n][f] for n, f in forward.items()) * budget / measured[0]
-                )
-            if measured[1] > gradient_error:
-                total = math.hypot(*(errors[n][b] for n, b in backward.items()))
-                within_error = 0.9 * total * gradient_error / measured[1]
+            limits = tuple(
+                0.9 * p * b / m if m > b else limit
+                for limit, p, b, m in zip(limits, predicted, budgets, measured)
+            )
         else:
-            forward = backward = dict.fromkeys(self.elements, HIGH)
-            chosen, measured = dict.fromkeys(self.elements, (HIGH, HIGH)), (0.0, 0.0)
-        predicted = (
-            sum(gaps[n][f] for n, f in forward.items()),
-            math.hypot(*(errors[n][b] for n, b in backward.items())),
-        )
-        recipe, code = _recipe(chosen)
+            formats = dict.fromkeys(self.elements, (HIGH, HIGH))
+            predicted = measured = 0.0, 0.0
+        recipe, code = _recipe(formats)
         choices = tuple(
-            Choice(n, self.elements[n], gaps[n], errors[n], *of) for n, of in chosen.items()
+            Choice(n, self.elements[n], gaps[n], errors[n], f, b) for n, (f, b) in formats.items()
         )
-        return Advice(
-            recipe, code, choices, self.base, predicted, measured, (budget, gradient_error)
-        )
+        return Advice(recipe, code, choices, self.base, predicted, measured, budgets)
 
     def _chosen(
         self, harms: dict[str, dict[str, float]], budget: float, total: Callable
@@ -280,18 +274,18 @@ class _Study:
         `tried`."""
         noise, signal = [0.0] * len(tried), 0.0
         for batch in self.batches:
-            want = self._gradient({}, batch)
-            signal += sum(float(g.double().square().sum()) for g in want)
+            exact = self._gradient({}, batch)
+            signal += sum(float(g.double().square().sum()) for g in exact)
             for i, formats in enumerate(progress(tried, "fq.advise: backward")):
-                pairs = zip(self._gradient(formats, batch), want)
-                noise[i] += sum(float((got - g).double().square().sum()) for got, g in pairs)
-        errors = [math.sqrt(of / signal) if signal else 0.0 for of in noise]
+                pairs = zip(self._gradient(formats, batch), exact)
+                noise[i] += sum(float((g - e).double().square().sum()) for g, e in pairs)
+        errors = [math.sqrt(squares / signal) if signal else 0.0 for squares in noise]
         return [error if math.isfinite(error) else math.inf for error in errors]
 
     def _gradient(self, formats: Mapping[str, tuple[str, str]], batch: object) -> list[Tensor]:
         self._apply(formats)
-        found = torch.autograd.grad(self._scalar(batch), self.parameters, allow_unused=True)
-        return [g for g in found if g is not None]
+        gradients = torch.autograd.grad(self._scalar(batch), self.parameters, allow_unused=True)
+        return [g for g in gradients if g is not None]
 
     def _loss(self, batch: object) -> float:
         with torch.no_grad():
@@ -308,13 +302,10 @@ class _Study:
 
 
 def _own_loss(model: nn.Module, batch: object) -> Tensor:
-    output = (
-        model(**batch)
-        if isinstance(batch, Mapping)
-        else model(*batch)
-        if isinstance(batch, (tuple, list))
-        else model(batch)
-    )
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if getattr(output, "loss", None) is None:
         raise ValueError(
             f"advise: the model returned {type(output).__name__} without a loss; pass loss=lambda "
@@ -323,26 +314,28 @@ def _own_loss(model: nn.Module, batch: object) -> Tensor:
     return output.loss
 
 
+def _norm(values: Iterable[float]) -> float:
+    return math.hypot(*values)
+
+
 def _bytes(family: str) -> float:
     return family_of(family).vector.bytes_per_element()
 
 
-def _name(forward: str, backward: str) -> str:
-    """The name that `fq.convert` accepts for a pair of families."""
-    return forward if forward == backward and forward in names() else f"{forward}/{backward}"
-
-
-def _recipe(chosen: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
-    """The recipe and its expression; the most frequent pair is the default."""
-    texts = {layer: _name(*of) for layer, of in chosen.items()}
+def _recipe(formats: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
+    """Return the recipe and its expression; the most frequent pair is the default."""
+    texts = {
+        layer: forward if forward == backward and forward in names() else f"{forward}/{backward}"
+        for layer, (forward, backward) in formats.items()
+    }
     ((default, _),) = Counter(texts.values()).most_common(1)
-    named = {_pattern(layer, chosen): text for layer, text in texts.items() if text != default}
+    named = {_pattern(layer, formats): text for layer, text in texts.items() if text != default}
     code = f"fq.recipes.per_layer({default!r}" + (f", {named!r})" if named else ")")
     return per_layer(default, named), code
 
 
 def _pattern(layer: str, layers: Iterable[str]) -> str:
-    """A pattern that matches only this layer. A name without dots also matches the last component
-    of other names."""
+    """Return a pattern that matches only this layer. A name without dots also matches the last
+    component of other names."""
     alone = [other for other in layers if matches(layer, other)] == [layer]
     return layer if alone else f"[{layer[0]}]{layer[1:]}"

@@ -31,16 +31,16 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import reference
-from ..quantizer import HybridQuantizer
 from ..storage import Storage
 from ..tensor import torch_compat
+from ..tensor.weight_state import WeightQuantizer
 
 MOST_ELEMENTS = 1 << 22
 _GOLDEN = 0.6180339887498949
 
-# Fields of one tensor and of one of its directions -> how the fields of several parts combine.
+# Fields of one tensor, and of one of its directions -> how the fields of several parts combine.
 _COUNTS = ("nonzero", "zeroed", "finite", "saturated")
-_WHOLE = {"amax": torch.amax, "norm": torch.linalg.vector_norm}
+_TENSOR = {"amax": torch.amax, "norm": torch.linalg.vector_norm}
 _DIRECTION = {
     "signal": torch.linalg.vector_norm,
     "noise": torch.linalg.vector_norm,
@@ -53,94 +53,91 @@ Row = dict[str, float]  # field -> value on the host
 
 
 class Measured(NamedTuple):
-    """Statistics of one tensor, on its device and in the dtypes in which they were computed.
+    """Statistics of one tensor, on its device.
 
-    whole:       one tensor per field of `_WHOLE`, each of one element.
-    directions:  index of each quantized direction in the tensors of `fields`.
-    fields:      names of fields of `_DIRECTION` -> [fields, directions]. Fields that a tensor of
-                 codes lacks are omitted.
+    totals:   one element per field of `_TENSOR`.
+    columns:  quantized direction -> its column of `fields`.
+    fields:   fp64 [fields of `_DIRECTION`, columns]; zeros for those that a tensor of codes lacks.
     """
 
-    whole: tuple[Tensor, ...]
-    directions: dict[Direction, int]
-    fields: dict[tuple[str, ...], Tensor]
+    totals: tuple[Tensor, Tensor]
+    columns: dict[Direction, int]
+    fields: Tensor
 
 
 class OnHost(NamedTuple):
     """A `Measured` copied to the host."""
 
-    whole: Row
+    totals: Row
     directions: dict[Direction, Row]
 
 
-def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantizer) -> Measured:
+def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: WeightQuantizer) -> Measured:
     """Compute statistics of x [rows, cols] and of its compact storages.
 
     Directions whose values have the same shape are measured by the same operators.
     """
     quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
-    whole = _whole(x)
+    totals = _totals(x)
     if not quantized:
-        return Measured(whole, {}, {})
+        return Measured(totals, {}, totals[1].new_zeros(len(_DIRECTION), 0))
     dtype = x.dtype
     x, storages = _sampled(x, storages)
     values = x.float()
-    shared = hybrid.shares_storage and len(quantized) == 2
-    by_shape: dict[torch.Size, list[tuple[Direction, Tensor]]] = {}
-    for direction in [ROWWISE] if shared else quantized:
+    is_shared = hybrid.shares_storage and len(quantized) == 2
+    by_shape: dict[torch.Size, dict[Direction, Tensor]] = {}
+    for direction in [ROWWISE] if is_shared else quantized:
         source = values
         if direction is COLUMNWISE and hybrid.is_derived and ROWWISE in storages:
             source = storages[ROWWISE].dequantize(dtype)
         encoding = hybrid.side(direction).encoding(direction)
         source = reference.prepared(source, encoding).float()
-        by_shape.setdefault(source.shape, []).append((direction, source))
-    per_shape = [
-        _of_directions(values, [(source, storages[d]) for d, source in of])
-        for of in by_shape.values()
+        by_shape.setdefault(source.shape, {})[direction] = source
+    fields = [
+        _fields(values, list(sources.values()), [storages[d] for d in sources])
+        for sources in by_shape.values()
     ]
-    order = [direction for of in by_shape.values() for direction, _ in of]
-    fields = per_shape[0]
-    if len(per_shape) > 1:
-        fields = {k: torch.cat([m[k] for m in per_shape], -1) for k in fields}
-    return Measured(whole, {d: 0 if shared else order.index(d) for d in quantized}, fields)
+    order = [direction for sources in by_shape.values() for direction in sources]
+    columns = {d: 0 if is_shared else order.index(d) for d in quantized}
+    return Measured(totals, columns, torch.cat(fields, -1) if len(fields) > 1 else fields[0])
 
 
 def measure_codes(storages: dict[Direction, Storage]) -> Measured:
     """Compute statistics of a tensor that exists only as codes: amax, norm and range of scales."""
-    quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
     decoded = {d: s.decode(torch.float32) for d, s in storages.items()}
-    ranges = [
-        _scale_range(_scale_per_element(storages[d])[None], decoded[d] == 0) for d in quantized
-    ]
-    fields = {k: torch.cat([of[k] for of in ranges], -1) for k in ranges[0]} if ranges else {}
-    whole = _whole(next(iter(decoded.values())))
-    return Measured(whole, {d: i for i, d in enumerate(quantized)}, fields)
+    totals = _totals(next(iter(decoded.values())))
+    quantized = [d for d, s in storages.items() if s.fmt.is_quantized]
+    fields = totals[1].new_zeros(len(_DIRECTION), len(quantized))
+    for i, d in enumerate(quantized):
+        fields[-2:, i : i + 1] = torch.cat(
+            _scale_range(_scale_per_element(storages[d])[None], decoded[d] == 0)
+        )
+    return Measured(totals, {d: i for i, d in enumerate(quantized)}, fields)
 
 
-def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
+def _totals(x: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)
     if not x.numel():
         return norm, norm
     return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32), norm
 
 
-def _of_directions(x: Tensor, of: list[tuple[Tensor, Storage]]) -> dict[tuple[str, ...], Tensor]:
-    """Compute the fields of directions whose encoded values have the same shape.
+def _fields(x: Tensor, sources: list[Tensor], storages: list[Storage]) -> Tensor:
+    """Return [fields of `_DIRECTION`, directions] of directions whose encoded values have the same
+    shape.
 
-    x:   fp32, the values that the codes represent.
-    of:  per direction, the values that were encoded, fp32, and their storage.
+    x:        fp32, the values that the codes represent.
+    sources:  per direction, the values that were encoded, fp32.
     """
-    storages = [storage for _, storage in of]
     decodes = [s.decode(torch.float32) for s in storages]
-    decoded = _stacked(decodes)
-    dequantized = decoded
+    decoded = dequantized = _stacked(decodes)
     if any(s.fmt.rotated for s in storages):
         dequantized = _stacked(
             [s.dequantize(torch.float32) if s.fmt.rotated else d for s, d in zip(storages, decodes)]
         )
-    values = of[0][0][None]
-    if any(source is not of[0][0] for source, _ in of):
-        values = _stacked([source for source, _ in of])
+    values = sources[0][None]
+    if any(source is not sources[0] for source in sources):
+        values = _stacked(sources)
     scale = _stacked([_scale_per_element(s) for s in storages])
     zero, magnitude = values == 0, values.abs()
     nonzero, finite = ~zero, magnitude < math.inf
@@ -153,12 +150,14 @@ def _of_directions(x: Tensor, of: list[tuple[Tensor, Storage]]) -> dict[tuple[st
     zeroed = nonzero & (decoded == 0)
     counted = torch.stack(torch.broadcast_tensors(nonzero, zeroed, finite, saturated))
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return {
-        ("signal",): norm(x)[None, None].expand(1, len(of)),
-        ("noise",): norm(dequantized - x, dim=(1, 2))[None],
-        _COUNTS: counted.sum((2, 3), dtype=torch.float64),
-        **_scale_range(scale, zero),
-    }
+    return torch.cat(
+        [
+            norm(x).expand(1, len(storages)),
+            norm(dequantized - x, dim=(1, 2))[None],
+            counted.sum((2, 3), dtype=torch.float64).expand(-1, len(storages)),
+            *_scale_range(scale, zero),
+        ]
+    )
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
@@ -187,18 +186,18 @@ def _powers_of_two(device: torch.device) -> Tensor:
     return reference.power_of_two(torch.arange(256, dtype=torch.uint8, device=device))
 
 
-def _scale_range(scale: Tensor, zero: Tensor) -> dict[tuple[str, ...], Tensor]:
-    """Compute the smallest and largest scale, each [1, directions], of the elements that are not
+def _scale_range(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest scale, each [1, directions], of the elements that are not
     `zero`; inf and 0 if all are.
 
     scale:  [directions, rows, cols].
     """
     if not scale.numel():
         empty = scale.new_zeros(1, len(scale))
-        return {("scale_min",): empty + math.inf, ("scale_max",): empty}
+        return empty + math.inf, empty
     smallest = scale.masked_fill(zero, math.inf).amin((1, 2))
     largest = scale.masked_fill(zero, 0.0).amax((1, 2))
-    return {("scale_min",): smallest[None], ("scale_max",): largest[None]}
+    return smallest[None], largest[None]
 
 
 def _sampled(
@@ -210,104 +209,93 @@ def _sampled(
     row0 = next(iter(storages.values())).row0
     group = math.lcm(*(s.fmt.row_alignment(d) for d, s in storages.items()))
     first = -row0 % group
-    groups, wanted = (rows - first) // group, max(MOST_ELEMENTS // max(group * cols, 1), 1)
-    if groups <= wanted:
+    groups, selected = (rows - first) // group, max(MOST_ELEMENTS // max(group * cols, 1), 1)
+    if groups <= selected:
         return x, storages
 
     def sampled(storage: Storage) -> Storage:
         scale, block = storage.scale, storage.fmt.dims(storage.direction)[0]
         if scale is not None and block is not None:
             first_block = (row0 + first) // block - row0 // block
-            index = _row_index(groups, wanted, group // block, first_block, x.device)
+            index = _row_index(groups, selected, group // block, first_block, x.device)
             scale = scale.index_select(0, index)
         data = storage.data.index_select(0, rows_index)
         return replace(storage, shape=(len(rows_index), cols), data=data, scale=scale, row0=0)
 
-    rows_index = _row_index(groups, wanted, group, first, x.device)
+    rows_index = _row_index(groups, selected, group, first, x.device)
     return x.index_select(0, rows_index), {d: sampled(s) for d, s in storages.items()}
 
 
 @functools.lru_cache(maxsize=256)
 @torch_compat.outside_modes()
-def _row_index(groups: int, wanted: int, size: int, first: int, device: torch.device) -> Tensor:
-    """Return the row indices of `wanted` groups, chosen from `groups` of `size` rows each from row
-    `first` on."""
-    chosen = (
-        torch.arange(wanted, dtype=torch.float64, device="cpu") * _GOLDEN % 1.0 * groups
-    ).long()
-    return (
-        (first + chosen[:, None] * size + torch.arange(size, dtype=torch.int64, device="cpu"))
-        .flatten()
-        .to(device)
-    )
+def _row_index(groups: int, selected: int, size: int, first: int, device: torch.device) -> Tensor:
+    """Return the row indices of `selected` of `groups` groups of `size` rows each from row `first`
+    on."""
+    count = functools.partial(torch.arange, device="cpu")
+    chosen = (count(selected, dtype=torch.float64) * _GOLDEN % 1.0 * groups).long()
+    rows = first + chosen[:, None] * size + count(size, dtype=torch.int64)
+    return rows.flatten().to(device)
 
 
 def on_host(measured: Sequence[Measured]) -> list[OnHost]:
-    """Copy the values of each to the host, in one copy per dtype. Waits for the device."""
-    values = iter(to_host([t for of in measured for t in (*of.whole, *of.fields.values())]))
-    found = []
-    for of in measured:
-        whole = {name: value for name, (value,) in zip(_WHOLE, values)}
-        fields: dict[str, list[float]] = {}
-        for names, flat in zip(of.fields, values):
-            size = len(flat) // len(names)
-            fields |= {name: flat[i * size : (i + 1) * size] for i, name in enumerate(names)}
-        rows = {
-            d: {name: fields[name][i] if name in fields else 0.0 for name in _DIRECTION}
-            for d, i in of.directions.items()
+    """Copy the values of each to the host, in one copy per device. Waits for the device."""
+    values = iter(to_host([t for m in measured for t in (*m.totals, m.fields)]))
+    rows = []
+    for m, (amax,), (norm,), fields in zip(measured, values, values, values):
+        # rows of `fields` follow one another, so a column is every n-th value
+        directions = {
+            d: dict(zip(_DIRECTION, fields[i :: m.fields.shape[1]])) for d, i in m.columns.items()
         }
-        found.append(OnHost(whole, rows))
-    return found
+        rows.append(OnHost({"amax": amax, "norm": norm}, directions))
+    return rows
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Copy the elements of each tensor to the host, in one concatenation and one copy per device
-    and dtype. Waits for the device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault((t.device, t.dtype), []).append(i)
-    found: list[list[float]] = [[] for _ in tensors]
-    for indices in groups.values():
-        values = iter(torch.cat([tensors[i].reshape(-1) for i in indices]).tolist())
+    """Copy the elements of each tensor to the host, in one concatenation and one copy per device.
+    Waits for the device."""
+    values: list[list[float]] = [[] for _ in tensors]
+    for device in {t.device for t in tensors}:
+        indices = [i for i, t in enumerate(tensors) if t.device == device]
+        flat = iter(torch.cat([tensors[i].reshape(-1) for i in indices]).tolist())
         for i in indices:
-            found[i] = list(itertools.islice(values, tensors[i].numel()))
-    return found
+            values[i] = list(itertools.islice(flat, tensors[i].numel()))
+    return values
 
 
 def combined(parts: Sequence[OnHost]) -> OnHost:
     """Combine the statistics of the parts of one tensor."""
     if len(parts) == 1:
         return parts[0]
+    directions = {}
+    for d in Direction:
+        if rows := [p.directions[d] for p in parts if d in p.directions]:
+            directions[d] = _combined_rows(rows, _DIRECTION)
+    return OnHost(_combined_rows([p.totals for p in parts], _TENSOR), directions)
 
-    def of(rows: list[Row], fields: Mapping[str, Callable[[Tensor], Tensor]]) -> Row:
-        values = {name: [row[name] for row in rows] for name in fields}
-        return {
-            name: combine(torch.tensor(values[name], dtype=torch.float64, device="cpu")).item()
-            for name, combine in fields.items()
-        }
 
-    present = [d for d in Direction if any(d in p.directions for p in parts)]
-    directions = {
-        d: of([p.directions[d] for p in parts if d in p.directions], _DIRECTION) for d in present
+def _combined_rows(rows: list[Row], fields: Mapping[str, Callable[[Tensor], Tensor]]) -> Row:
+    values = {
+        name: torch.tensor([row[name] for row in rows], dtype=torch.float64, device="cpu")
+        for name in fields
     }
-    return OnHost(of([p.whole for p in parts], _WHOLE), directions)
+    return {name: combine(values[name]).item() for name, combine in fields.items()}
 
 
 def quantities(
-    slot: str, whole: Mapping[str, float], directions: Mapping[Direction, Row]
+    slot: str, totals: Mapping[str, float], directions: Mapping[Direction, Row]
 ) -> dict[str, float]:
     """Return "slot/quantity" and "slot.direction/quantity" -> number, without undefined ones."""
-    found = {f"{slot}/{field}": value for field, value in whole.items()}
-    for direction, of in directions.items():
+    numbers = {f"{slot}/{field}": value for field, value in totals.items()}
+    for direction, row in directions.items():
         name = f"{slot}.{direction.value}"
-        if of["nonzero"]:
-            found[f"{name}/underflow"] = of["zeroed"] / of["nonzero"]
-        if of["finite"]:
-            found[f"{name}/saturation"] = of["saturated"] / of["finite"]
-        if of["signal"] and not math.isnan(of["noise"]):
-            found[f"{name}/sqnr_db"] = (
-                20 * math.log10(of["signal"] / of["noise"]) if of["noise"] else math.inf
+        if row["nonzero"]:
+            numbers[f"{name}/underflow"] = row["zeroed"] / row["nonzero"]
+        if row["finite"]:
+            numbers[f"{name}/saturation"] = row["saturated"] / row["finite"]
+        if row["signal"] and not math.isnan(row["noise"]):
+            numbers[f"{name}/sqnr_db"] = (
+                20 * math.log10(row["signal"] / row["noise"]) if row["noise"] else math.inf
             )
-        if math.isfinite(of["scale_min"]):
-            found |= {f"{name}/scale_min": of["scale_min"], f"{name}/scale_max": of["scale_max"]}
-    return found
+        if math.isfinite(row["scale_min"]):
+            numbers |= {f"{name}/{field}": row[field] for field in ("scale_min", "scale_max")}
+    return numbers

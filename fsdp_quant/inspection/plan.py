@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +21,12 @@ from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.multihead_attention import MultiheadAttention
 from ..modules.packed_experts import are_sharded, kind_of
-from ..modules.plan import PRODUCTS
+from ..modules.plan import PRODUCTS, GemmPlan
 from ..modules.steps import converted_modules
 from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.expert_parallel import describe_experts
-from ..parallel.linear import describe
+from ..parallel.sequence import describe
 from ..recipe import default_override
 from ..roles import OVERRIDE_VARIABLE
 from ..tensor import torch_compat
@@ -70,12 +69,12 @@ class Traffic:
 
     def __str__(self) -> str:
         (forward, backward), (f, b), (inside, between) = self.gather, self.in_16_bit, self.bandwidth
-        at = f"{inside / 1e9:g} GB/s" + (
-            f" in a copy and {between / 1e9:g} between copies" if between != inside else ""
-        )
+        speed = f"{inside / 1e9:g} GB/s"
+        if between != inside:
+            speed += f" in a copy and {between / 1e9:g} between copies"
         return (
-            f"at {at}: gathers {forward * 1e3:.2f} ms forward + {backward * 1e3:.2f} ms backward a "
-            f"step (not quantized {f * 1e3:.2f} + {b * 1e3:.2f}), gradients "
+            f"at {speed}: gathers {forward * 1e3:.2f} ms forward + {backward * 1e3:.2f} ms "
+            f"backward a step (not quantized {f * 1e3:.2f} + {b * 1e3:.2f}), gradients "
             f"{self.reduce * 1e3:.2f} ms"
         )
 
@@ -101,31 +100,41 @@ class ModelPlan:
     notes: list[str] = field(default_factory=list)
     traffic: Traffic | None = None
 
+    @property
+    def gathered_bytes(self) -> tuple[int, int]:
+        """Sum the (forward, backward) bytes of the converted weights."""
+        pairs = self.weight_bytes.values()
+        return sum(forward for forward, _ in pairs), sum(backward for _, backward in pairs)
+
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
         """Sum the bytes of all gathers of one forward and backward, with parameters that are not
         quantized."""
-        rows = [*self.weight_bytes.values(), self.other_bytes]
-        return sum(f * forward + b * backward for f, b in rows)
+        pairs = self.gathered_bytes, self.other_bytes
+        return sum(f * forward + b * backward for f, b in pairs)
 
     @property
     def gathered_bytes_per_element(self) -> float:
         """Forward plus backward bytes of the converted weights, per weight element (a bf16 model:
         4)."""
-        total = sum(f + b for f, b in self.weight_bytes.values())
-        return total / self.weight_elements if self.weight_elements else 0.0
+        return sum(self.gathered_bytes) / self.weight_elements if self.weight_elements else 0.0
+
+    def equal_gemms(self) -> list[tuple[GemmRow, list[str]]]:
+        """Return the first row of each group of rows that differ in their module only, and the
+        modules."""
+        groups: dict[GemmRow, tuple[GemmRow, list[str]]] = {}
+        for row in self.gemms:
+            groups.setdefault(replace(row, module=""), (row, []))[1].append(row.module)
+        return list(groups.values())
 
     def __str__(self) -> str:
         lines = []
-        groups: dict[tuple, list[str]] = {}
-        for row in self.gemms:
-            groups.setdefault((row.product, row.operands, row.domain, row.reason), []).append(
-                row.module
+        for row, modules in self.equal_gemms():
+            (a, b), count = row.operands, f"[{_counted(modules)}]"
+            lines.append(
+                f"{row.product:6} {a:>18} x {b:<18} {row.domain:9} ({row.reason})  {count}"
             )
-        for (product, (a, b), domain, reason), modules in groups.items():
-            count = f"{len(modules)} x {modules[0]}" if len(modules) > 1 else modules[0]
-            lines.append(f"{product:6} {a:>18} x {b:<18} {domain:9} ({reason})  [{count}]")
         if self.weight_bytes:
-            forward, backward = map(sum, zip(*self.weight_bytes.values()))
+            forward, backward = self.gathered_bytes
             lines.append(
                 f"gathers a step: weights {forward:,} B forward + {backward:,} B backward "
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
@@ -136,37 +145,43 @@ class ModelPlan:
         return "\n".join(lines + self.notes)
 
     def facts(self) -> dict:
-        """The plan in JSON's types; `ModelPlan.of_facts` reads it."""
+        """Return the plan in JSON's types; `ModelPlan.of_facts` reads it."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def of_facts(cls, facts: dict) -> ModelPlan:
-        """Raises ValueError for what is no plan."""
+        """Return the plan whose `facts` these are. Raises ValueError for other JSON."""
         try:
-            gemms = [
-                GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]
-            ]
-            weights = {name: tuple(pair) for name, pair in facts["weight_bytes"].items()}
-            other, elements = tuple(facts["other_bytes"]), facts["weight_elements"]
-            notes = list(facts["notes"])
-            fields: dict[str, Any] = {
-                name: tuple(of) if isinstance(of, list) else of
-                for name, of in (facts.get("traffic") or {}).items()
-            }
-            traffic = Traffic(**fields) if fields else None
+            traffic = _with_tuples(facts.get("traffic") or {})
+            return cls(
+                [GemmRow(**_with_tuples(row)) for row in facts["gemms"]],
+                _with_tuples(facts["weight_bytes"]),
+                tuple(facts["other_bytes"]),
+                facts["weight_elements"],
+                list(facts["notes"]),
+                Traffic(**traffic) if traffic else None,
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"this is no plan that fq.plan(model).save wrote: {error!r}"
             ) from error
-        return cls(gemms, weights, other, elements, notes, traffic)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, for `fq.inspection.plan.load`."""
+        """Write the plan as JSON, for `fq.inspection.load_plan`."""
         Path(path).write_text(json.dumps(self.facts(), indent=1) + "\n")
 
 
+def _with_tuples(fields: dict) -> dict:
+    """Return fields that JSON stored, with tuples for its lists."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+
+def _counted(modules: list[str]) -> str:
+    return f"{len(modules)} x {modules[0]}" if len(modules) > 1 else modules[0]
+
+
 def load(path: str | Path) -> ModelPlan:
-    """The plan that `ModelPlan.save` wrote. Raises ValueError for another file."""
+    """Read the plan that `ModelPlan.save` wrote. Raises ValueError for another file."""
     try:
         facts = json.loads(Path(path).read_text())
     except ValueError as error:
@@ -177,18 +192,16 @@ def load(path: str | Path) -> ModelPlan:
 def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
     """Return one sentence per difference from `old` to `new`; equal changes of several modules
     share one."""
-    before, after = ({(row.module, row.product): row for row in of.gemms} for of in (old, new))
+    before, after = ({(r.module, r.product): r for r in plan.gemms} for plan in (old, new))
     changes: dict[str, list[str]] = {}
     for module, product in dict.fromkeys([*before, *after]):
-        was, now = (_described(of.get((module, product))) for of in (before, after))
-        if was != now:
-            changes.setdefault(f"{product}: {was} -> {now}", []).append(module)
-    lines = [
-        f"{change}  [{len(of)} x {of[0]}]" if len(of) > 1 else f"{change}  [{of[0]}]"
-        for change, of in changes.items()
-    ]
+        rows = [_described(gemms.get((module, product))) for gemms in (before, after)]
+        if rows[0] != rows[1]:
+            changes.setdefault(f"{product}: {' -> '.join(rows)}", []).append(module)
+    lines = [f"{change}  [{_counted(modules)}]" for change, modules in changes.items()]
     (f0, b0), (f1, b1) = (
-        (of.bytes_per_step(backward=False), of.bytes_per_step(forward=False)) for of in (old, new)
+        (plan.bytes_per_step(backward=False), plan.bytes_per_step(forward=False))
+        for plan in (old, new)
     )
     if (f0, b0) != (f1, b1):
         lines.append(f"gathers a step: {f0:,} B forward + {b0:,} B backward -> {f1:,} B + {b1:,} B")
@@ -200,6 +213,19 @@ def _described(row: GemmRow | None) -> str:
     if row is None:
         return "none"
     return f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
+
+
+def gemm_rows(
+    name: str, planned: GemmPlan, dtype: torch.dtype, device: torch.device
+) -> list[GemmRow]:
+    """Return the rows of the three GEMMs of `dtype` activations of the module `name`."""
+    rows = []
+    for product in PRODUCTS:
+        a, b = (repr(planned.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
+        rows.append(
+            GemmRow(name, product.name, (a, b), *planned.domain(product, dtype, arch_of(device)))
+        )
+    return rows
 
 
 def plan(
@@ -232,33 +258,20 @@ def plan(
     modules = converted_modules(model)
     if not modules:
         raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
-    result = ModelPlan()
     managed = torch_compat.managed_params_of(model)
     by_state = {
         id(s): m for m in managed if isinstance(m.local, FSDPHooks) for s in m.local.state.matrices
     }
+
+    def dtype_of(layer: Linear) -> torch.dtype:
+        m = by_state.get(id(layer._weight_state))
+        return dtype or (m.param_dtype if m else layer.weight.dtype)
+
+    result = ModelPlan(notes=_notes(model, modules.values(), dtype, dtype_of))
     for name, module in modules.items():
-        m = by_state.get(id(module._weight_state))
-        activations = dtype or (m.param_dtype if m else module.weight.dtype)
-        arch = arch_of(module.weight.device)
-        planned = module.plan_on(activations, module.weight.device)
-        for product in PRODUCTS:
-            domain, reason = planned.domain(product, activations, arch)
-            (slot_a, side_a), (slot_b, side_b) = product.a, product.b
-            operands = (
-                repr(planned.hybrid(slot_a).side(side_a)),
-                repr(planned.hybrid(slot_b).side(side_b)),
-            )
-            result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
-    layers = modules.values()
-    shared = Counter(filter(None, map(describe, layers)))
-    result.notes = [
-        *_override_notes(layers),
-        *_boundary_notes(layers),
-        *_module_notes(model, dtype, by_state),
-    ]
-    result.notes += [*fused_notes(model), *_other_notes(model)]
-    result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
+        activations, device = dtype_of(module), module.weight.device
+        planned = module.plan_on(activations, device)
+        result.gemms += gemm_rows(name, planned, activations, device)
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
     if links is not None:
@@ -280,17 +293,23 @@ def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
 
 
 def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of the all-gather output of one parameter. once: it stays unsharded
-    between forward and backward."""
+    """Return the (forward, backward) bytes of the all-gather output of one parameter.
+
+    once:  the parameter stays unsharded between forward and backward.
+    """
     local = m.local
     if not isinstance(local, FSDPHooks):
         return _plain_bytes(m, once)
     state, quantizer = local.state, local.state.matrices[0].quantizer
 
     def size(needs: frozenset[Direction]) -> int:
-        of = cuts_of(m), m.global_shape, m.param_dtype
-        encodings = [quantizer.encodings[d] for d in gathered_directions(quantizer, needs)]
-        return sum(gathered_size(wire_buffers(e, *of), m.world_size) for e in encodings)
+        total = 0
+        for d in gathered_directions(quantizer, needs):
+            buffers = wire_buffers(
+                quantizer.encodings[d], cuts_of(m), m.global_shape, m.param_dtype
+            )
+            total += gathered_size(buffers, m.world_size)
+        return total
 
     both = frozenset(Direction)
     if once:
@@ -333,90 +352,92 @@ def _traffic(
     return Traffic(links, latency, (gather[0], gather[1]), (in_16_bit[0], in_16_bit[1]), reduce)
 
 
-def _override_notes(modules: Iterable[Linear]) -> list[str]:
-    counts = Counter(m.recipe.backward_override for m in modules)
-    said = f" ({OVERRIDE_VARIABLE}={default_override()})" if default_override() else ""
-    return [
-        f"backward_override={mode}: {count} modules{said}"
-        for mode, count in counts.items()
-        if mode or said
-    ]
-
-
-def _boundary_notes(modules: Iterable[Linear]) -> list[str]:
-    counts = Counter(m.plan.boundary for m in modules if m.plan.boundary is not None)
-    return [
-        f"output {sides.output}, grad_input {sides.grad_input}: {n} modules"
-        for sides, n in counts.items()
-    ]
-
-
-def _module_notes(
-    model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]
+def _notes(
+    model: nn.Module,
+    layers: Iterable[Linear],
+    dtype: torch.dtype | None,
+    dtype_of: Callable[[Linear], torch.dtype],
 ) -> list[str]:
-    attention = [
-        name or type(m).__name__
-        for name, m in model.named_modules()
-        if isinstance(m, MultiheadAttention)
-    ]
+    """Return sentences about backward modes, boundary slots, attention, experts, fused modules and
+    GEMMs in high precision."""
+    variable = f" ({OVERRIDE_VARIABLE}={default_override()})" if default_override() else ""
     notes = [
-        f"[{len(attention)} x {name}]: q, k and v of one tensor are one product, of several they "
-        "are in high precision"
-        for name in attention[:1]
+        f"backward_override={mode}: {count} modules{variable}"
+        for mode, count in Counter(m.recipe.backward_override for m in layers).items()
+        if mode or variable
     ]
-    for name, module in model.named_modules():
+    boundaries = Counter(m.plan.boundary for m in layers if m.plan.boundary is not None)
+    notes += [
+        f"output {sides.output}, grad_input {sides.grad_input}: {count} modules"
+        for sides, count in boundaries.items()
+    ]
+    named = [(name or type(m).__name__, m) for name, m in model.named_modules()]
+    attention = [name for name, m in named if isinstance(m, MultiheadAttention)]
+    if attention:
+        notes.append(
+            f"[{len(attention)} x {attention[0]}]: q, k and v of one tensor are one product, of "
+            "several they are in high precision"
+        )
+    for name, module in named:
         if isinstance(module, GroupedLinear):
-            first = module.layers[0]
-            m = by_state.get(id(first._weight_state))
-            why = module.unsupported_reason(
-                dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device
-            )
-            how = "all in one product" if why is None else f"one after the other ({why})"
-            if why is None and module.decodes:
-                how += " of values that their codes decode to, in bf16"
-            notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
+            notes.append(f"{name}: {_experts_note(module, dtype_of(module.layers[0]))}")
         exchanged = describe_experts(module, dtype or torch.bfloat16)
         if exchanged is not None:
-            notes.append(f"{name or type(module).__name__}: {exchanged}")
-    return notes
+            notes.append(f"{name}: {exchanged}")
+    notes += [*fused_notes(model), *_high_precision_notes(model)]
+    shared = Counter(filter(None, map(describe, layers)))
+    return notes + [f"{sentence}  [{count} modules]" for sentence, count in shared.items()]
 
 
-def _other_notes(model: nn.Module) -> list[str]:
-    """One sentence per kind of module with GEMMs in high precision: its share of multiply-adds per
-    token."""
+def _experts_note(module: GroupedLinear, dtype: torch.dtype) -> str:
+    why = module.unsupported_reason(dtype, module.layers[0].weight.device)
+    how = "all in one product" if why is None else f"one after the other ({why})"
+    if why is None and module.decodes:
+        how += " of values that their codes decode to, in bf16"
+    return f"{len(module.layers)} experts, {how}"
+
+
+def _high_precision_notes(model: nn.Module) -> list[str]:
+    """Return a sentence per kind of module with GEMMs in high precision: its share of multiply-adds
+    per token."""
     routers = (getattr(m, "top_k", None) for m in model.modules())
     routed = next((top_k for top_k in routers if isinstance(top_k, int)), None)
     embeddings = ids_of_embeddings(model)
-    ours = {
-        id(m._parameters.get("weight"))
+    quantized = {
+        id(m._parameters.get(getattr(m, "source", "weight")))
         for m in model.modules()
-        if isinstance(m, (Linear, GroupedLinear))
+        if isinstance(m, (Linear, GroupedLinear, TransposedLinear))
     }
-    ours |= {
-        id(m._parameters[m.source]) for m in model.modules() if isinstance(m, TransposedLinear)
-    }
-    others: dict[tuple[str, str, str], float] = defaultdict(float)
-    total, seen = 0.0, set()
-    for name, module in model.named_modules():
-        for which, p in module._parameters.items():
-            if p is None or is_lazy(p) or p.dim() not in (2, 3) or id(p) in seen:
-                continue
-            if isinstance(module, LOOKED_UP) or any(s in which for s in ADDED):
-                continue
-            seen.add(id(p))
-            work = p.numel() if p.dim() == 2 else p.numel() / len(p) * min(routed or len(p), len(p))
-            total += work
-            if id(p) not in ours:
-                tied = ", tied to an embedding" * (id(p) in embeddings)
-                left_out = f", {reason}" if (reason := module.__dict__.get("_left_out")) else ""
-                hint = ", which fq.convert quantizes before fully_shard" * bool(
-                    kind_of(module) and are_sharded(module)
-                )
-                others[
-                    type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which
-                ] += work
+    others: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for name, module, attribute, p in _multiplied_parameters(model):
+        work = p.numel() if p.dim() == 2 else p.numel() / len(p) * min(routed or len(p), len(p))
+        total += work
+        if id(p) not in quantized:
+            kind = type(module).__name__ + ", tied to an embedding" * (id(p) in embeddings)
+            if reason := module.__dict__.get("_left_out"):
+                kind += f", {reason}"
+            if kind_of(module) and are_sharded(module):
+                kind += ", which fq.convert quantizes before fully_shard"
+            last = f"{name.rpartition('.')[2]}.{attribute}".lstrip(".")
+            others[f"{last} of {kind}"] += work
     return [
-        f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a "
-        "token's multiply-adds"
-        for (kind, name, which), work in sorted(others.items(), key=lambda of: -of[1])
+        f"in high precision: {kind}, {work / total:.1%} of a token's multiply-adds"
+        for kind, work in sorted(others.items(), key=lambda item: -item[1])
     ]
+
+
+def _multiplied_parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (module name, module, attribute, parameter) of each parameter that a GEMM may read."""
+    ids = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LOOKED_UP):
+            continue
+        for attribute, p in module._parameters.items():
+            if p is None or is_lazy(p) or p.dim() not in (2, 3) or id(p) in ids:
+                continue
+            if not any(word in attribute for word in ADDED):
+                ids.add(id(p))
+                yield name, module, attribute, p

@@ -56,10 +56,10 @@ class Receipt:
             for (fmt, d, how), n in sorted(self.quantize.items())
         ]
         lines += [
-            f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())
+            f"amax all-reduce {n:>5,}  {kind}" for kind, n in sorted(self.collectives.items())
         ]
         lines += _byte_lines("sequence", self.sequence) + _byte_lines("dispatch", self.dispatch)
-        lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
+        lines += [f"departure {n:>11,}  {kind}" for kind, n in sorted(self.departures.items())]
         lines += [
             f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)
         ]
@@ -85,25 +85,17 @@ def receipt() -> Receipt:
     >>> fq.receipt().gemms
     {('reference', 'mxfp8', 'mxfp8'): 1}
     """
-    kinds = (
-        "gemm",
-        "gather",
-        "quantize",
-        "amax all-reduce",
-        "sequence gather",
-        "expert dispatch",
-        "departure",
-        "moved",
-    )
+    kinds = ["gemm", "gather", "quantize", "amax all-reduce", "sequence gather", "expert dispatch"]
+    kinds += ["departure", "moved"]
     return Receipt(*map(counters.of, kinds), idle=tuple(_idle()))
 
 
 def _idle() -> Iterator[str]:
     for model in () if counters.has_graphs else list(CONVERTED):
         units = converted_units(model).items()
-        ran = {n: any(m.runtime.last_run == counters.epoch for m in of) for n, of in units}
-        if any(ran.values()):
-            yield from (name for name, has_run in ran.items() if not has_run)
+        idle = [n for n, ms in units if all(m.runtime.last_run != counters.epoch for m in ms)]
+        if len(idle) < len(units):
+            yield from idle
 
 
 def reset_receipt() -> None:

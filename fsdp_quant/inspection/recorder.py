@@ -32,7 +32,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -47,8 +47,8 @@ from ..formats import Direction
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.operands import slot_key
+from ..modules.set_recipe import converted_units
 from ..modules.steps import converted_modules
-from ..modules.transposed_linear import TransposedLinear
 from ..options import function, integer
 from ..scaling import RowCuts
 from ..storage import Storage
@@ -122,8 +122,8 @@ class Inspection:
         if not self._num_forwards:
             warnings.warn(
                 f"inspect saw no training forward of {type(self.model).__name__}: call the model "
-                f"that was inspected, in training "
-                "mode and with gradients; a replayed CUDA graph runs no hooks",
+                "that was inspected, in training mode and with gradients; a replayed CUDA graph "
+                "runs no hooks",
                 stacklevel=2,
             )
 
@@ -140,17 +140,17 @@ class Inspection:
 
     # Steps #
 
-    def _observe(self, what: str, run: Callable[..., object], *args) -> None:
-        """Call `run`, unseen by the run. A fault becomes one warning per `what`."""
+    def _observe(self, subject: str, run: Callable[..., object], *args) -> None:
+        """Call `run`, unseen by the run. A fault becomes one warning per `subject`."""
         try:
             with torch_compat.unobserved(), counters.uncounted():
                 run(*args)
         except Exception as error:
-            if what not in self._faults:
-                self._faults.add(what)
+            if subject not in self._faults:
+                self._faults.add(subject)
                 warnings.warn(
-                    f"inspect could not measure {what}, whose numbers are left out; the run goes "
-                    f"on ({type(error).__name__}: {error})",
+                    f"inspect could not measure {subject}, whose numbers are left out; the run "
+                    f"goes on ({type(error).__name__}: {error})",
                     stacklevel=3,
                 )
 
@@ -195,12 +195,13 @@ class Inspection:
         values = iter(on_host([part for parts in self._measured.values() for part in parts]))
         numbers: Numbers = {}
         for (name, slot), parts in self._measured.items():
-            of = combined([next(values) for _ in parts])
-            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *of).items()}
-        norms = iter(to_host([n for of in self._gradient_norms.values() for n in of]))
-        for name, of in self._gradient_norms.items():
-            if of:
-                numbers[f"{name}/weight/grad_norm"] = math.hypot(*(next(norms)[0] for _ in of))
+            totals, directions = combined([next(values) for _ in parts])
+            for key, value in quantities(slot, totals, directions).items():
+                numbers[f"{name}/{key}"] = value
+        norms = iter(to_host([n for parts in self._gradient_norms.values() for n in parts]))
+        for name, parts in self._gradient_norms.items():
+            if parts:
+                numbers[f"{name}/weight/grad_norm"] = math.hypot(*(next(norms)[0] for _ in parts))
         self.latest = self._sampled, numbers
         if self._path is None:
             self.records.append((self._sampled, numbers))
@@ -225,15 +226,15 @@ class Inspection:
                     )
                     self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
 
-    def _see(self, name: str, layers: list[Linear], *call) -> None:
-        """The forward hook of a module in a sampled step."""
+    def _see(self, name: str, layers: Sequence[Linear], *call) -> None:
+        """Measure a module's call: its forward hook in a sampled step."""
         if torch_compat.can_observe():
             self._observe(name, self._add_call, name, layers, *call)
 
     def _add_call(
         self,
         name: str,
-        layers: list[Linear],
+        layers: Sequence[Linear],
         module: nn.Module,
         args: tuple,
         kwargs: dict,
@@ -262,7 +263,7 @@ class Inspection:
         self,
         name: str,
         slot: str,
-        layers: list[Linear],
+        layers: Sequence[Linear],
         x: Tensor,
         sizes: list[int] | None,
         scale: float = 1.0,
@@ -284,8 +285,7 @@ class Inspection:
         pieces: dict[int, list[Piece]] = {}
         codes: dict[int, FSDPHooks] = {}
         for m in torch_compat.managed_params_of(self.model):
-            local = m.local
-            if not isinstance(local, FSDPHooks):
+            if not isinstance(local := m.local, FSDPHooks):
                 continue
             pieces.update((id(s), []) for s in local.state.matrices)
             if local.state.holds_codes:
@@ -296,12 +296,12 @@ class Inspection:
         for name, _, layers in _units(self.model):
             for layer in layers:
                 state, weight = layer._weight_state, local_of(layer.weight)
+                tensor = codes.get(id(state), weight)
                 if id(state) in pieces and id(state) not in codes:
                     measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
-                elif isinstance(of := codes.get(id(state), weight), QuantizedTensor):
-                    sides = {
-                        d: of.storage_for(d) for d in Direction if getattr(of, d.value) is not None
-                    }
+                elif isinstance(tensor, QuantizedTensor):
+                    present = [d for d in Direction if getattr(tensor, d.value) is not None]
+                    sides = {d: tensor.storage_for(d) for d in present}
                     measured = [measure_codes(sides)] if sides else []
                 else:
                     values = values_of(weight).detach()
@@ -353,19 +353,10 @@ def inspect(
     return Inspection(model, every, path, on_record, first_step)
 
 
-def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
-    """Yield (name, module to hook, its layers) of converted layers. Experts of one module are one
-    unit."""
-    inside = set()
-    for name, module in model.named_modules():
-        name = name.replace("_orig_mod.", "")
-        if isinstance(module, GroupedLinear):
-            inside.update(map(id, module.layers))
-            yield name, module, list(module.layers)
-        elif isinstance(module, TransposedLinear):
-            yield name, module, [module.layer]
-        elif isinstance(module, Linear) and id(module) not in inside:
-            yield name, module, [module]
+def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, Sequence[Linear]]]:
+    """Yield (name, module to hook, its layers) of `converted_units`."""
+    for name, layers in converted_units(model).items():
+        yield name.replace("_orig_mod.", ""), model.get_submodule(name), layers
 
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
@@ -388,7 +379,7 @@ def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
 
 def _of_piece(piece: Piece) -> Measured:
     state, values = piece.state, piece.values
-    seen = values.to(state.compute_dtype or values.dtype)
+    rounded = values.to(state.compute_dtype or values.dtype)
 
     def encode(direction: Direction) -> Storage:
         shared = (state.statistics or {}).get((state.name, direction))
@@ -396,11 +387,11 @@ def _of_piece(piece: Piece) -> Measured:
             [Shard(piece, direction, values.dtype, shared, None, False)], values.device
         )
         return Storage.of(
-            encoded, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
+            encoded, state.quantizer.encodings[direction], values.shape, rounded.dtype, piece.row0
         )
 
     storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
-    return measure(seen, storages, state.quantizer)
+    return measure(rounded, storages, state.quantizer)
 
 
 def _add_gradient(norms: list[Tensor], weight: Tensor) -> None:

@@ -56,47 +56,47 @@ class Machine:
 
 def remedies(machine: Machine) -> list[str]:
     """Return one line per problem, with its remedy."""
-    found = []
+    lines = []
     if not machine.gpus:
-        found.append(_no_gpu(machine))
+        lines.append(_no_gpu(machine))
     elif machine.operators == extension.TURNED_OFF:
-        found.append("the compiled operators are turned off: unset FSDP_QUANT_NATIVE")
+        lines.append("the compiled operators are turned off: unset FSDP_QUANT_NATIVE")
     elif machine.operators is not None:
-        found.append(f"the compiled operators are off: {machine.operators}")
+        lines.append(f"the compiled operators are off: {machine.operators}")
     else:
-        found += dict.fromkeys(f"{name}: {why}" for name, _, why in machine.gpus if why is not None)
+        lines += dict.fromkeys(f"{name}: {why}" for name, _, why in machine.gpus if why is not None)
     capabilities = {capability for _, capability, _ in machine.gpus}
     for name, capability in dict.fromkeys(gpu[:2] for gpu in machine.gpus):
         if capability < FP8:
-            found.append(
+            lines.append(
                 f"{name} has no fp8 tensor cores: products run in bf16, so memory and gathers "
                 "shrink and time does not; use an H100 or later for speed"
             )
         if capability != MEASURED:
-            found.append(
+            lines.append(
                 f"{name}: our kernels are compiled for it and were not run there: run "
                 "python -m fsdp_quant selftest first, and send us its report"
             )
     if len(capabilities) > 1:
-        found.append(
+        lines.append(
             "the GPUs are of different kinds, and ranks would multiply in different domains: "
             "choose equal ones with CUDA_VISIBLE_DEVICES"
         )
     if len(machine.gpus) > 1 and not machine.has_nccl:
-        found.append(
+        lines.append(
             "torch was built without NCCL, so FSDP2 has no collectives for GPUs: install a "
             "release of torch for Linux with CUDA"
         )
     if machine.environ.get(CHECK_VARIABLE, "0") != "0":
-        found.append(
+        lines.append(
             f"{CHECK_VARIABLE} compares codes before each GEMM, which is slow: unset it to train"
         )
     if override := machine.environ.get(OVERRIDE_VARIABLE):
-        found.append(
+        lines.append(
             f"{OVERRIDE_VARIABLE}={override} is the backward of every recipe that does not say "
             "one: unset it if you did not mean that"
         )
-    return found
+    return lines
 
 
 def _no_gpu(machine: Machine) -> str:

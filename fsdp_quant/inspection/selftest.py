@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..formats import E4M3, FORMATS, ROWWISE, Direction, format_of
 from ..gemm import gemm
@@ -55,14 +56,15 @@ class Report:
     compared: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
 
-    def add(self, kind: str, what: str, difference: str | None) -> None:
+    def add(self, kind: str, case: str, difference: str | None) -> None:
         self.compared[kind] = self.compared.get(kind, 0) + 1
         if difference is not None:
-            self.failures.append(f"{kind}: {what}: {difference}")
+            self.failures.append(f"{kind}: {case}: {difference}")
 
 
 def quantizers() -> dict[str, Quantizer]:
-    """Every format that kernels encode, and every option that changes its bytes, by name."""
+    """Return every format that kernels encode, and every option that changes its bytes, by
+    name."""
     chosen = []
     for fmt in FORMATS.values():
         if not fmt.is_quantized or unsupported_reason(fmt) is not None:
@@ -84,23 +86,19 @@ def gaussian(rows: int, cols: int) -> Tensor:
 
 
 def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
-    """(kind, bf16 values on the CPU)."""
+    """Yield (kind, bf16 values on the CPU)."""
     x = gaussian(*shape)
     special = x.clone()
     special.view(-1)[:: max(x.numel() // 7, 1)] = float("inf")
     special.view(-1)[-1] = float("nan")
     powers = torch.linspace(-120, 120, x.numel(), dtype=x.dtype, device=x.device).view(shape).exp2()
-    for kind, values in (
-        ("gauss", x),
-        ("zeros", torch.zeros_like(x)),
-        ("inf and nan", special),
-        ("wide", x * powers),
-    ):
+    kinds = {"gauss": x, "zeros": torch.zeros_like(x), "inf and nan": special, "wide": x * powers}
+    for kind, values in kinds.items():
         yield kind, values.to(torch.bfloat16)
 
 
 def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Storage:
-    """`Quantizer.storage` computed by the reference, also where kernels are loaded."""
+    """Return `Quantizer.storage` of the reference, also where kernels are loaded."""
     e = q.encoding(direction)
     prepared = reference.prepared(x, e)
     amax, tensor_amax = reference.statistics(prepared, e)
@@ -108,14 +106,16 @@ def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Stor
     return Storage.of(Encoded(*encoded, tensor_amax, amax), e, x.shape, x.dtype)
 
 
-def _difference(got: Storage, want: Storage) -> str | None:
-    for name, expected in want.buffers().items():
-        buffer = got.buffers()[name].cpu()
-        of_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (buffer, expected)]
-        if of_bytes[0].shape != of_bytes[1].shape:
-            return f"{name} is {list(buffer.shape)}, wanted {list(expected.shape)}"
-        if count := int((of_bytes[0] != of_bytes[1]).sum()):
-            return f"{count} of {of_bytes[0].numel()} bytes of {name}"
+def _difference(storage: Storage, expected: Storage) -> str | None:
+    for name, right in expected.buffers().items():
+        left, right = (
+            t.cpu().contiguous().reshape(-1).view(torch.uint8)
+            for t in (storage.buffers()[name], right)
+        )
+        if left.shape != right.shape:
+            return f"{name} has {len(left)} bytes, wanted {len(right)}"
+        if count := int((left != right).sum()):
+            return f"{count} of {len(left)} bytes of {name}"
     return None
 
 
@@ -123,72 +123,67 @@ def compare_codes(report: Report, device: torch.device) -> None:
     key = torch.tensor([7, 1, 99, 0, 0], dtype=torch.int64, device="cpu")
     for (name, q), direction, shape in itertools.product(quantizers().items(), Direction, SHAPES):
         for kind, x in inputs(shape):
-            what = f"{name} {direction.value} {list(shape)} {kind}"
-            want = _defined(q, x, direction, key)
-            got = q.storage(x.to(device), direction, key.to(device) if q.is_stochastic else None)
-            difference = _difference(got, want)
-            report.add("codes", what, difference)
+            case = f"{name} {direction.value} {list(shape)} {kind}"
+            expected = _defined(q, x, direction, key)
+            storage = q.storage(
+                x.to(device), direction, key.to(device) if q.is_stochastic else None
+            )
+            difference = _difference(storage, expected)
+            report.add("codes", case, difference)
             if difference is None:
-                values, expected = got.decode().cpu(), want.decode()
-                same = (values == expected) | (values.isnan() & expected.isnan())
-                report.add(
-                    "decode", what, None if bool(same.all()) else f"{int((~same).sum())} values"
-                )
+                left, right = storage.decode().cpu(), expected.decode()
+                differs = (left != right) & ~(left.isnan() & right.isnan())
+                count = int(differs.sum())
+                report.add("decode", case, f"{count} values" if count else None)
 
 
 def ties() -> Iterable[tuple[str, str, Tensor]]:
     """Yield (name, format, values [rows, blocks of 32]). Blocks that test e2m1 codes have scale
     1."""
-    numbers = (
-        torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    )
+    numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)
+    numbers = numbers.view(torch.bfloat16)
     small = numbers[numbers.abs() <= 6]
-    rows = torch.nn.functional.pad(small, (0, -len(small) % 31)).view(-1, 31)
-    of_32 = torch.nn.functional.pad(rows, (1, 0), value=6.0)
-    of_16 = torch.nn.functional.pad(
-        torch.nn.functional.pad(small, (0, -len(small) % 15)).view(-1, 15), (1, 0), value=6.0
-    )
-    largest = torch.full_like(of_16[:1], 6 * 448.0)  # so that the scale of the tensor is 1
-    yield "e2m1 of every bf16 up to 6", "mxfp4", of_32
-    yield "e2m1 of every bf16 up to 6", "nvfp4", torch.cat([largest, of_16])
-    amaxes = numbers[: 1 << 15]
+
+    def blocks(size: int) -> Tensor:
+        """Return the small numbers in rows of `size`, the first of each row 6."""
+        rows = pad(small, (0, -len(small) % (size - 1))).view(-1, size - 1)
+        return pad(rows, (1, 0), value=6.0)
+
+    largest = torch.full_like(blocks(16)[:1], 6 * 448.0)  # so that the scale of the tensor is 1
+    yield "e2m1 of every bf16 up to 6", "mxfp4", blocks(32)
+    yield "e2m1 of every bf16 up to 6", "nvfp4", torch.cat([largest, blocks(16)])
     powers = 448 * torch.arange(-140, 120, dtype=torch.float32, device="cpu").exp2()
-    around = torch.cat(
-        [powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)]
-    )
-    for what, values in (("every bf16 amax", amaxes), ("fp32 amaxes around powers of two", around)):
-        yield f"e8m0 of {what}", "mxfp8", torch.nn.functional.pad(values[:, None], (0, 31))
+    around = [powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)]
+    yield "e8m0 of every bf16 amax", "mxfp8", pad(numbers[: 1 << 15, None], (0, 31))
+    amaxes = torch.cat(around)
+    yield "e8m0 of fp32 amaxes around powers of two", "mxfp8", pad(amaxes[:, None], (0, 31))
 
 
 def compare_ties(report: Report, device: torch.device) -> None:
-    for what, name, x in ties():
-        q = Quantizer(format_of(name))
-        for direction in Direction:
-            values = x if direction is ROWWISE else x.t().contiguous()
-            want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64, device="cpu"))
-            report.add(
-                "ties",
-                f"{what}, {name} {direction.value}",
-                _difference(q.storage(values.to(device), direction), want),
-            )
+    key = torch.zeros(5, dtype=torch.int64, device="cpu")
+    for (case, name, x), direction in itertools.product(ties(), Direction):
+        q, values = Quantizer(format_of(name)), x if direction is ROWWISE else x.t().contiguous()
+        difference = _difference(
+            q.storage(values.to(device), direction), _defined(q, values, direction, key)
+        )
+        report.add("ties", f"{case}, {name} {direction.value}", difference)
 
 
 def compare_products(report: Report, device: torch.device) -> None:
     m, n, k = PRODUCT
     a, b = (gaussian(rows, k).to(torch.bfloat16) for rows in (m, n))
     chosen = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
-    for of_a, of_b in itertools.product(chosen, chosen):
-        left, right = of_a.storage(a.to(device), ROWWISE), of_b.storage(b.to(device), ROWWISE)
-        domain, _ = gemm_domain(of_a.fmt, of_b.fmt, torch.bfloat16, report.arch)
-        want = left.decode().double() @ right.decode().double().t()
+    for q_a, q_b in itertools.product(chosen, chosen):
+        left, right = q_a.storage(a.to(device), ROWWISE), q_b.storage(b.to(device), ROWWISE)
+        domain, _ = gemm_domain(q_a.fmt, q_b.fmt, torch.bfloat16, report.arch)
+        exact = left.decode().double() @ right.decode().double().t()
         try:
-            off = float(
-                (gemm(left, right, out_dtype=torch.float32).double() - want).norm() / want.norm()
-            )
-            difference = None if off <= BOUND else f"error {off:.1e}, wanted {BOUND} at most"
-        except Exception as error:  # of any kind: the report lists it
-            difference = f"{type(error).__name__}: {error}".splitlines()[0]
-        report.add("products", f"{of_a} x {of_b} ({domain})", difference)
+            y = gemm(left, right, out_dtype=torch.float32).double()
+            error = float((y - exact).norm() / exact.norm())
+            difference = None if error <= BOUND else f"error {error:.1e}, wanted {BOUND} at most"
+        except Exception as fault:  # of any kind: the report lists it
+            difference = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        report.add("products", f"{q_a} x {q_b} ({domain})", difference)
 
 
 def _milliseconds(work: Callable[[], object]) -> float:
@@ -242,8 +237,8 @@ def run(device: torch.device, path: Path, say: Callable[[str], None] = print) ->
     for kind, count in report.compared.items():
         failed = sum(f.startswith(f"{kind}:") for f in report.failures)
         say(f"{kind:10}{count:6} compared, {failed} differ")
-    for what, rate in report.rates.items():
-        say(f"{what:50}{rate:10.0f}")
+    for name, rate in report.rates.items():
+        say(f"{name:50}{rate:10.0f}")
     for failure in report.failures[:20]:
         say(failure)
     path.write_text(json.dumps(asdict(report), indent=1) + "\n")

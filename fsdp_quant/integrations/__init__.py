@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnsupportedDunderAll=false
 """What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the
 library.
 
@@ -7,11 +8,20 @@ library.
 """
 
 import importlib
-import pkgutil
 from types import ModuleType
+
+__all__ = [
+    "accelerate",
+    "lightning",
+    "megatron",
+    "megatron_gather",
+    "peft",
+    "torchtitan",
+    "transformers",
+]
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in {module.name for module in pkgutil.iter_modules(__path__)}:
+    if name not in __all__:
         raise AttributeError(f"fsdp_quant.integrations has no {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

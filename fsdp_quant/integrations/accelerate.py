@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -11,20 +14,6 @@ from ..recipe import PerLayer, Recipe, Schedule
 from ..tensor.quantized_tensor import addresses_are_names
 from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
-
-
-class _State:
-    """Saves and loads `fq.state_dict` of every rank in `accelerator.save_state` and `load_state`,
-    after parameters and optimizers."""
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-
-    def state_dict(self) -> dict:
-        return gather_state(self._model)
-
-    def load_state_dict(self, state: dict) -> None:
-        load_gathered_state(self._model, state)
 
 
 def prepare(
@@ -40,11 +29,15 @@ def prepare(
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     From then on, `accelerator.save_state` and `load_state` save and load `fq.state_dict` of all
-    ranks.
+    ranks, after parameters and optimizers.
 
     Raises ValueError for a recipe that is given twice or never.
     """
     model = convert_once(model, recipe, convert_options, "prepare")
-    accelerator.register_for_checkpointing(_State(model))
+    state = SimpleNamespace(
+        state_dict=partial(gather_state, model),
+        load_state_dict=partial(load_gathered_state, model),
+    )
+    accelerator.register_for_checkpointing(state)
     with addresses_are_names():  # accelerate identifies parameters by their addresses
         return accelerator.prepare(model, optimizer)

@@ -45,9 +45,12 @@ class FabricPrecision(fabric.Precision):
                 f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}"
             )
         self.recipe, self.precision, self.convert_options = recipe, precision, convert_options
-        self._rest = (
-            fabric.HalfPrecision("bf16-true") if precision == "bf16-true" else fabric.Precision()
-        )
+        self._plain = plain = fabric.Precision()
+        if precision == "bf16-true":
+            self._plain = plain = fabric.HalfPrecision("bf16-true")
+        self.tensor_init_context = plain.tensor_init_context
+        self.module_init_context = plain.module_init_context
+        self.convert_input, self.convert_output = plain.convert_input, plain.convert_output
         self._reference: Callable[[], nn.Module | None] = lambda: None
 
     @property
@@ -59,28 +62,16 @@ class FabricPrecision(fabric.Precision):
         return model
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        module, before = self._rest.convert_module(module), self._reference()
+        module, previous = self._plain.convert_module(module), self._reference()
         self._reference = weakref.ref(module)
-        if module is before:  # the Trainer asks at each of fit, validate and test
+        if module is previous:  # the Trainer asks at each of fit, validate and test
             return module
         return convert_once(module, self.recipe, self.convert_options, "the precision plugin")
 
     def forward_context(self) -> contextlib.AbstractContextManager:
         if self.precision == "bf16-mixed":
             return autocast(next(self._model.parameters()).device.type, bfloat16)
-        return self._rest.forward_context()
-
-    def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
-        return self._rest.tensor_init_context()
-
-    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
-        return self._rest.module_init_context()
-
-    def convert_input(self, data: Any) -> Any:
-        return self._rest.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self._rest.convert_output(data)
+        return self._plain.forward_context()
 
     def state_dict(self) -> dict[str, Any]:
         return gather_state(self._model)

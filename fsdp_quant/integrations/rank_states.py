@@ -13,14 +13,14 @@ _OF_RANKS = ("histories", "moved")  # their values may differ between ranks
 
 
 def gather_state(model: nn.Module) -> dict:
-    """`fq.state_dict(model)`, with the histories and moved products of every rank under "ranks".
-    Every rank must call it."""
+    """Return `fq.state_dict(model)`, with the histories and moved products of every rank under
+    "ranks". Every rank must call it."""
     state = state_dict(model)
-    own = {key: state.pop(key) for key in _OF_RANKS}
-    ranks = [own]
+    local = {key: state.pop(key) for key in _OF_RANKS}
+    ranks = [local]
     if dist.is_initialized():
         ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, local)
     return state | {"ranks": ranks}
 
 
@@ -29,8 +29,5 @@ def load_gathered_state(model: nn.Module, state: dict) -> None:
 
     Rank r loads the histories of rank r % W of a run with W ranks.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = state["ranks"]
-    load_state_dict(
-        model, {k: v for k, v in state.items() if k != "ranks"} | ranks[rank % len(ranks)]
-    )
+    rank, ranks = dist.get_rank() if dist.is_initialized() else 0, state["ranks"]
+    load_state_dict(model, state | ranks[rank % len(ranks)])

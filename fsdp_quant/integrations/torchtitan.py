@@ -93,8 +93,8 @@ def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
             continue
         out = shardings.out_dst_shardings or shardings.out_src_shardings
         mesh = dims.resolve_mesh(out.axes())
-        (wanted,) = resolve_placements(out, mesh)
-        layer.parallel = Layouts(Replicate(), wanted, use_local_output=False)
+        (layout,) = resolve_placements(out, mesh)
+        layer.parallel = Layouts(Replicate(), layout, use_local_output=False)
         layer._sharding_config = replace(shardings, out_src_shardings=out)
 
 
@@ -163,9 +163,8 @@ class Trainer(titan.Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank must call it."""
-        own = [state_dict(part) for part in self.model_parts]
         ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, [state_dict(part) for part in self.model_parts])
         file = io.BytesIO()
         torch.save(ranks, file)
         return super().state_dict() | {_STATE: file.getvalue()}
@@ -205,8 +204,8 @@ def trainer_config(config: titan.Trainer.Config, **section) -> Trainer.Config:
             f"{type(config).__qualname__} is of a trainer of its own; give it "
             "model_spec=quantized(model_spec, recipe)"
         )
-    own = {f.name: getattr(config, f.name) for f in fields(config)}
-    return Trainer.Config(**own, fsdp_quant=Section(**section))
+    settings = {f.name: getattr(config, f.name) for f in fields(config)}
+    return Trainer.Config(**settings, fsdp_quant=Section(**section))
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:

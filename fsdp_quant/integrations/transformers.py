@@ -50,10 +50,8 @@ class Callback(TrainerCallback):
         resume_from: str | None = None,
         **convert_options,
     ):
-        self.recipe = recipe
-        self.hold = hold
-        self.resume_from = resume_from
-        self.convert_options = convert_options
+        self.recipe, self.convert_options = recipe, convert_options
+        self.hold, self.resume_from = hold, resume_from
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
@@ -76,8 +74,9 @@ class Callback(TrainerCallback):
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str:
         """Path of the state in the checkpoint to resume from; the Trainer only knows its step."""
-        own = _folder(args, state)
-        folders = [self.resume_from] if self.resume_from else [args.resume_from_checkpoint, own]
+        folders = [self.resume_from]
+        if not self.resume_from:
+            folders = [args.resume_from_checkpoint, _folder(args, state)]
         paths = [os.path.join(folder, FILE) for folder in folders if isinstance(folder, str)]
         for path in paths:
             if os.path.isfile(path):

@@ -7,6 +7,8 @@
 
 The compute stream waits only for copies that fall behind; the host never waits. The tensors saved
 last are still on the device when the backward begins, and are not copied back.
+torch.autograd.graph.save_on_cpu does not serve: it copies on the compute stream, which waits for
+each transfer both ways, copies a tensor once per node that saves it, and copies weights too.
 """
 
 from __future__ import annotations

@@ -54,39 +54,21 @@ def convert(
     """Give every nn.Linear of `model` quantized products, in place, and the recipe to modules of
     this package that were made without one; returns `model`.
 
-    recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or
-              `fq.recipes.schedule(...)`, which this model then follows.
-    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs
-              ("*.gate"); "auto", by itself or among them, adds output heads, routers, tied layers
-              and layers too small to gain (`modules.skip` says the rules), and warns which.
-    grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias`
-              [E, N] or none, called with (tokens sorted by expert, splits), as around
-              `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
-    fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each
-              proven first from the operators of its forward, and projections of one attention
-              quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
-              `fq.NormPattern`. `fq.plan` says which were taken, and why others were not. A module
-              that is changed later runs its own forward.
+    recipe:     of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`;
+                or `fq.recipes.schedule(...)`, which this model then follows.
+    skip:       modules that stay as they are: qualified names, last components ("lm_head") or globs
+                ("*.gate"); "auto" adds heads, routers, tied and small layers, and warns which.
+    grouped:    modules with packed experts, named likewise: a parameter `weight` [E, N, K], a
+                `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around
+                `torch._grouped_mm`. They become `fq.GroupedLinear`.
+    fuse:       True: MLPs and norms that are recognized run as fused kernels in eager mode, and
+                projections of one attention quantize their input once; or patterns
+                (`fq.MLPPattern`, `fq.NormPattern`) of those that do. `fq.plan` lists them. A
+                module that is changed later runs its own forward.
     recompute:  "gate_up": the backward of every fused MLP computes gate(x) and up(x) again.
 
-    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see
-    what they saw. Random bits are keyed by names without wrappers (torch.compile,
-    checkpoint_wrapper, DDP, PEFT), before or after the model is converted. Packed experts of
-    transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and
-    `down_proj`) and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an
-    `fq.GroupedLinear`, unless `fully_shard` has them: named in `grouped`, they are refused then.
-    transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and
-    `fully_shard` gathers in high precision; it stays high precision under `fq.quantized_model_init`
-    and `fq.freeze`. So does nn.MultiheadAttention, in which q, k and v of one tensor are one
-    product; attention to other tensors multiplies parts of its packed weight in high precision. A
-    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is, and so does one
-    whose weight a module of transformers multiplies itself (Mamba's `x_proj`, `dt_proj` and
-    `out_proj`) or a loss of TRL or Liger does (a head): `fq.plan` lists them with all else that is
-    multiplied in high precision. So do PEFT's adapters of a `base_layer`: convert before or after
-    `get_peft_model`. Works before and after `fully_shard`, also after a forward: it reshards the
-    model. Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
-    another forward are left alone, but for Falcon's. So are layers with a forward of their own
-    (accelerate's hooks) and those whose weight is made of others (`weight_norm`, `spectral_norm`).
+    Parameters stay high precision and keep their names. Works before and after `fully_shard`, which
+    it reshards. docs/targets.md lists what is converted, and what stays as it is.
 
     Warns of a `skip` pattern that matches nothing.
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
@@ -98,6 +80,53 @@ def convert(
     >>> fq.convert(model, "mxfp8/nvfp4", skip=["lm_head"])["body"].__class__
     <class 'fsdp_quant.modules.linear.Linear'>
     """
+    recipe = _checked(model, recipe, skip)
+    grouped = [grouped] if isinstance(grouped, str) else list(grouped)
+    gathered = torch_compat.reshard(model)
+    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
+    experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
+    targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
+    order = list(targets)
+    unchosen = {n: m for n, m in unchosen_units(model).items() if n in targets}
+    targets = {n: m for n, m in targets.items() if n not in unchosen}
+    _check_shared(model, targets, [model.get_submodule(n) for n in experts])
+    fused = _fused(model, fuse, targets, recompute)
+    if isinstance(recipe, Schedule) and (before := converted_units(model).keys() - unchosen.keys()):
+        raise ValueError(
+            f"{_some(sorted(before))} were converted before, and a schedule is of all layers; "
+            "convert the others with one recipe, then fq.set_recipe(model, schedule)"
+        )
+    weights = {n: _weight_of(m) for n, m in targets.items()}
+    for name, weight in weights.items():
+        if id(weight) in gathered:
+            raise ValueError(
+                f"{name}.weight is gathered by an FSDP module around {type(model).__name__}; call "
+                "reshard() on that module before fq.convert"
+            )
+        _check_weight(name, targets[name], weight)
+    plain = unwrapped_names(weights)
+    units = {n: _matrices(plain[n], w) for n, w in weights.items()} | asked_of(unchosen)
+    recipes = planned_recipes(recipe, {n: units[n] for n in order}, steps_of(model).number)
+    managed = managed_weights(unchosen)
+    agree_on_recipes(model, recipe, recipes)
+    if unchosen:
+        give_recipes(model, unchosen, recipes, managed)
+    for name, module in progress(targets.items(), "fq.convert"):
+        _make_quantized(module, recipes[name], plain[name])
+    _leave_fast_paths(model)
+    for name, products in experts.items():
+        take_over(model.get_submodule(name), list(products.values()))
+    for name, pattern in fused.items():
+        fuse_forward(model.get_submodule(name), pattern)
+    follow(model, recipe)
+    CONVERTED.add(model)
+    return model
+
+
+def _checked(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str]
+) -> Recipe | PerLayer | Schedule:
+    """Return the recipe. Raises ValueError for arguments of `convert` of other types."""
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
@@ -108,69 +137,36 @@ def convert(
             f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
             "['lm_head', '*.router'], and no filter function"
         )
-    grouped = [grouped] if isinstance(grouped, str) else list(grouped)
-    gathered = torch_compat.reshard(model)
-    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
-    experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
-    targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
-    order = list(targets)
-    unchosen = {n: m for n, m in unchosen_units(model).items() if n in targets}
-    targets = {n: m for n, m in targets.items() if n not in unchosen}
-    read = {n: _weight_of(m) for n, m in targets.items()}
-    _check_shared(model, targets, [model.get_submodule(n) for n in experts])
-    fused = _fused(model, fuse, targets, recompute)
-    if isinstance(recipe, Schedule) and (before := converted_units(model).keys() - unchosen.keys()):
-        raise ValueError(
-            f"{_some(sorted(before))} were converted before, and a schedule is of all layers; "
-            "convert the others with one recipe, then fq.set_recipe(model, schedule)"
-        )
-    for name, weight in read.items():
-        if id(weight) in gathered:
-            raise ValueError(
-                f"{name}.weight is gathered by an FSDP module around {type(model).__name__}; call "
-                "reshard() on that module before fq.convert"
-            )
-        _check_shape(name, targets[name], weight)
-        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: "
-                "cast the model (model.float()), or name the layer in skip="
-            )
-    plain = unwrapped_names(read)
-    names = {
-        n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]]
-        for n, w in read.items()
-    }
-    kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
-    units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
-    units |= asked_of(unchosen)
-    recipes = planned_recipes(recipe, {n: units[n] for n in order}, steps_of(model).number)
-    managed = managed_weights(unchosen)
-    agree_on_recipes(model, recipe, recipes)
-    if unchosen:
-        give_recipes(model, unchosen, recipes, managed)
-    for name, module in progress(targets.items(), "fq.convert"):
-        if not isinstance(module, GroupedLinear):
-            is_packed = read[name].dim() == 3
-            kind = GroupedLinear if is_packed else _kind_of(_own_class(type(module)))
-            module.__class__ = _converted_class(type(module), kind)
-        if isinstance(module, GroupedLinear):
-            module.adopt_packed([recipes[name]] * len(names[name]), plain[name])
-        elif isinstance(module, TransposedLinear):
-            module.adopt(recipes[name], plain[name])
-        elif isinstance(module, Linear):
-            module.make_quantized(recipes[name], plain[name])
-    for module in model.modules():  # whose inference reads weights without a call of their layers
+    return recipe
+
+
+def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:
+    """Return (name, type, device) of each matrix of a weight, which `planned_recipes` plans."""
+    if weight.dim() != 3:
+        return [(name, Linear.module_type, weight.device)]
+    return [(f"{name}.{e}", EXPERT, weight.device) for e in range(len(weight))]
+
+
+def _make_quantized(module: nn.Module, recipe: Recipe, name: str) -> None:
+    """Give a module the class and the state of a quantized one. name: without wrappers."""
+    if not isinstance(module, GroupedLinear):
+        is_packed = _weight_of(module).dim() == 3
+        kind = GroupedLinear if is_packed else _kind_of(_user_class(type(module)))
+        module.__class__ = _converted_class(type(module), kind)
+    if isinstance(module, GroupedLinear):
+        module.adopt_packed([recipe] * len(module.weight), name)
+    elif isinstance(module, TransposedLinear):
+        module.adopt(recipe, name)
+    elif isinstance(module, Linear):
+        module.make_quantized(recipe, name)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Stop inference that reads weights without a call of their layers."""
+    for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if any(isinstance(m, OURS) for m in module.modules()):
                 module.activation_relu_or_gelu = 0
-    for name, products in experts.items():
-        take_over(model.get_submodule(name), list(products.values()))
-    for name, pattern in fused.items():
-        fuse_forward(model.get_submodule(name), pattern)
-    follow(model, recipe)
-    CONVERTED.add(model)
-    return model
 
 
 def _fused(
@@ -179,95 +175,105 @@ def _fused(
     targets: dict[str, nn.Module],
     recompute: str | None,
 ) -> dict[str, Pattern | InputPattern]:
-    """The pattern of each fused module. Of recognized ones all linear layers are converted."""
+    """Return the pattern of each fused module. All linear layers of a recognized one are
+    converted."""
     check_recompute(recompute)
     if isinstance(fuse, str):
         raise ValueError(
             f"fq.convert: fuse is {fuse!r}; wanted True, False or patterns (fq.MLPPattern, "
             "fq.NormPattern)"
         )
-    if isinstance(fuse, bool):
-        known = recognized(model)[0] if fuse else {}
-        found: dict[str, Pattern | InputPattern] = {
-            n: p
-            for n, p in known.items()
-            if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)
-        }
-    else:
-        found = {**fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)}
+    patterns: dict[str, Pattern | InputPattern] = {}
+    if not isinstance(fuse, bool):
+        patterns |= fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
+    elif fuse:
+        for name, pattern in recognized(model)[0].items():
+            if all(f"{name}.{part}".lstrip(".") in targets for part in pattern.parts):
+                patterns[name] = pattern
     if recompute is None:
-        return found
-    if not any(isinstance(p, MLPPattern) for p in found.values()):
+        return patterns
+    mlps = {n: p for n, p in patterns.items() if isinstance(p, MLPPattern)}
+    if not mlps:
         raise ValueError(
             f"recompute={recompute!r} is of fused MLPs, and {type(model).__name__} has none; name "
             "them in fuse"
         )
-    return {
-        n: p._replace(recompute=recompute) if isinstance(p, MLPPattern) else p
-        for n, p in found.items()
-    }
+    return patterns | {n: p._replace(recompute=recompute) for n, p in mlps.items()}
 
 
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
-    linears = {
-        n: m
-        for n, m in model.named_modules()
-        if _is_plain_linear(m) or is_transposed(_own_class(type(m))) or is_attention(m)
-    }
-    inside = {
-        f"{n}.out_proj".lstrip("."): m.out_proj
-        for n, m in linears.items()
-        if isinstance(m, nn.MultiheadAttention) and is_attention(m)
-    }
-    linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
-    for name in [n for n, m in linears.items() if not _is_unchanged(m)]:
-        linears.pop(name).__dict__["_left_out"] = "whose forward or weight is not its class's"
-    packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
-    experts = {name: m for name, m in packed.items() if kind_of(m)}
-    for module in model.modules():
-        if (reason := reason_against(module)) is not None:
+    """Return the modules that become quantized, in the order of the model, by name; note in each
+    other one why it stays as it is (`fq.plan`)."""
+    modules = dict(model.named_modules())
+    projections = {f"{n}.out_proj".lstrip(".") for n, m in modules.items() if is_attention(m)}
+    linears, packed = _sorted_out(modules, projections)
+    experts = {n: m for n, m in packed.items() if kind_of(m)}
+    candidates = linears | experts | {n: modules[n] for n in unchosen_units(model)}
+    skipped = _skipped(model, skip, candidates)
+    chosen = _matched_packed(grouped, packed)
+    skipped |= {n for n in projections if n.rpartition(".")[0] in skipped} | _adapters(model)
+    embeddings, read = ids_of_embeddings(model), read_by_others(model)
+    for name, reason in read.items():
+        modules[name].__dict__["_left_out"] = reason
+    tied = {n for n, m in linears.items() if id(_weight_of(m)) in embeddings}
+    sharded = {n for n, m in experts.items() if are_sharded(m)}
+    chosen |= candidates.keys() - skipped - read.keys() - tied - sharded
+    if not chosen:
+        raise ValueError(_nothing_to_convert(model, len(skipped), len(tied - skipped)))
+    return {n: m for n, m in modules.items() if n in chosen}
+
+
+def _sorted_out(
+    modules: dict[str, nn.Module], projections: set[str]
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return linear layers and packed experts, by name.
+
+    projections:  names of the output projections of nn.MultiheadAttention.
+    """
+    linears: dict[str, nn.Module] = {}
+    packed: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        reason = reason_against(module)
+        if _is_packed(module) or kind_of(module):
+            packed[name] = module
+        elif _is_linear(module, called=name not in projections):
+            if _is_unchanged(module):
+                linears[name] = module
+            else:
+                reason = "whose forward or weight is not its class's"
+        if reason is not None:
             module.__dict__["_left_out"] = reason
-    unchosen = {n: model.get_submodule(n) for n in unchosen_units(model)}
-    skipped = _skipped(model, skip, linears | experts | unchosen)
-    chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
-    found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
-    found |= {n for n, m in experts.items() if not are_sharded(m)} | unchosen.keys()
-    for name, reason in read_by_others(model).items():
-        found.discard(name)
-        model.get_submodule(name).__dict__["_left_out"] = reason
-    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
-    targets = {
-        n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)
-    }
-    if not targets:
-        raise ValueError(
-            _nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped))
-        )
-    return targets
+    return linears, packed
 
 
-def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
+def _nothing_to_convert(model: nn.Module, num_skipped: int, num_tied: int) -> str:
     kinds = dict.fromkeys(type(m).__name__ for m in model.modules() if m._parameters)
-    said = (
-        f"{type(model).__name__} has no nn.Linear to convert ({skipped} skipped, {tied} tied to an "
-        "embedding)"
+    text = (
+        f"{type(model).__name__} has no nn.Linear to convert ({num_skipped} skipped, {num_tied} "
+        "tied to an embedding)"
     )
     if before := converted_units(model):
         return (
-            f"{said}: {_some(before)} are quantized layers already; change their recipe with "
+            f"{text}: {_some(before)} are quantized layers already; change their recipe with "
             "fq.set_recipe(model, recipe)"
         )
-    if skipped and not tied:
-        return f"{said}: those that it has are in skip=; leave one out of it"
+    if num_skipped and not num_tied:
+        return f"{text}: those that it has are in skip=; leave one out of it"
     return (
-        f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
+        f"{text}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
         "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts, whose forward "
-        "and weight are their class's (docstring of fq.convert)"
+        "and weight are their class's (docs/targets.md)"
     )
 
 
-def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
-    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]."""
+def _check_weight(name: str, module: nn.Module, weight: nn.Parameter) -> None:
+    """Raise ValueError for another dtype than fp32, bf16 and fp16, and for an nn.Linear whose
+    parameters are not [out, in] and [out]."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: "
+            "cast the model (model.float()), or name the layer in skip="
+        )
     if not isinstance(module, nn.Linear):
         return
     bias = module.bias
@@ -284,37 +290,34 @@ def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
         )
 
 
-def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
+def _skipped(model: nn.Module, patterns: list[str], layers: dict[str, nn.Module]) -> set[str]:
     """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
-    found = set()
+    skipped: set[str] = set()
     for pattern in patterns:
         if pattern == AUTO:
-            reasons = auto_skips(model, among)
+            reasons = auto_skips(model, layers)
             for name, reason in reasons.items():
-                among[name].__dict__["_left_out"] = f"skip='auto': {reason}"
-            said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
-            warnings.warn(
-                f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4
-            )
-            names = set(reasons)
-        elif not (names := {n for n in among if matches(pattern, n)}):
-            warnings.warn(
-                f"skip={pattern!r} matches no nn.Linear; the model has {_some(among)}", stacklevel=4
-            )
-        found |= names
-    return found
+                layers[name].__dict__["_left_out"] = f"skip='auto': {reason}"
+            text = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
+            warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {text}"
+            warnings.warn(warning, stacklevel=4)
+            skipped.update(reasons)
+        elif names := {n for n in layers if matches(pattern, n)}:
+            skipped |= names
+        else:
+            warning = f"skip={pattern!r} matches no nn.Linear; the model has {_some(layers)}"
+            warnings.warn(warning, stacklevel=4)
+    return skipped
 
 
 def _adapters(model: nn.Module) -> set[str]:
     """Names of modules next to a `base_layer`, as PEFT's adapters are: small factors."""
-    wrappers = [
-        (f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules
-    ]
     return {
-        f"{prefix}{n}"
-        for prefix, wrapper in wrappers
-        for n, _ in wrapper.named_modules()
-        if n.split(".")[0] != "base_layer"
+        f"{wrapper}.{name}".lstrip(".")
+        for wrapper, module in model.named_modules()
+        if "base_layer" in module._modules
+        for name, _ in module.named_modules()
+        if name.split(".")[0] != "base_layer"
     }
 
 
@@ -323,25 +326,24 @@ def ids_of_embeddings(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
-def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
-    found = set()
+def _matched_packed(patterns: list[str], packed: dict[str, nn.Module]) -> set[str]:
+    """Names of the packed experts that patterns of `grouped` name."""
     for pattern in patterns:
-        names = {n for n in among if matches(pattern, n)}
-        if not names:
+        if not any(matches(pattern, name) for name in packed):
             raise ValueError(
-                f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among) or 'none'}"
+                f"grouped={pattern!r} matches no 3-D weight; the model has "
+                f"{_some(packed) or 'none'}"
             )
-        found |= names
-    return found
+    return {name for name in packed if any(matches(pattern, name) for pattern in patterns)}
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, alone; or those of `kind_of`."""
-    own = module._parameters
-    if kind_of(module):
-        return True
-    weight, bias = own.get("weight"), own.get("bias")
-    if isinstance(module, GroupedLinear) or module._modules or not set(own) <= {"weight", "bias"}:
+    """Return whether a module has experts [E, N, K], with a bias [E, N] or none, and nothing
+    else."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if isinstance(module, GroupedLinear) or module._modules:
+        return False
+    if not module._parameters.keys() <= {"weight", "bias"}:
         return False
     if weight is None or is_lazy(weight) or weight.dim() != 3:
         return False
@@ -353,10 +355,13 @@ def _is_packed(module: nn.Module) -> bool:
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
-def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
-    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward,
-    or of `_PLAIN`. not called: of nn.MultiheadAttention, which reads its weight."""
-    cls = _own_class(type(module))
+def _is_linear(module: nn.Module, called: bool) -> bool:
+    """Return whether `module` computes exactly what `nn.Linear`, `nn.MultiheadAttention` or
+    transformers' Conv1D does. called=False also accepts nn.MultiheadAttention's output projection,
+    whose weight it reads itself."""
+    cls = _user_class(type(module))
+    if is_transposed(cls) or is_attention(module):
+        return True
     if not isinstance(module, nn.Linear) or not issubclass(cls, nn.Linear):
         return False
     if is_lazy(module.weight) or issubclass(cls, Linear):
@@ -367,24 +372,24 @@ def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Its forward is that of its class, which wrote it or inherits torch's, and its weights are
-    parameters: neither made of others, as by weight_norm, nor read by hooks, as accelerate's."""
+    """Return whether nothing replaced the module's forward or computes its weight (weight_norm,
+    accelerate)."""
     weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
     if not is_defined_by(type(module).forward, ("torch.nn.", "transformers.")):
         return False
     return "forward" not in module.__dict__ and weight in module._parameters
 
 
-def _own_class(cls: type) -> type:
-    """The class from which `fully_shard` derived this one."""
+def _user_class(cls: type) -> type:
+    """Return the class from which `fully_shard` derived this one."""
     return cls.__bases__[1] if issubclass(cls, FSDPModule) and len(cls.__bases__) == 2 else cls
 
 
 def _converted_class(cls: type, kind: type[nn.Module]) -> type:
-    """`kind` with what a user's class adds to nn.Linear, or what `fully_shard` derives from it."""
-    own = _own_class(cls)
-    if issubclass(kind, TransposedLinear) or (kind is Linear and own is not nn.Linear):
-        kind = _with(own, kind)
+    """Return `kind` with what a user's class adds to nn.Linear, and what `fully_shard` adds."""
+    base = _user_class(cls)
+    if issubclass(kind, TransposedLinear) or (kind is Linear and base is not nn.Linear):
+        kind = _with(base, kind)
     if not issubclass(cls, FSDPModule):
         return kind
     return type(
@@ -393,42 +398,42 @@ def _converted_class(cls: type, kind: type[nn.Module]) -> type:
 
 
 @functools.cache
-def _with(own: type, kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of both: `kind`'s forward, and whatever else the user's class has. A forward that the
-    user's class is given later runs instead."""
-    known = own.forward
+def _with(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of both: `kind`'s forward, and whatever else the user's class `base` has. A
+    forward that `base` is given later runs instead."""
+    code = base.forward
 
     @functools.wraps(kind.forward)  # its signature
     def forward(self, *args, **kwargs):
-        cls = kind if own.forward is known else own
+        cls = kind if base.forward is code else base
         return cls.forward(self, *args, **kwargs)
 
     members = {
         "forward": forward,
-        "_fq_changed": lambda self: None if own.forward is known else "forward",
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
+        "_fq_changed": lambda self: None if base.forward is code else "forward",
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
         "__reduce_ex__": _reduce,
-        "converted_from": own,
+        "converted_from": base,
     }
-    return type(own)(own.__name__, (kind, own), members)
+    return type(base)(base.__name__, (kind, base), members)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
-    """The class is found again by the user's, in any process."""
+    """Pickle a module with the user's class, from which any process derives the converted one."""
     return _rebuilt, (getattr(type(module), "converted_from"),), module.__getstate__()
 
 
-def _rebuilt(own: type) -> nn.Module:
-    cls = _with(own, _kind_of(own))
+def _rebuilt(base: type) -> nn.Module:
+    cls = _with(base, _kind_of(base))
     return cls.__new__(cls)
 
 
-def _kind_of(own: type) -> type[nn.Module]:
-    """What a linear layer, or torch's attention, of a user's class becomes."""
-    if issubclass(own, nn.MultiheadAttention):
+def _kind_of(base: type) -> type[nn.Module]:
+    """Return what a linear layer, or torch's attention, of a user's class becomes."""
+    if issubclass(base, nn.MultiheadAttention):
         return MultiheadAttention
-    return TransposedLinear if is_transposed(own) else Linear
+    return TransposedLinear if is_transposed(base) else Linear
 
 
 def _weight_of(module: nn.Module) -> nn.Parameter:
@@ -439,7 +444,10 @@ def _weight_of(module: nn.Module) -> nn.Parameter:
 def _check_shared(
     model: nn.Module, targets: dict[str, nn.Module], experts: Sequence[nn.Module]
 ) -> None:
-    """experts: modules whose weights are those of targets."""
+    """Raise ValueError for a weight that another kind of module has too, naming both.
+
+    experts:  modules that may share a weight with a target.
+    """
     weights = {id(_weight_of(m)): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():

@@ -38,7 +38,7 @@ from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..roles import slot_ids
 from ..scaling import reduce_amaxes, share_amaxes
-from ..storage import Placement, Storage, to_layout
+from ..storage import Placement, Storage, codes_travel, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 
@@ -184,17 +184,6 @@ class SequenceCut:
         )
 
 
-def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
-    """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
-
-    in_one_piece:  of a rank's rows, in the order of ranks: the whole's rows key random bits.
-    """
-    if not encoding.fmt.is_quantized:
-        return True
-    rows = encoding.fmt.row_alignment(encoding.direction)
-    return (in_one_piece or not encoding.stochastic) and multiple % rows == 0
-
-
 def text_of(name: Name) -> str:
     return name if isinstance(name, str) else name()
 
@@ -212,7 +201,7 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
 
 
 class _Works:
-    """Collectives of eager mode. Each starts, and returns the function that waits for the result."""
+    """Collectives of eager mode. Each starts, and returns the function that waits."""
 
     @staticmethod
     def all_gather(

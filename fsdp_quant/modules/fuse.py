@@ -13,7 +13,7 @@ The module keeps its submodules, parameters, hooks and state_dict keys; its clas
 only has another forward. The proof, of each instance: operator by operator its own forward is the
 pattern's (`Symbols`), in training and in evaluation, with gradients and without. What its code read
 meanwhile (`reads`) is looked up again in each forward; if anything is otherwise, the module's own
-forward runs. A second check: both give the same bits, of output and of gradients, on random data.
+forward runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
 from .norm import is_supported
 from .norm_op import normalize
-from .proof import HIDDEN, WIDTH, Proof, prove
-from .reads import Fact, Held, forward_of, held, is_defined_by
+from .proof import HIDDEN, WIDTH, Proof, prove, read_by
+from .reads import Held, held, is_defined_by
 from .shared_input import Handed, HandedByInput
 
 
@@ -262,7 +262,8 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
     Raises ValueError for a pattern that names no module or an unknown activation, and for a module,
     by name, that two patterns name, that lacks a part, or that computes something else.
     """
-    modules, found = dict(model.named_modules()), {}
+    modules = dict(model.named_modules())
+    fused: dict[str, Pattern] = {}
     for pattern in patterns:
         pattern.check()
         names = [n for n in modules if matches(pattern.modules, n)]
@@ -272,18 +273,19 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
                 "of its modules, or pass fuse=True"
             )
         for name in names:
-            if name in found:
-                raise ValueError(f"{name or 'the model'}: {found[name]} and {pattern} both name it")
+            if name in fused:
+                raise ValueError(f"{name or 'the model'}: {fused[name]} and {pattern} both name it")
             prove(name or type(model).__name__, modules[name], pattern)
-            found[name] = pattern
-    return found
+            fused[name] = pattern
+    return fused
 
 
 def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
-    # one class for all that are alike
+    """Give a module the class whose forward is fused; one class per pattern and user's class."""
     module.__class__ = _fused_class(type(module), pattern._replace(modules=""))
     torch_compat.make_fx_leaf(module)
-    _proof_of(module)
+    if not isinstance(pattern, InputPattern):
+        _proof_of(module)
 
 
 # Blocks that are recognized #
@@ -317,43 +319,37 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
 
     MLPs of linear layers named as in `_MLPS`, and classes of norms that torch does not have.
     """
-    found, others = {}, {}
+    patterns: dict[str, Pattern | InputPattern] = {}
+    reasons: dict[str, str] = {}
     for name, module in model.named_modules():
-        if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
+        cls, linears = type(module), _linears(module)
+        if "forward" in module.__dict__ or hasattr(cls, "fused_as"):
             continue
-        linears = _linears(module)
-        parts = next((of for of in _ATTENTION if linears.keys() >= set(of)), None)
-        known = is_defined_by(type(module).forward, _KNOWN) and type(module).__module__
-        if parts is not None and known and known.startswith(_KNOWN):
-            found[name] = InputPattern(name, parts)
-        elif patterns := list(_candidates(name, module)):
-            if names := _other_arguments(module):
-                cls = type(module).__name__
-                others[name] = f"{name}: {cls}.forward takes {names} besides its input"
-                continue
-            exact, others[name] = _first_exact(name, module, patterns)
-            if exact is not None:
-                found[name] = exact
-                del others[name]
-    return found, others
-
-
-def _first_exact(
-    name: str, module: nn.Module, patterns: Iterable[Pattern]
-) -> tuple[Pattern | None, str]:
-    """(the first pattern that is proven, or None; why the last one was not)."""
-    why = ""
-    for pattern in patterns:
-        try:
-            prove(name, module, pattern)
-            return pattern, why
-        except ValueError as error:
-            why = str(error)
-    return None, why
+        projections = next((row for row in _ATTENTION if linears.keys() >= set(row)), None)
+        is_listed = is_defined_by(cls.forward, _KNOWN) and cls.__module__.startswith(_KNOWN)
+        if projections is not None and is_listed:
+            patterns[name] = InputPattern(name, projections)
+            continue
+        for pattern in _candidates(name, module):
+            if arguments := _other_arguments(module):
+                reasons[name] = (
+                    f"{name}: {cls.__name__}.forward takes {arguments} besides its input"
+                )
+                break
+            try:
+                prove(name, module, pattern)
+            except ValueError as error:
+                reasons[name] = str(error)
+            else:
+                patterns[name] = pattern
+                reasons.pop(name, None)
+                break
+    return patterns, reasons
 
 
 def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
-    cls, own, linears = type(module), module._parameters, _linears(module)
+    """Yield the patterns that the names and shapes of a module's layers allow."""
+    cls, linears = type(module), _linears(module)
     if cls.__module__.startswith(("torch.", "fsdp_quant.")):
         return
     for gate, up, down in _MLPS:
@@ -364,16 +360,10 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
                 if kind.gated == gated:
                     yield MLPPattern(name, activation, gate, up, down)
             return
-    weight = own.get("weight")
+    weight = module._parameters.get("weight")
     eps = next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)
-    if (
-        "Norm" in cls.__name__
-        and set(own) == {"weight"}
-        and weight is not None
-        and weight.dim() == 1
-        and eps is not None
-        and not module._modules
-    ):
+    is_norm = "Norm" in cls.__name__ and module._parameters.keys() == {"weight"}
+    if is_norm and not module._modules and weight is not None and weight.dim() == 1 and eps:
         for kind in _NORMS:
             yield NormPattern(name, eps=eps, **kind)
 
@@ -390,53 +380,56 @@ def _other_arguments(module: nn.Module) -> str:
 
 
 def fused_notes(model: nn.Module) -> list[str]:
-    """What was taken over, and what that looks like it was not and why, a line each."""
-    fused, missed, other = Counter(), Counter(), Counter()
-    for name, module in model.named_modules():
-        cls, pattern = type(module), getattr(type(module), "fused_as", None)
-        changed = getattr(cls, "_fq_changed", lambda module: None)(module)
-        if "forward" in module.__dict__ and hasattr(cls, "_fq_changed"):
-            changed = "forward"
-        if changed is not None:
-            other[cls.__name__, changed] += 1
+    """Return a line per kind of module that was fused, that has changed since, and that looks as if
+    it could be fused, with the reason why it is not."""
+    fused, missed, changed = Counter(), Counter(), Counter()
+    for module in model.modules():
+        cls = type(module)
+        changed_in, pattern = (getattr(cls, name, None) for name in ("_fq_changed", "fused_as"))
+        if changed_in is None:
+            continue
+        fact = "forward" if "forward" in module.__dict__ else changed_in(module)
+        if fact is not None:
+            changed[cls.__name__, fact] += 1
         elif pattern is not None:
             fused[pattern.formula] += 1
-    for name, why in recognized(model)[1].items():
-        missed[type(model.get_submodule(name)).__name__, why] += 1
-    taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
-    taken += [
-        f"{cls}: {changed} has changed since fq.convert, so the module's own forward runs  "
-        f"[{count} modules]"
-        for (cls, changed), count in other.items()
+    for name, reason in recognized(model)[1].items():
+        missed[type(model.get_submodule(name)).__name__, reason] += 1
+    return [
+        *(f"fused: {formula}  [{count} modules]" for formula, count in fused.items()),
+        *(
+            f"{cls}: {fact} has changed since fq.convert, so the module's own forward runs  "
+            f"[{count} modules]"
+            for (cls, fact), count in changed.items()
+        ),
+        *(f"not fused: {why}  [{n} modules of {cls}]" for (cls, why), n in missed.items()),
     ]
-    return taken + [
-        f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()
-    ]
-
-
-def _changed(module: nn.Module) -> str | None:
-    return _proof_of(module).changed(module)
 
 
 @functools.cache
 def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[nn.Module]:
     """cls with the fused forward; its instances are pickled as cls and pattern. Calls with other
     arguments than x run the forward of cls: the proof is of x alone."""
-    recomputes = getattr(pattern, "recompute", None) is not None
+    recomputes, code = getattr(pattern, "recompute", None) is not None, cls.forward
+
+    def changed(self) -> str | None:
+        if isinstance(pattern, InputPattern):
+            return None if cls.forward is code else "forward"
+        return _proof_of(self).changed(self)
 
     def forward(self, *args, **kwargs):
-        given = (*args, *kwargs.values())
+        inputs = (*args, *kwargs.values())
+        x = inputs[0] if len(inputs) == 1 else None
         if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
-            if recomputes and len(given) == 1:
-                return recomputed(functools.partial(cls.forward, self), *given)
+            if recomputes and x is not None:
+                return recomputed(functools.partial(cls.forward, self), x)
             return cls.forward(self, *args, **kwargs)
-        proof, x = _proof_of(self), given[0] if len(given) == 1 else None
-        if proof.changed(self) is not None:
+        if changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):
                 return cls.forward(self, *args, **kwargs)
-        if x is None or x.is_nested or not pattern.is_supported(self, x, proof.outcome):
+        if x is None or x.is_nested or not pattern.is_supported(self, x, _proof_of(self).outcome):
             return cls.forward(self, *args, **kwargs)
         return pattern.run(self, x)
 
@@ -453,7 +446,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
             "__module__": cls.__module__,
             "fused_as": pattern,
             "fused_from": cls,
-            "_fq_changed": _changed,
+            "_fq_changed": changed,
         },
     )
 
@@ -466,11 +459,8 @@ def _proof_of(module: nn.Module) -> Held:
     """The proof of a fused module."""
     cls, pattern = (getattr(type(module), name) for name in ("fused_from", "fused_as"))
 
-    def prove_again() -> tuple[Proof, list[Fact]]:
-        if isinstance(pattern, InputPattern):
-            proof = Proof([forward_of(cls)])
-        else:
-            proof = prove(cls.__name__, module, pattern, cls)
-        return proof, proof.facts
-
-    return held(module, prove_again)
+    return held(
+        module,
+        lambda: read_by(module, pattern, cls),
+        lambda reads: prove(cls.__name__, module, pattern, cls, reads),
+    )

@@ -28,7 +28,7 @@ def graphed(
     optimizer: Optimizer | Iterable[Optimizer] = (),
     warmup: int = WARMUP,
 ) -> GraphedStep:
-    """`step` as one CUDA graph: forward, backward, collectives and optimizer in one launch.
+    """Return `step` as one CUDA graph: forward, backward, collectives and optimizer in one launch.
 
         def step(ids, labels):
             loss = model(ids, labels=labels).loss
@@ -94,7 +94,7 @@ class GraphedStep:
             _make_capturable(optimizer)
 
     def _refusal(self) -> str | None:
-        """Why no step can be captured, as far as that is known beforehand."""
+        """Say why no step can be captured, as far as that is known beforehand."""
         device = next(self._model.parameters()).device
         if device.type != "cuda":
             return f"the model is on {device}, and CUDA graphs run on GPUs"
@@ -104,17 +104,17 @@ class GraphedStep:
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """Of captures, and of the eager steps before them, as torch asks."""
+        """Return the stream of captures, and of the eager steps before them, as torch asks."""
         return torch.cuda.Stream()
 
     def __call__(self, *args, **kwargs):
-        given, spec = torch_compat.tree_flatten((args, kwargs))
+        values, spec = torch_compat.tree_flatten((args, kwargs))
         if self._graph is not None:
             guard.apply_underflow_policy()
             if self._facts() != self._captured:
                 self._graph, self._left = None, 1
         if self.why_eager is None and self._graph is None and not self._left:
-            self._capture(given, spec)
+            self._capture(values, spec)
         if self.why_eager is not None:
             self._warn(f"steps run eagerly: {self.why_eager}")
             return self._step(*args, **kwargs)
@@ -122,10 +122,10 @@ class GraphedStep:
             self._left -= 1
             with masks_of_captures(self._model):
                 return self._eager(*args, **kwargs)
-        if (spec, *map(_kind, given)) != self._given:
+        if (spec, *map(_kind, values)) != self._signature:
             self._warn("a step runs eagerly: its arguments are other than those of the capture")
             return self._eager(*args, **kwargs)
-        for target, value in zip(self._inputs, given):
+        for target, value in zip(self._inputs, values):
             if isinstance(value, Tensor):
                 target.copy_(value)
         self._graph.replay()
@@ -140,10 +140,10 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(self._stream)
         return outputs
 
-    def _capture(self, given: list, spec) -> None:
+    def _capture(self, values: list, spec) -> None:
         """Capture one step on copies of the inputs; the step is not executed."""
-        self._given = spec, *map(_kind, given)
-        self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in given]
+        self._signature = spec, *map(_kind, values)
+        self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in values]
         args, kwargs = torch_compat.tree_unflatten(self._inputs, spec)
         self._layers = list(converted_modules(self._model).values())
         self._counts = steps_of(self._model)
@@ -171,15 +171,15 @@ class GraphedStep:
         torch_compat.reset_before_groups_end(self)
 
     def _facts(self) -> list:
-        """Constants of a graph that may change: plans of layers, settings of optimizers."""
+        """Return constants of a graph that may change: plans of layers, settings of optimizers."""
         facts = [layer.plan for layer in self._layers]
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]
         return facts
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, text: str) -> None:
         if not self._warned:
-            warnings.warn(f"fq.graphed: {what}", stacklevel=3)
+            warnings.warn(f"fq.graphed: {text}", stacklevel=3)
         self._warned = True
 
 

@@ -84,23 +84,21 @@ def guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     """Return the layer's `guard` on `device`, allocated if needed: sums since the last copy."""
     global _since
     layer, _since = layer.guard_owner or layer, PROBED_STEPS
-    guard = layer.guard
-    if guard is None or guard.device != device:
+    if layer.guard is None or layer.guard.device != device:
         with torch.inference_mode(False):
-            layer.guard = guard = torch.zeros(len(PRODUCTS), 2, dtype=torch.float32, device=device)
+            layer.guard = torch.zeros(len(PRODUCTS), 2, dtype=torch.float32, device=device)
         if not torch_compat.is_fake():
             _GUARDED.add(layer)
-    return guard
+    return layer.guard
 
 
 def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     """Return the layer's `backward_guard` on `device`, allocated if needed."""
     layer = layer.guard_owner or layer
-    guard = layer.backward_guard
-    if guard is None or guard.device != device:
+    if layer.backward_guard is None or layer.backward_guard.device != device:
         with torch.inference_mode(False):
-            layer.backward_guard = guard = torch.zeros_like(guard_of(layer, device))
-    return guard
+            layer.backward_guard = torch.zeros_like(guard_of(layer, device))
+    return layer.backward_guard
 
 
 def apply_underflow_policy() -> None:
@@ -112,31 +110,37 @@ def apply_underflow_policy() -> None:
     ):
         return
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
-        done = _UNDERWAY.pop(0)
-        for ref, plan, sums in zip(done.layers, done.plans, done.sums.tolist()):
+        copied = _UNDERWAY.pop(0)
+        for ref, plan, sums in zip(copied.layers, copied.plans, copied.sums.tolist()):
             # one rung at a time: skip layers whose plan changed since the copy started
             if (layer := ref()) is not None and layer.plan.key == plan.key:
                 _move(layer, sums)
-    guarded = [(layer, layer.guard) for layer in _GUARDED if layer.guard is not None]
+    guarded = [layer for layer in _GUARDED if layer.guard is not None]
     _since += bool(guarded)
     if guarded and not _UNDERWAY and _since >= PROBED_STEPS:
         _since = 0
         _send(guarded)
 
 
-def _send(guarded: list[tuple[GuardedLayer, Tensor]]) -> None:
-    layers, guards = [layer for layer, _ in guarded], [guard for _, guard in guarded]
-    of_graphs, none = [layer.backward_guard for layer in layers], torch.zeros_like(guards[0])
-    device = none.device
-    sums = torch.stack([g.to(device) for g in guards])
-    sums = sums + torch.stack([none if g is None else g.to(device) for g in of_graphs])
-    sums = sums.to("cpu", non_blocking=True)
-    torch_compat.foreach_zero_([g for g in (*guards, *of_graphs) if g is not None])
+def _send(layers: list[GuardedLayer]) -> None:
+    """Start to copy the sums of these layers to the host, and set them to 0."""
+    zeros = torch.zeros_like(_guards_of(layers)[0])
+    device = zeros.device
+    forward, backward = (
+        torch.stack([zeros if g is None else g.to(device) for g in each])
+        for each in ([m.guard for m in layers], [m.backward_guard for m in layers])
+    )
+    sums = (forward + backward).to("cpu", non_blocking=True)
+    torch_compat.foreach_zero_(_guards_of(layers))
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
     _UNDERWAY.append(
         _Summed([weakref.ref(m) for m in layers], [m.plan for m in layers], sums, arrived)
     )
+
+
+def _guards_of(layers: list[GuardedLayer]) -> list[Tensor]:
+    return [g for m in layers for g in (m.guard, m.backward_guard) if g is not None]
 
 
 def _move(layer: GuardedLayer, sums: list) -> None:
@@ -146,37 +150,28 @@ def _move(layer: GuardedLayer, sums: list) -> None:
     """
     tolerance, plan = layer.recipe.anchor_tolerance, layer.plan
     plan = plan if plan.alone else plan.of_groups
-    rungs = plan.moved
-    moved: dict[str, str] = {}
-    for product, (extra, own) in zip(PRODUCTS, sums):
+    rungs, reasons = plan.moved, {}
+    for product, (extra, format_error) in zip(PRODUCTS, sums):
         if (
-            extra > tolerance**2 * own
+            extra > tolerance**2 * format_error
             and (rung := plan.next_rung(product, layer.is_shared)) is not None
         ):
-            moved[product.name] = (
-                f"to {rung}: its anchors add {_share(extra, own)} of its formats' error"
-            )
+            is_counted = extra < 100 * format_error
+            share = f"{math.sqrt(extra / format_error):.0%}" if is_counted else "ten times"
+            reasons[product.name] = f"to {rung}: its anchors add {share} of its formats' error"
             rungs[product.name] = rung
-    if not moved:
+    if not reasons:
         return
-    alike, plan = _alike(layer), layer.plan.moved_to(rungs)
-    for other in alike:
-        for product, why in moved.items():
-            counters.add(
-                "moved",
-                (other.name, product, why if other is layer else f"as for {layer.name}"),
-            )
+    layers, plan = _layers_like(layer), layer.plan.moved_to(rungs)
+    for other in layers:
+        for product, reason in reasons.items():
+            reason = reason if other is layer else f"as for {layer.name}"
+            counters.add("moved", (other.name, product, reason))
         other.set_plan(plan)
-    torch_compat.foreach_zero_(
-        [g for m in alike for g in (m.guard, m.backward_guard) if g is not None]
-    )  # they hold sums of the old rung
+    torch_compat.foreach_zero_(_guards_of(layers))  # they hold sums of the old rung
 
 
-def _share(extra: float, own: float) -> str:
-    return f"{math.sqrt(extra / own):.0%}" if extra < 100 * own else "ten times"
-
-
-def _alike(layer: GuardedLayer) -> list[GuardedLayer]:
+def _layers_like(layer: GuardedLayer) -> list[GuardedLayer]:
     """Return the layers of its model that have its recipe and plan. One decision for all of them
     lets a compiled model be traced again only once."""
     if layer.steps is None:

@@ -210,8 +210,8 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
 def plain_in_load(state_dict: dict, keys: Iterable[str]) -> dict:
     """The state dict with plain tensors under these keys: assign=True would wrap its parameters in
     place, and make one state of two models."""
-    found = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
-    return {**state_dict, **{key: saved_plain(t, t.detach()) for key, t in found.items()}}
+    tensors = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
+    return {**state_dict, **{key: saved_plain(t, t.detach()) for key, t in tensors.items()}}
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..formats import COLUMNWISE, ROWWISE
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -21,6 +22,7 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState
+from .linear import Linear
 from .operands import weight_storages
 from .passes import SCHEDULED
 from .set_recipe import check_fixed, converted_units
@@ -101,35 +103,9 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
-    converted = converted_modules(module)
-    own = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
-    untrained = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
-    layers = {name: m for name, m in untrained.items() if type(m.weight) is not QuantizedTensor}
-    if not converted:
-        raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
-    if not layers:
-        raise ValueError(
-            f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
-            f"{len(own) - len(untrained)} train, {len(untrained)} hold codes, and "
-            f"{len(converted) - len(own)} are part of packed or transposed weights, which stay; "
-            "set requires_grad_(False) on the weights that do not train"
-        )
+    layers = _untrained_layers(module)
     for name, layer in layers.items():
-        state = layer.runtime.weight_state
-        if isinstance(layer.weight, DTensor) and not (
-            state.holds_codes and managed_of(state) is not None
-        ):
-            raise ValueError(
-                f"{name}.weight is sharded, and fq.freeze takes whole weights, and quantized "
-                "parameters of fully_shard; leave it out of fully_shard with ignored_params="
-            )
-        if layer.plan.weight.delayed_directions:
-            raise ValueError(
-                f"{name}.weight is scaled by a history of amaxes, which changes its codes; give "
-                "weights current scaling before fq.freeze"
-            )
-        if layer.weight.device.type == "meta":
-            raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
+        _check_can_freeze(name, layer)
     for scheduled, (schedule, _) in SCHEDULED.items():
         check_fixed("fq.freeze", schedule, converted_units(scheduled), set(layers.values()))
     sharded = {
@@ -145,11 +121,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
         if id(weight) not in frozen:
-            plan = layer.plan.on(weight.dtype, weight.device)
-            both = backward and not plan.weight.is_derived
-            wanted = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
-            codes = weight_storages(weight, wanted, plan, state, weight.dtype)
-            tensor = QuantizedTensor(*codes.values(), shape=tuple(weight.shape))
+            codes = _encode_weight(layer, backward).values()
+            tensor = QuantizedTensor(*codes, shape=tuple(weight.shape))
             frozen[id(weight)] = nn.Parameter(tensor, requires_grad=False)
         if state.holds_codes:
             layer.runtime.set_weight_state(
@@ -158,6 +131,53 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
         layer.weight = frozen[id(weight)]
         layer.runtime.frozen = weakref.ref(layer)
     return len(layers)
+
+
+def _encode_weight(layer: Linear, backward: bool) -> dict[Direction, EncodedMatrix]:
+    """Return the codes of a layer's weight [N, K], in the layout in which its GEMMs read them:
+    rowwise, and if backward columnwise too, unless they are derived from the rowwise ones."""
+    plan = layer.plan.on(layer.weight.dtype, layer.weight.device)
+    both = backward and not plan.weight.is_derived
+    directions = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
+    state = layer.runtime.weight_state
+    return weight_storages(layer.weight, directions, plan, state, layer.weight.dtype)
+
+
+def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
+    """Return the layers that `freeze` encodes, by qualified name. Raises ValueError for none."""
+    converted = converted_modules(module)
+    if not converted:
+        raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
+    linears = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
+    untrained = {name: layer for name, layer in linears.items() if not layer.weight.requires_grad}
+    layers = {name: m for name, m in untrained.items() if type(m.weight) is not QuantizedTensor}
+    if not layers:
+        raise ValueError(
+            f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
+            f"{len(linears) - len(untrained)} train, {len(untrained)} hold codes, and "
+            f"{len(converted) - len(linears)} are part of packed or transposed weights, which "
+            "stay; set requires_grad_(False) on the weights that do not train"
+        )
+    return layers
+
+
+def _check_can_freeze(name: str, layer: Linear) -> None:
+    """Raise ValueError for a weight whose codes do not stay, or of which ranks hold parts."""
+    state = layer.runtime.weight_state
+    if isinstance(layer.weight, DTensor) and not (
+        state.holds_codes and managed_of(state) is not None
+    ):
+        raise ValueError(
+            f"{name}.weight is sharded, and fq.freeze takes whole weights, and quantized "
+            "parameters of fully_shard; leave it out of fully_shard with ignored_params="
+        )
+    if layer.plan.weight.delayed_directions:
+        raise ValueError(
+            f"{name}.weight is scaled by a history of amaxes, which changes its codes; give "
+            "weights current scaling before fq.freeze"
+        )
+    if layer.weight.device.type == "meta":
+        raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
 
 
 @torch.no_grad()

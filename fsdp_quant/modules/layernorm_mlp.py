@@ -149,8 +149,8 @@ def mlp_hidden(
         grads = native.new_amaxes(x, rows, up.out_features, len(layers))
     outputs = []
     for i, layer in enumerate(layers):
-        own = replace(handed, grad_amaxes=None if grads is None else grads[i])
-        outputs.append(layer(x, **handed_to(layer, own)))
+        grad_amaxes = None if grads is None else grads[i]
+        outputs.append(layer(x, **handed_to(layer, replace(handed, grad_amaxes=grad_amaxes))))
     g, u = (outputs[0], None) if gate is None else outputs
     packed, kind = activation.gated and u is None, activation.kind
     if activation.gated and isinstance(down, Linear):

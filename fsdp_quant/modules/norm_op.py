@@ -15,7 +15,6 @@ both nodes. Compiled graphs get the operators that these nodes call while they a
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -48,8 +47,8 @@ class _Normalize(torch.autograd.Function):
         x, weight, bias, rstd, mean = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of this is wanted: that of the definition
             y, needs = norm.reference_norm(x, weight, bias, ctx.spec)[0], ctx.needs_input_grad[:3]
-            wanted = [t for t, needed in zip((x, weight, bias), needs) if needed]
-            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            inputs = [t for t, needed in zip((x, weight, bias), needs) if needed]
+            grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
             dx, dweight, dbias = (next(grads) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():
@@ -79,12 +78,21 @@ class _Activate(torch.autograd.Function):
         return dg, du, None, None
 
 
+def _tracing():
+    """Graphs, and modes that see operators, get operators of the reference."""
+    return opaque.tracing(torch_compat.dispatch_is_watched())
+
+
+@torch.compiler.allow_in_graph
+def _traced_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *spec: Any) -> Tensor:
+    return _Normalize.apply(x, weight, bias, NormSpec(*spec))[0]
+
+
+@opaque.compiled_as(lambda x, weight, bias, spec: (_traced_norm(x, weight, bias, *spec), x, None))
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, x, amax of y or None): use the second for x where both are used, as in x + f(y)."""
-    if torch.compiler.is_compiling():
-        return _traced_norm(x, weight, bias, *spec), x, None
     if torch_compat.is_transformed():
         return norm.reference_norm(x, weight, bias, spec)[0], x, None
     return _Normalize.apply(x, weight, bias, spec)
@@ -93,7 +101,7 @@ def normalize(
 def activate(
     g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(act(g), or act(g) * u; its amaxes, or None where no kernel makes it).
+    """(act(g), or act(g) * u; its amaxes, or None where no kernel computes them).
 
     grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the
                   gradients of g and u there; not where g is no product of a compiled call: then its
@@ -105,29 +113,22 @@ def activate(
         g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)
     ):
         gate, up = g.chunk(2, -1)
-        return activate(gate, up, kind)
-    if torch.compiler.is_compiling():
-        return _traced_activation(g, u, kind), None
+        return _activation(gate, up, kind, None, False)
+    return _activation(g, u, kind, grad_amaxes, packed)
+
+
+@torch.compiler.allow_in_graph
+def _traced_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
+    return _Activate.apply(g, u, kind, None)
+
+
+@opaque.compiled_as(lambda g, u, kind, *_: (_traced_activation(g, u, kind), None))
+def _activation(
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor | None]:
     # torch's operators know placements, and what torch.func makes of them
     if isinstance(g, DTensor) or torch_compat.is_transformed():
         return norm.reference_activation(g, u, kind), None
     if not torch_compat.dispatch_is_watched() and norm.runs_whole(g, u):
         return native.activate(g, u, kind, grad_amaxes, packed=packed)
     return _Activate.apply(g, u, kind, grad_amaxes), None
-
-
-# What graphs hold: the operators that these call while they are traced #
-
-
-def _tracing():
-    return opaque.tracing() if torch_compat.dispatch_is_watched() else contextlib.nullcontext()
-
-
-@torch.compiler.allow_in_graph
-def _traced_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *spec: Any) -> Tensor:
-    return _Normalize.apply(x, weight, bias, NormSpec(*spec))[0]
-
-
-@torch.compiler.allow_in_graph
-def _traced_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
-    return _Activate.apply(g, u, kind, None)

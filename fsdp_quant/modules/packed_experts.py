@@ -42,7 +42,7 @@ from ..tensor import torch_compat
 from .bad_splits import BAD_SPLITS
 from .grouped_linear import GroupedLinear
 from .has_weight import plain_in_load, saved_plain
-from .reads import Fact, facts_of, held, proven, watched
+from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
 
@@ -96,14 +96,18 @@ class Kind(NamedTuple):
 def kind_of(module: nn.Module) -> Kind | None:
     """Of packed experts that are not taken over yet; None of other modules."""
     kind = _looks_like(module)
-    return None if kind is None or isinstance(_proof_of(module, kind), str) else kind
+    return None if kind is None or reason_against(module) is not None else kind
 
 
 def reason_against(module: nn.Module) -> str | None:
     """Why a module that looks like packed experts is not taken for them."""
-    kind = _looks_like(module)
-    outcome = None if kind is None else _proof_of(module, kind)
-    return outcome if isinstance(outcome, str) else None
+    if (kind := _looks_like(module)) is None:
+        return None
+    cls = type(module)
+    try:
+        return _reason_against(module, kind, cls, _reads_of(module, kind, cls)) or None
+    except Unproven as error:
+        return f"{cls.__name__}.forward {error}"
 
 
 def _looks_like(module: nn.Module) -> Kind | None:
@@ -139,30 +143,27 @@ def _is_of_transformers(module: nn.Module) -> bool:
 # The proof: operator by operator, on few elements, the module's own forward is `Kind.forward` #
 
 
-def _proof_of(
-    module: nn.Module, kind: Kind, cls: type[nn.Module] | None = None
-) -> list[Fact] | str:
-    """Facts under which the forward of `cls` is `kind.forward`, but for roundings; or why not."""
-    cls, notes = cls or type(module), set()
+def _reads_of(module: nn.Module, kind: Kind, cls: type[nn.Module]) -> Reads:
+    """Facts under which the forward of `cls` is what it is. Raises Unproven for code without."""
+    leaves = "_is_expert_parallel", *(f"{part}_product" for part in kind.parts)
+    return Reads(module, cls, leaves, [_eager_forward(cls), kind.forward])
+
+
+def _reason_against(module: nn.Module, kind: Kind, cls: type[nn.Module], reads: Reads) -> str:
+    """Why the forward of `cls` is not `kind.forward`, but for roundings; "": it is."""
     code = _eager_forward(cls)
 
-    def prove() -> tuple[list[Fact] | None, list[Fact] | str]:
-        outcome = None
+    def prove() -> str:
         try:
             modes = itertools.product((torch.float32, torch.bfloat16), (True, False))
-            if not all(_is_same(module, kind, cls, code, notes, *mode) for mode in modes):
-                outcome = f"{cls.__name__}.forward computes something else than packed experts"
+            if all(_is_same(module, kind, cls, code, *mode) for mode in modes):
+                return ""
+            return f"{cls.__name__}.forward computes something else than packed experts"
         except Exception as error:  # of the user's forward
-            outcome = f"{cls.__name__}.forward {error}"
-        try:
-            products = (f"{part}_product" for part in kind.parts)
-            facts = facts_of(module, cls, notes, ("_is_expert_parallel", *products), code)
-        except Unproven as error:
-            return None, outcome or f"{cls.__name__}.forward {error}"
-        return facts, outcome or facts
+            return f"{cls.__name__}.forward {error}"
 
     shapes = ((n, p.shape) for n, p in module._parameters.items() if p is not None)
-    return proven((cls, kind, *shapes), module, prove)
+    return proven((cls, kind, *shapes), reads, prove)
 
 
 def _eager_forward(cls: type[nn.Module]) -> Callable:
@@ -201,7 +202,6 @@ def _is_same(
     kind: Kind,
     cls: type[nn.Module],
     code: Callable,
-    notes: set,
     dtype: torch.dtype,
     training: bool,
 ) -> bool:
@@ -248,10 +248,10 @@ def _is_same(
         with symbols:
             symbols.gradients = True
             with Unobserved(SHAPES):
-                y = code(watched(probe, cls, (), notes, training), *inputs)
+                y = code(probe_of(probe, cls, training), *inputs)
             symbols.gradients = False
-            z = kind.forward(watched(plain, cls, tuple(products), notes, training), *inputs)
-        return y.shape == z.shape and torch.equal(symbols.of(y), symbols.of(z))
+            z = kind.forward(probe_of(plain, cls, training, tuple(products)), *inputs)
+        return y.shape == z.shape and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
 
 
 def are_sharded(module: nn.Module) -> bool:
@@ -308,13 +308,11 @@ def changed_in(module: nn.Module) -> str | None:
     """What is not as it was proven, of experts that were taken over."""
     cls, kind = (getattr(type(module), name) for name in ("converted_from", "packed_kind"))
 
-    def prove() -> tuple[None, list[Fact]]:
-        facts = _proof_of(module, kind, cls)
-        if isinstance(facts, str):
-            raise Unproven(facts)
-        return None, facts
+    def prove(reads: Reads) -> None:
+        if reason := _reason_against(module, kind, cls, reads):
+            raise Unproven(reason)
 
-    return held(module, prove).changed(module)
+    return held(module, lambda: _reads_of(module, kind, cls), prove).changed(module)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,56 +90,68 @@ _PASSES = itertools.count()
 class TrainingSteps:
     """Counts the passes of a model, or of the layers that a thread runs without one.
 
-    next:          the step that the next pass begins.
-    open:          a step has begun and was not skipped: its histories roll when the next begins.
-    at:            the step whose amaxes the histories collect.
-    hand:          the step that `begin_step(model=)` gave the model; None: others count.
-    is_by_hand_alone:  the same without its value, which graphs would depend on.
-    applied:       the step in which an optimizer has stepped that holds parameters of the model.
+    step:          the step that began last, whose amaxes the histories collect; -1: none has begun.
+    open:          it was not skipped: its histories roll when the next one begins.
+    ahead:         graphs counted steps on their device that the host has not read: `step` is stale.
+    is_by_hand_alone:  `begin_step(model=)` counts.
+    is_applied:    an optimizer that holds parameters of the model has stepped in this step.
     current:       the pass; None: the next layer that a backward may follow begins one.
     inside:        how many calls of the model are running.
     awaits:        FSDP2's forward began the pass, and neither the model nor a layer has run in it.
     has_root:      forwards of FSDP2 begin passes: layers run in no others.
     by_pieces:     a layer, or a graph, began the last pass.
-    ahead:         graphs counted steps on their device that the host has not read: `next` is stale.
     is_counting:   the model's recipe needs steps.
     is_scheduled:  the model follows a schedule.
     model:         the model, if one counts.
     layers:        the layers whose histories roll.
-    alike:         lists of histories of equal shape, which graphs roll together.
+    history_groups:  lists of histories of equal shape, which graphs roll together.
     """
 
     live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
 
     def __init__(self):
-        self.next, self.open, self.ahead = 0, False, False
+        self.step, self.open = -1, False
         self.is_counting = self.is_scheduled = self.has_run = self.has_root = False
-        self.alike: list[list[AmaxHistory]] = []
-        self.at: int | None = None
+        self.history_groups: list[list[AmaxHistory]] = []
         self._make_fleeting()
 
     def _make_fleeting(self) -> None:
         """Create what a copy does not inherit."""
         self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
         self.model: weakref.ref[nn.Module] | None = None
-        self.hand: int | None = None
-        self.is_by_hand_alone = False
-        self.applied: int | None = None
         self.current: int | None = None
-        self.inside, self.awaits, self.by_pieces, self.is_restored = 0, False, False, False
-        self._stood_still = False
+        self.inside, self.ahead, self.awaits, self.by_pieces = 0, False, False, False
+        self.is_by_hand_alone = self.is_applied = self._stood_still = False
         self._rolled: set[int] = set()  # ids of the histories that rolled when this step began
         self._counts: dict[torch.device, Tensor] = {}  # see `counts_on`
         self.live.add(self)
 
     def __getstate__(self) -> dict:
-        names = "open", "at", "alike", "is_counting", "is_scheduled", "has_run", "has_root"
-        counted = {"next": self._after_hand(), "ahead": False}
-        return {name: getattr(self, name) for name in names} | counted
+        self.catch_up()
+        names = (
+            "step",
+            "open",
+            "history_groups",
+            "is_counting",
+            "is_scheduled",
+            "has_run",
+            "has_root",
+        )
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._make_fleeting()
+
+    def collect(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        """Count the passes of a model with these layers. Inserted ones too, unless their own have
+        run."""
+        self.model = weakref.ref(model)
+        for layer in layers:
+            if layer.runtime.steps is None or not layer.runtime.steps.has_run:
+                layer.runtime.steps = self
+            self.layers.add(layer)
+            LOOSE.steps.layers.discard(layer)
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the parameters that its passes train."""
@@ -162,67 +174,64 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """The step to save: the next one; by hand the running one. Waits for counts of graphs."""
-        if self.hand is not None:
-            return self.hand
+        """Return the step to save: the next one; by hand the running one. Waits for counts of
+        graphs."""
+        if self.is_by_hand_alone:
+            return self.step
         if STEP.counted_by_hand:
             return STEP.step
-        self._catch_up()
-        return self.next
+        self.catch_up()
+        return self._next
 
-    def _catch_up(self) -> None:
-        """Read what graphs have counted from the device that runs them. Waits for it."""
-        if self.ahead:
-            counted = [int(counts[0]) for counts in self._counts.values()]
-            self.next, self.ahead = max(counted, default=STEP.step + self.open), False
-
-    def _publish(self, step: int, is_open: bool) -> None:
-        self.next, self.open, self.ahead = step, is_open, False
-        with torch_compat.outside_modes():
-            for counts in self._counts.values():
-                counts[0].fill_(step)
-                counts[1].fill_(is_open)
+    @property
+    def _next(self) -> int:
+        """Return the step that the next pass begins."""
+        return max(self.step + self.open, 0)
 
     @property
     def is_skipped(self) -> bool:
         """Whether the step that began last was skipped."""
-        begun = self.has_run or self.at is not None or self.next > 0
-        return begun and not self.open
+        return self.step >= 0 and not self.open
 
-    def restart(self, step: int, skipped: bool = False) -> None:
-        """Let the next pass begin `step`; by hand, `step` is the one that ran.
+    def catch_up(self) -> None:
+        """Read what graphs have counted from the device that runs them. Waits for it."""
+        if self.ahead:
+            following = [int(counts[0]) for counts in self._counts.values()]
+            self.step, self.ahead = max(following, default=STEP.step + self.open) - self.open, False
 
-        skipped:  the histories collect the amaxes of `step` itself.
-        """
-        self.continue_at(step, not skipped)
-        if skipped:
-            self.at = step
+    def _publish(self) -> None:
+        """Write the host's count to every device."""
+        self.ahead = False
+        with torch_compat.outside_modes():
+            for counts in self._counts.values():
+                counts[0].fill_(self._next)
+                counts[1].fill_(self.open)
 
     def continue_at(self, step: int, is_open: bool) -> None:
-        self.at = self.current = self.hand = self.applied = None
-        self.is_by_hand_alone = False
-        self.awaits, self.is_restored = False, is_open
-        self._publish(step, is_open)
+        """Continue behind `step`, or in it if it was skipped."""
+        self.step, self.open, self.current = step, is_open, None
+        self.is_by_hand_alone = self.is_applied = self.awaits = False
+        self._publish()
 
     # Passes #
 
-    def enter(self, trains: bool, root: nn.Module | None = None) -> None:
-        """Begin a pass of a call of the model, or of FSDP2's forward of `root`, in which it is.
+    def enter(self, trains: bool, is_root: bool = False) -> None:
+        """Begin a pass of a call of the model, or of a forward of FSDP2, in which the model is.
 
         trains:  a backward may follow.
         """
-        if root is None:
+        if not is_root:
             self.call()
         elif self.inside:
             return  # of the model
         if not trains:
             self.current = self.current if self.inside > 1 else None
-        elif self.awaits:
-            self.awaits = root is not None
+            return
+        if self.awaits:
             self._show()
         else:
             self.begin()
-            self.awaits = root is not None
+        self.awaits = is_root
 
     def call(self, change: int = 1) -> None:
         """Note that a call of the model begins, or ends. torch.compile traces it."""
@@ -241,7 +250,7 @@ class TrainingSteps:
             follow_schedules(self, self.number, layer)  # raises before anything changes
         self.by_pieces, self.has_run = layer is not None, True
         if self.is_by_hand and self._moves():
-            self._begin_hand(self.number)
+            self._begin_at(self.number)
             self._show()
         elif STEP.is_captured:  # replays count on the device
             self._roll()
@@ -250,24 +259,28 @@ class TrainingSteps:
                 counts[0].add_(1)
             self.ahead = True
         else:
-            step = self.number
-            self._roll()
-            self.at = step
-            self._publish(step + 1, True)
-            STEP.show(step)
+            self._begin_at(self.number)
+            self._publish()
+            STEP.show(self.step)
             guard.apply_underflow_policy()
-            follow_schedules(self, step)
+            follow_schedules(self, self.step)
         self.current = next(_PASSES)  # the pass has begun, as nothing has raised
 
+    def _begin_at(self, step: int) -> None:
+        if self.step != step:
+            self._roll()
+            self.is_applied = False
+        self.step, self.open = step, True
+
     def _show(self) -> None:
-        if self.at is not None and STEP.step != self.at:
-            STEP.show(self.at)
+        if not self.ahead and STEP.step != self.step:
+            STEP.show(self.step)
 
     def _roll(self) -> None:
-        self._rolled, self.is_restored = set(), self.is_restored and self.at is None
+        self._rolled = set()
         if self.open:
-            known = (h for histories in self.alike for h in histories)  # of a copy, before it runs
-            roll(self._unrolled([*known, *histories_of(self.layers)]))
+            copied = itertools.chain(*self.history_groups)  # of a copy, before it runs
+            roll(self._unrolled([*copied, *histories_of(self.layers)]))
 
     def _unrolled(self, histories: Iterable[AmaxHistory]) -> list[AmaxHistory]:
         unrolled = {id(h): h for h in histories if id(h) not in self._rolled}
@@ -279,8 +292,7 @@ class TrainingSteps:
         runtime = layer.runtime
         if layer not in self.layers:
             self.layers.add(layer)
-            if self.is_restored or runtime.ran_in is not None:
-                # amaxes that the checkpoint, or the copied layer, had not rolled yet
+            if runtime.ran_in is not None:  # amaxes that the copied layer had not rolled yet
                 roll(self._unrolled(histories_of([layer])))
         runtime.ran_in, self.awaits = self.current, False
 
@@ -292,8 +304,8 @@ class TrainingSteps:
         if self.is_by_hand:  # `begin_step` rolls
             return
         step, is_open = self.counts_on(device).split(1)
-        for histories in self.alike:
-            for target, values in AmaxHistory.advanced_alike(histories, kept=is_open == 0):
+        for histories in self.history_groups:
+            for target, values in AmaxHistory.advanced_group(histories, unchanged=is_open == 0):
                 target.copy_(values)
         STEP.show_in_graph(device, step)
         step.add_(1)
@@ -302,11 +314,11 @@ class TrainingSteps:
 
     # All models of the process share the step's tensor, so graphs cannot count in it.
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return int64 [2], `next` and `open`, for graphs; allocate it before a trace."""
+        """Return int64 [2], the next step and `open`, for graphs; allocate it before a trace."""
         if device not in self._counts:
             with torch.inference_mode(False):  # which torch.compile traces
                 self._counts[device] = torch.tensor(
-                    [self.next, self.open], dtype=torch.int64, device=device
+                    [self._next, self.open], dtype=torch.int64, device=device
                 )
             torch_compat.mark_static_address([self._counts[device]])
         return self._counts[device]
@@ -315,43 +327,33 @@ class TrainingSteps:
 
     def begin_by_hand(self, step: int, is_alone: bool) -> None:
         """Begin a step that `begin_step` counts, for this model alone or for all."""
-        moves, self.applied = self.at != step, None
-        self.hand, self.is_by_hand_alone = step if is_alone else None, is_alone
-        self._begin_hand(step)
+        moves, self.is_applied, self.is_by_hand_alone = self.step != step, False, is_alone
+        self._begin_at(step)
         if moves:
             follow_schedules(self, step)
-
-    def _begin_hand(self, step: int) -> None:
-        if self.at != step:
-            self._roll()
-        self.at, self.open = step, True
 
     def _moves(self) -> bool:
         """Whether `begin_step` was called since the last step of an optimizer: else the caller has
         stopped to count. It ends then, if it was of this model alone."""
-        if self.at is None or self.applied != self.at or self.at != self.number:
+        if not self.is_applied or self.step != self.number:
             return True
-        if self.hand is not None:
+        if self.is_by_hand_alone:
             self.end_by_hand()
         elif not self._stood_still:
             self._stood_still = True
             warnings.warn(
-                f"fq.begin_step({self.at}) was called once, and the model has trained on since: "
+                f"fq.begin_step({self.step}) was called once, and the model has trained on since: "
                 "random bits, schedules and delayed scales stay those of this step; call "
                 "fq.begin_step(step) in each step, or only fq.begin_step(seed=) for a seed",
                 stacklevel=8,
             )
         return STEP.counted_by_hand
 
-    def _after_hand(self) -> int:
-        """The step that a pass begins once `begin_step` counts no more."""
-        return self.number if self.hand is None else self.hand + self.open
-
     def end_by_hand(self) -> None:
         """Count passes from the next one on."""
-        if self.hand is not None:
-            step, self.hand, self.is_by_hand_alone = self._after_hand(), None, False
-            self._publish(step, self.open)
+        if self.is_by_hand_alone:
+            self.is_by_hand_alone = False
+            self._publish()
             STEP.micro_batch *= STEP.counted_by_hand
 
     def skip(self) -> None:
@@ -360,9 +362,7 @@ class TrainingSteps:
             if not self.is_by_hand:
                 counts[0].sub_(counts[1]).clamp_(min=0)
             counts[1].zero_()
-        if not self.is_by_hand and not self.ahead:
-            self.next = max(self.next - self.open, 0)
-        self.open, self.applied = False, None
+        self.open = self.is_applied = False
 
 
 class _LooseLayers(threading.local):
@@ -371,14 +371,14 @@ class _LooseLayers(threading.local):
 
     def __init__(self):
         self.steps = TrainingSteps()
-        self._seen = STEP.restarted
+        self._restarted = STEP.restarted
 
     def caught_up(self) -> TrainingSteps:
         """Return the steps, which continue at the step that `STEP.step` was set to since the last
         call."""
-        if self._seen is not STEP.restarted:
-            self._seen = STEP.restarted
-            self.steps.continue_at(*self._seen)
+        if self._restarted is not STEP.restarted:
+            self._restarted = STEP.restarted
+            self.steps.continue_at(*self._restarted)
         return self.steps
 
 
@@ -405,28 +405,18 @@ def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return the layers of a model once each, also those that are no submodules: experts of one
     weight, and transposed ones."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        facts = module.__dict__
-        for layer in (*facts.get("_linears", ()), facts.get("_layer"), module):
-            if isinstance(layer, nn.Module) and isinstance(layer.__dict__.get("runtime"), Runtime):
-                found[id(layer)] = layer
-    return list(found.values())
+    layers = (layer for m in model.modules() for layer in getattr(m, "_matrix_layers", ()))
+    return list(dict.fromkeys(layer for layer in layers if "runtime" in layer.__dict__))
 
 
 def steps_within(model: nn.Module) -> list[TrainingSteps]:
     """Return the steps of all layers of a model, whose layers that no model counts it counts from
     now on."""
     layers = layers_of(model)
-    alone = [layer for layer in layers if layer.runtime.steps is None]
-    if alone:
+    if alone := [layer for layer in layers if layer.runtime.steps is None]:
         steps = continued(model)
         steps.is_counting = any(layer.plan.needs_steps for layer in alone)
-        steps.model = weakref.ref(model)
-        for layer in alone:
-            layer.runtime.steps = steps
-            steps.layers.add(layer)
-            LOOSE.steps.layers.discard(layer)
+        steps.collect(model, alone)
     return list(dict.fromkeys(s for layer in layers if (s := layer.runtime.steps) is not None))
 
 
@@ -442,15 +432,15 @@ def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     if root not in _OF_ROOT:
         steps_within(root)
         _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
-    ran_in: dict[TrainingSteps, set] = {}
+    ran_in: dict[TrainingSteps | None, set] = {}
     for reference in _OF_ROOT[root]:
-        runtime = None if (layer := reference()) is None else layer.runtime
-        if runtime is not None and runtime.steps is not None and runtime.steps.is_counting:
-            ran_in.setdefault(runtime.steps, set()).add(runtime.ran_in)
+        if (layer := reference()) is not None:
+            ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
     for steps, passes in ran_in.items():
-        steps.has_root = True
-        if is_outermost or steps.current in (None, *passes) or not trains:
-            steps.enter(trains, root)
+        if steps is not None and steps.is_counting:
+            steps.has_root = True
+            if is_outermost or steps.current in passes or not trains:
+                steps.enter(trains, is_root=True)
 
 
 def steps_of(model: nn.Module) -> TrainingSteps:
@@ -464,22 +454,30 @@ def steps_of(model: nn.Module) -> TrainingSteps:
 
 
 def continued(model: nn.Module) -> TrainingSteps:
-    """Return new steps for a model, which continue those of its layers that ran alone."""
+    """Return new steps for a model, which continue those of its layers that no model counted."""
     steps, before = TrainingSteps(), steps_of(model)
-    if before is LOOSE.steps and before.has_run:
-        steps.restart(before.number)
+    if before is LOOSE.steps:
+        before.catch_up()
+        steps.continue_at(before.step, before.open)
     return steps
 
 
 def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
-    """`TrainingSteps.restart` of a model, or of layers without a model."""
+    """Let the next pass of a model, or of layers without a model, begin `step`; by hand, `step` is
+    the one that ran.
+
+    skipped:  the histories collect the amaxes of `step` itself.
+    """
+    STEP.step = step
+    last = (step, False) if skipped else (step - 1, True)
     for module in model.modules():
         if (steps := own_steps(module)) is not None:
-            steps.restart(step, skipped)
-    STEP.step = step
+            steps.continue_at(*last)
     if skipped:
-        STEP.restarted = step, False
+        STEP.restarted = last
     STEP.publish()
+    # whose loaded histories roll when the step begins
+    LOOSE.steps.layers.update(layer for layer in layers_of(model) if layer.runtime.steps is None)
 
 
 def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
@@ -489,17 +487,17 @@ def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
     Weight histories of quantized parameters and of synced weights are omitted. They roll when the
     weights are encoded, after an optimizer's step.
     """
-    found: dict[int, AmaxHistory] = {}
+    histories: list[AmaxHistory] = []
     for layer in layers:
         state = layer.runtime.weight_state
         after_steps = isinstance(state, QuantizedWeightState) or state.weight_sync is not None
         for (_, slot, *_), history in state.histories.items():
             if not (after_steps and slot == "weight"):
-                found[id(history)] = history
-        if (lead := layer.runtime.input_owner) is not None and (first := lead()) is not None:
+                histories.append(history)
+        if (owner := layer.runtime.input_owner) is not None and (first := owner()) is not None:
             shared = first.weight_state.histories
-            found |= {id(h): h for (_, slot, *_), h in shared.items() if slot == "input"}
-    return list(found.values())
+            histories += [h for (_, slot, *_), h in shared.items() if slot == "input"]
+    return list(dict.fromkeys(histories))
 
 
 @torch.no_grad()

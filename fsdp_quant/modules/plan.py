@@ -175,8 +175,9 @@ class GemmPlan:
     def _needs_steps(self) -> bool:
         """The bits depend on the step, or the guard watches the plan on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
-        of = self.boundary
-        sides = [self.input, self.grad_output] + ([] if of is None else [of.output, of.grad_input])
+        sides = [self.input, self.grad_output]
+        if self.boundary is not None:
+            sides += [self.boundary.output, self.boundary.grad_input]
         rounded = any(side is not None and side.is_stochastic for side in sides)
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
@@ -218,47 +219,28 @@ class GemmPlan:
 
     @cached_property
     def _with_tensor_scales(self) -> GemmPlan:
-        made: dict[tuple[str, Direction], Quantizer] = {}
+        quantizers: dict[tuple[str, Direction], Quantizer] = {}
         watched: list[tuple[int, int]] = []
         by_tensor: list[bool] = []
-        for product, rung in zip(PRODUCTS, self.rungs):
-            operands = product.a, product.b
-            sides = {of: self._tensor_scaled(*of) for of in operands}
-            a, b = ((sides[of] or self.hybrid(of[0]).side(of[1])).fmt for of in operands)
-            fmts = [self.operand(*of) for of in operands if of[0] != "weight"]
-            of_codes = any(
-                anchors(fmt) and is_anchored_of_codes(fmt, ANCHORED_TENSOR) for fmt in fmts
-            )
-            one_exponent = (any(sides.values()) or of_codes) and all(
-                scales_tensor(f) or anchors_tensor(f) for f in (a, b)
-            )
-            domain = (
-                gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0]
-                if one_exponent
-                else None
-            )
-            by_tensor.append(
-                domain in ("native", "anchored")
-                and rung == ANCHORED_TENSOR
-                and self.accuracy != EXACT
-            )
-            if not by_tensor[-1]:
-                watched.append(
-                    self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0])
-                )
+        for product in PRODUCTS:
+            scaled = self._tensor_quantizers(product)
+            by_tensor.append(scaled is not None)
+            if scaled is None:
+                domain = self.domain(product, torch.bfloat16, "sm_90a")[0]
+                watched.append(self._watched(product, domain))
                 continue
-            made |= {of: side for of, side in sides.items() if side is not None}
-            of_a, of_b = (_counted(sides[of] is not None, self.operand(*of)) for of in operands)
-            watched.append((of_a, of_b))
+            quantizers |= scaled
+            a, b = (_counted(o in scaled, self.operand(*o)) for o in (product.a, product.b))
+            watched.append((a, b))
         if not any(by_tensor):
             return self
-        slots = {
-            slot: HybridQuantizer(
-                made.get((slot, ROWWISE)) or self.hybrid(slot).side(ROWWISE),
-                made.get((slot, COLUMNWISE)) or self.hybrid(slot).side(COLUMNWISE),
+        slots: dict[str, HybridQuantizer] = {}
+        for slot, _ in quantizers:
+            rowwise, columnwise = (
+                quantizers.get((slot, d)) or self.hybrid(slot).side(d)
+                for d in (ROWWISE, COLUMNWISE)
             )
-            for slot in {slot for slot, _ in made}
-        }
+            slots[slot] = HybridQuantizer(rowwise, columnwise)
         saves = self.saves
         if saves != "input" and slots.get("input", self.input).shares_storage:
             saves = "rowwise"
@@ -267,6 +249,24 @@ class GemmPlan:
         return replace(
             self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor)
         )
+
+    def _tensor_quantizers(self, product: Product) -> dict[tuple[str, Direction], Quantizer] | None:
+        """Return the quantizers that give operands of a GEMM one exponent per tensor; None if codes
+        of one of them keep other scales."""
+        if self.rung(product) != ANCHORED_TENSOR or self.accuracy == EXACT:
+            return None
+        operands = product.a, product.b
+        scaled = {o: side for o in operands if (side := self._tensor_scaled(*o)) is not None}
+        of_codes = any(
+            anchors(fmt) and is_anchored_of_codes(fmt, ANCHORED_TENSOR)
+            for fmt in (self.operand(*o) for o in operands if o[0] != "weight")
+        )
+        a, b = (scaled[o].fmt if o in scaled else self.operand(*o) for o in operands)
+        have_one = all(scales_tensor(fmt) or anchors_tensor(fmt) for fmt in (a, b))
+        if not have_one or not (scaled or of_codes):
+            return None
+        domain, _ = gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)
+        return scaled if domain in ("native", "anchored") else None
 
     def _tensor_scaled(self, slot: str, direction: Direction) -> Quantizer | None:
         """Return the quantizer that replaces the block scales of a direction by one power of two
@@ -339,74 +339,69 @@ class GemmPlan:
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
         """Resolve this plan for `dtype` activations on `device`. Cached."""
-        key = (dtype, device)
-        if key not in self._resolved:
-            arch = arch_of(device)
-            layouts = {
-                s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES
-            }
-            laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
-            fprop, dgrad, wgrad = (self.domain(p, dtype, arch)[0] for p in PRODUCTS)
-            domains = fprop, dgrad, wgrad
-            operand_specs = (
-                self._operand_specs(layouts, domains, dtype, arch)
-                if native.is_available_on(device)
-                else None
-            )
-            call = shared = None
-            watched = self.watched or tuple(
-                self._watched(p, domain) for p, domain in zip(PRODUCTS, domains)
-            )
-            if operand_specs is not None:
-                call = native.linear_plan(operand_specs, self.saves == "input", watched, self.key)
-                _count(call, self, domains, False)
-                shared = None if self.input.is_stochastic else tuple(operand_specs[:2])
-            in_4_bits = any(
-                domain == "native" and self.pair(p)[0].bits == 4
-                for p, domain in zip(PRODUCTS, domains)
-            )
-            saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
-            self._resolved[key] = Resolved(
-                domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16
-            )
-        return self._resolved[key]
+        if (dtype, device) not in self._resolved:
+            self._resolved[dtype, device] = self._resolve(dtype, device)
+        return self._resolved[dtype, device]
+
+    def _resolve(self, dtype: torch.dtype, device: torch.device) -> Resolved:
+        arch = arch_of(device)
+        layouts = {
+            s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES
+        }
+        fprop, dgrad, wgrad = (self.domain(p, dtype, arch)[0] for p in PRODUCTS)
+        domains = fprop, dgrad, wgrad
+        watched = self.watched or tuple(map(self._watched, PRODUCTS, domains))
+        call = shared = None
+        is_available = native.is_available_on(device)
+        specs = self._operand_specs(layouts, domains, dtype, arch) if is_available else None
+        if specs is not None:
+            call = native.linear_plan(specs, self.saves == "input", watched, self.key)
+            _count(call, self, domains, False)
+            shared = None if self.input.is_stochastic else tuple(specs[:2])
+        in_4_bits = any(
+            domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains)
+        )
+        is_laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
+        saved = COLUMNWISE if self.saves == "columnwise" or is_laid_out else ROWWISE
+        multiple = 32 if in_4_bits else 16
+        return Resolved(domains, layouts, saved, call, shared, watched, multiple)
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
         """Return the number of the compiled step for transposed weights: it encodes each direction
-        as the other one.
+        as the other one. Cached.
 
         None if codes of a weight and of its transpose differ, or if the weight has histories.
         """
-        key = (dtype, device)
-        if key not in self._turned:
-            resolved, arch, made = self.resolved(dtype, device), arch_of(device), None
-            layouts = resolved.layouts["weight"]
-            differ = (
-                any(self.operand("weight", d).tensor_scale for d in Direction)
-                or COMPACT in layouts.values()
+        if (dtype, device) not in self._turned:
+            self._turned[dtype, device] = self._turn(dtype, device)
+        return self._turned[dtype, device]
+
+    def _turn(self, dtype: torch.dtype, device: torch.device) -> int | None:
+        resolved, arch = self.resolved(dtype, device), arch_of(device)
+        layouts = resolved.layouts["weight"]
+        if resolved.call is None or self.weight.delayed_directions or COMPACT in layouts.values():
+            return None
+        if any(self.operand("weight", d).tensor_scale for d in Direction):
+            return None
+        specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
+        if specs is None:
+            return None
+        directions = (ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0)
+        for index, (direction, source, product) in enumerate(directions, 2):
+            spec = native.operand_spec_of(
+                self.weight.side(source).encoding(direction),
+                layouts[source],
+                resolved.domains[product],
+                arch,
+                False,
+                None,
             )
-            specs = None
-            if resolved.call is not None and not differ and not self.weight.delayed_directions:
-                specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
-            transposed = [
-                native.operand_spec_of(
-                    self.weight.side(of).encoding(d),
-                    layouts[of],
-                    resolved.domains[product],
-                    arch,
-                    False,
-                    None,
-                )
-                for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
-                if specs is not None
-            ]
-            known = [spec for spec in transposed if spec is not None]
-            if specs is not None and len(known) == len(transposed):
-                specs[2:4] = known
-                made = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key)
-                _count(made, self, resolved.domains, True)
-            self._turned[key] = made
-        return self._turned[key]
+            if spec is None:
+                return None
+            specs[index] = spec
+        call = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key)
+        _count(call, self, resolved.domains, True)
+        return call
 
     @cached_property
     def turns_wgrad(self) -> bool:
@@ -428,23 +423,23 @@ class GemmPlan:
         operand_specs: list[native.OperandSpec] = []
         for slot in QUANTIZED_TYPES:
             hybrid = self.hybrid(slot)
-            lie = set(layouts[slot].values())
-            if hybrid.is_derived or (hybrid.shares_storage and COMPACT in lie and len(lie) > 1):
+            distinct, delayed = set(layouts[slot].values()), hybrid.delayed_directions
+            if hybrid.is_derived:
                 return None
-            in_runs = layouts[slot].values() if slot == "weight" else [layouts[slot][ROWWISE]]
+            if hybrid.shares_storage and COMPACT in distinct and len(distinct) > 1:
+                return None
             # the step of a single matrix supports runs over tokens only
-            if {ANCHORED_512, ANCHORED_128} & set(in_runs) and self.shared_rungs != _OF_GROUPS:
+            in_runs = distinct if slot == "weight" else {layouts[slot][ROWWISE]}
+            if {ANCHORED_512, ANCHORED_128} & in_runs and self.shared_rungs != _OF_GROUPS:
                 return None
             for d in Direction:
-                product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
                 source = ROWWISE if hybrid.shares_storage else d  # direction of its history
-                delayed = hybrid.delayed_directions
                 spec = native.operand_spec_of(
                     hybrid.side(d).encoding(d),
                     layouts[slot][d],
-                    domains[product],
+                    domains[PRODUCTS.index(_product_of(slot, d))],
                     arch,
-                    d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
+                    d is COLUMNWISE and hybrid.shares_storage and distinct == {COMPACT},
                     delayed.index(source) if source in delayed else None,
                 )
                 if spec is None:
@@ -467,29 +462,35 @@ class GemmPlan:
         return {}
 
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:
-        product = next(p for p in PRODUCTS if (slot, direction) in (p.a, p.b))
-        other = product.b if product.a == (slot, direction) else product.a
         if self.hybrid(slot).is_derived and direction is ROWWISE:
             return COMPACT  # the columnwise storage is derived from it
-        pair = self.operand(slot, direction), self.operand(*other)
+        product = _product_of(slot, direction)
+        index = PRODUCTS.index(product)
+        other = product.b if product.a == (slot, direction) else product.a
+        fmt, other_fmt = self.operand(slot, direction), self.operand(*other)
         rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
-        by_tensor = self.by_tensor[PRODUCTS.index(product)] or (
-            slot == "weight" and scales_tensor(pair[1])
-        )
+        by_tensor = self.by_tensor[index] or (slot == "weight" and scales_tensor(other_fmt))
         if rung == ANCHORED_TENSOR and not by_tensor:
-            rung = self.shared_rungs[PRODUCTS.index(product)]
+            rung = self.shared_rungs[index]
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         of_values = rung not in (ANCHORED_TENSOR, ANCHORED, EXACT)  # bf16, rounded to nearest
         if of_values and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # of existing codes
         if rung in (ANCHORED_128, ANCHORED_TILE) and self.shared_rungs == _OF_GROUPS:
-            is_tiled = slot == "weight" or (
-                rung == ANCHORED_TILE
-                and (slot, direction) == product.b
-                and is_anchored_as_encoded(pair[0], ANCHORED_TENSOR)
-            )
-            rung = ANCHORED_TILE if is_tiled else ANCHORED_128
-        return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
+            rung = self._rung_of_groups(rung, slot, product.b == (slot, direction), fmt)
+        return operand_layout(fmt, other_fmt, domain, arch, rung if rung in ANCHORS else ANCHORED)
+
+    def _rung_of_groups(self, rung: str, slot: str, is_b: bool, fmt: Format) -> str:
+        """Return the granularity of an operand's anchors in a grouped GEMM: see `of_groups`."""
+        if slot == "weight":
+            return ANCHORED_TILE
+        is_tiled = rung == ANCHORED_TILE and is_b and is_anchored_as_encoded(fmt, ANCHORED_TENSOR)
+        return ANCHORED_TILE if is_tiled else ANCHORED_128
+
+
+def _product_of(slot: str, direction: Direction) -> Product:
+    """Return the GEMM that reads a direction of a slot."""
+    return next(p for p in PRODUCTS if (slot, direction) in (p.a, p.b))
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:
@@ -517,14 +518,14 @@ def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: b
 
 def _called() -> Iterator[tuple[str, object, int]]:
     """Yield what compiled steps ran since the last call, as entries of `counters`."""
-    made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
+    operands = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
     for (plan, domains, turned), counts in zip(
         _CALLS.values(), native.linear_counts() if _CALLS else ()
     ):
-        for (slot, d), n in zip(made, counts):
+        for (slot, d), n in zip(operands, counts):
             d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
-        for product, domain, n in zip(PRODUCTS, domains, counts[len(made) :]):
+        for product, domain, n in zip(PRODUCTS, domains, counts[len(operands) :]):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
 
 

@@ -371,9 +371,9 @@ def linear(
 # The partitioner (min-cut) never recomputes an operator that is not in its list, nor a value that
 # such an operator reads: so the codes of x that wgrad reads are computed with those of the forward
 # in one read of x. Nodes that follow from inputs and that the forward does not need go where the
-# cut is least. Equal calls are one node (fx_graph_cse) if no argument is a NaN and none is a layer's
-# own: so counts of the guard are results, added to the guard outside. AOTAutograd's disk cache is
-# bypassed by functions that it does not know; inductor's is not.
+# cut is least. Equal calls are one node (fx_graph_cse) if no argument is a NaN and none is of a
+# layer alone: so counts of the guard are results, added to the guard outside. AOTAutograd's disk
+# cache is bypassed by functions that it does not know; inductor's is not.
 
 
 def _prepare_graph(call: Call, weight: Tensor) -> None:

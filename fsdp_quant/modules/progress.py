@@ -20,19 +20,19 @@ Item = TypeVar("Item")
 PATIENCE = 5.0  # seconds without a bar
 
 
-def progress(items: Collection[Item], what: str) -> Iterator[Item]:
+def progress(items: Collection[Item], label: str) -> Iterator[Item]:
     """Iterate over items; after `PATIENCE`, rank 0 shows a bar if stderr is a terminal."""
     began, bar = time.monotonic(), None
     is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
     try:
-        for done, item in enumerate(items):
+        for index, item in enumerate(items):
             late = time.monotonic() - began > PATIENCE
             if bar is None and late and Progress is not None and is_first and sys.stderr.isatty():
                 bar = Progress(console=Console(stderr=True), transient=True)
-                task = bar.add_task(what, total=len(items))
+                task = bar.add_task(label, total=len(items))
                 bar.start()
             if bar is not None:
-                bar.update(task, completed=done)
+                bar.update(task, completed=index)
             yield item
     finally:
         if bar is not None:

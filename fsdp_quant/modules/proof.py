@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prove`: a module's forward is what a pattern says, operator by operator, and bit for bit."""
+"""`prove`: a module's forward is what a pattern says, operator by operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .reads import Fact, facts_of, proven, watched
+from .reads import Reads, probe_of, proven
 from .symbols import Symbols, Unobserved, Unproven
 
 WIDTH, HIDDEN = 16, 24  # of the small modules that are looked at
@@ -34,15 +34,14 @@ class Provable(Protocol):
 
 
 class Proof(NamedTuple):
-    """A module computes what a pattern says, while `facts` are true.
+    """A module computes what a pattern says, while the facts of `read_by` are true.
 
     dtypes:    of x and of the parameters; all but those of the module and fp32 are optional.
     autocast:  also under torch.autocast.
     """
 
-    facts: list[Fact]
-    dtypes: frozenset[torch.dtype] = frozenset()
-    autocast: bool = False
+    dtypes: frozenset[torch.dtype]
+    autocast: bool
 
 
 class _Leaf(nn.Linear):
@@ -67,43 +66,45 @@ def _random(*shape: int) -> Tensor:
 
 
 def prove(
-    name: str, module: nn.Module, pattern: Provable, cls: type[nn.Module] | None = None
+    name: str,
+    module: nn.Module,
+    pattern: Provable,
+    cls: type[nn.Module] | None = None,
+    reads: Reads | None = None,
 ) -> Proof:
     """The proof of a module: its own, or that of one of which the same facts are true.
 
-    cls:  whose forward it is; default: the module's. Raises ValueError if there is none.
+    cls:    whose forward it is; default: the module's.
+    reads:  its facts, if the caller has them.
+
+    Raises ValueError if there is none.
     """
     cls = cls or type(module)
     with torch.device("meta"):
         parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
     shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
-
-    def look() -> tuple[list[Fact] | None, Proof | str]:
-        notes: set[tuple] = set()
-        outcome = _first_proof(module, pattern, cls, notes)
-        try:
-            facts = facts_of(module, cls, notes, pattern.parts)
-        except Unproven as error:
-            return None, f"{cls.__name__}.forward {error}"
-        return facts, outcome._replace(facts=facts) if isinstance(outcome, Proof) else outcome
-
-    outcome = proven((cls, pattern._replace(modules=""), shapes), module, look)
+    try:
+        reads = reads or read_by(module, pattern, cls)
+    except Unproven as error:
+        raise ValueError(f"{name}: {cls.__name__}.forward {error}") from None
+    key = cls, pattern._replace(modules=""), shapes
+    outcome = proven(key, reads, lambda: _first_proof(module, pattern, cls))
     if isinstance(outcome, str):
         raise ValueError(f"{name}: {outcome}")
     return outcome
 
 
-def _first_proof(
-    module: nn.Module, pattern: Provable, cls: type[nn.Module], notes: set[tuple]
-) -> Proof | str:
-    """A proof without its facts, or why there is none.
+def read_by(module: nn.Module, pattern: Provable, cls: type[nn.Module]) -> Reads:
+    """The facts under which a proof is true. Raises Unproven for code that has none."""
+    return Reads(module, cls, pattern.parts, [cls.forward])
 
-    notes:  what was read is added to it.
-    """
+
+def _first_proof(module: nn.Module, pattern: Provable, cls: type[nn.Module]) -> Proof | str:
+    """A proof, or why there is none."""
     dtypes = {torch.float32, *(p.dtype for p in module.parameters())}
     modes = list(itertools.product((True, False), (True, False)))
 
-    def is_proven(dtype: torch.dtype, check, modes=modes, autocast: bool = False) -> bool:
+    def is_proven(dtype: torch.dtype, autocast: bool = False) -> bool:
         with (
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
@@ -111,12 +112,12 @@ def _first_proof(
             torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False),
         ):
             torch.manual_seed(0)
-            return all(check(module, pattern, cls, notes, dtype, *mode) for mode in modes)
+            return all(_is_same(module, pattern, cls, dtype, *mode) for mode in modes)
 
     dtype = torch.float32
     try:
-        for dtype, check in itertools.product(dtypes, (_is_same, _is_exact)):
-            if not is_proven(dtype, check):
+        for dtype in dtypes:
+            if not is_proven(dtype):
                 return (
                     f"{cls.__name__}.forward gives other bits than {pattern.formula} in {dtype}; "
                     f"name what it computes in an fq.{type(pattern).__name__}, or leave it out of "
@@ -128,16 +129,15 @@ def _first_proof(
         return f"{cls.__name__}.forward fails on a small {dtype} input: {error}"
     others, autocast = set(), False
     with contextlib.suppress(Exception):
-        others = {d for d in _DTYPES if d in dtypes or is_proven(d, _is_same)}
-        autocast = is_proven(torch.float32, _is_same, autocast=True)
-    return Proof([], frozenset(dtypes | others), autocast)
+        others = {d for d in _DTYPES if d in dtypes or is_proven(d)}
+        autocast = is_proven(torch.float32, autocast=True)
+    return Proof(frozenset(dtypes | others), autocast)
 
 
 def _is_same(
     module: nn.Module,
     pattern: Provable,
     cls: type[nn.Module],
-    notes: set[tuple],
     dtype: torch.dtype,
     training: bool,
     grad: bool,
@@ -151,39 +151,16 @@ def _is_same(
         symbols.name(parameter, f"parameter {index}")
     x = _random(2, 2, width).to(dtype).requires_grad_(grad)
     symbols.name(x, "x")
-    before = symbols.of(x).clone()
+    before = symbols.numbers_of(x).clone()
     with torch.set_grad_enabled(grad), symbols:
         symbols.gradients = grad
         with Unobserved():
-            y = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
+            y = cls.forward(probe_of(probe, cls, training, pattern.parts), x)
         symbols.gradients = False
         ways = pattern.defined(probe, x)
-    if not isinstance(y, Tensor) or not torch.equal(symbols.of(x), before):
+    if not isinstance(y, Tensor) or not torch.equal(symbols.numbers_of(x), before):
         return False
-    return any(y.dtype is z.dtype and torch.equal(symbols.of(y), symbols.of(z)) for z in ways)
-
-
-def _is_exact(
-    module: nn.Module,
-    pattern: Provable,
-    cls: type[nn.Module],
-    notes: set[tuple],
-    dtype: torch.dtype,
-    training: bool,
-    grad: bool,
-) -> bool:
-    """Both give the same bits of random data: also of gradients."""
-    if not grad:
-        return True
-    probe, width, parameters = pattern.probe("", module, dtype, nn.Linear)
-    # slopes and tails of an activation; eps of a norm
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0], dtype=torch.float32, device="cpu")
-    x, dy = ((_random(4, 8, width) * spread.view(4, 1, 1)).to(dtype) for _ in range(2))
-    leaves = [x.requires_grad_(), *parameters]
-    with torch.enable_grad():
-        own = cls.forward(watched(probe, cls, pattern.parts, notes, training), x)
-        outputs = own, pattern.run(probe, x)
-        results = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
-    return all(
-        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results)
+    return any(
+        y.dtype is z.dtype and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
+        for z in ways
     )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import ClassVar
 
 import torch
@@ -48,28 +47,23 @@ class OutputQuantization:
 
 
 class _Boundary(torch.autograd.Function):
-    """x decoded from the codes of one side; its gradient likewise. tracing: for a graph."""
+    """x decoded from the codes of one side; its gradient likewise."""
 
     @staticmethod
-    def forward(ctx, x, sides, output, grad_input, keyed_by, tracing):
-        ctx.sides, ctx.grad_input, ctx.keyed_by, ctx.tracing = (
-            sides,
-            grad_input,
-            keyed_by,
-            tracing,
-        )
-        return _through_codes(x, sides, 0, keyed_by, tracing) if output else x.view_as(x)
+    def forward(ctx, x, sides, output, grad_input, keyed_by):
+        ctx.sides, ctx.grad_input, ctx.keyed_by = sides, grad_input, keyed_by
+        return _through_codes(x, sides, 0, keyed_by) if output else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = _through_codes(dy, ctx.sides, 1, ctx.keyed_by, ctx.tracing) if ctx.grad_input else dy
-        return dx, None, None, None, None, None
+        dx = _through_codes(dy, ctx.sides, 1, ctx.keyed_by) if ctx.grad_input else dy
+        return dx, None, None, None, None
 
 
 def _through_codes(
-    x: Tensor, sides: OutputQuantization, slot: int, keyed_by: tuple[Tensor, Tensor], tracing: bool
+    x: Tensor, sides: OutputQuantization, slot: int, keyed_by: tuple[Tensor, Tensor]
 ) -> Tensor:
-    with opaque.tracing() if tracing else contextlib.nullcontext():
+    with opaque.tracing(torch_compat.dispatch_is_watched()):
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
         if side.is_stochastic:
             step, ids = (t.to(x.device) for t in keyed_by)
@@ -83,7 +77,7 @@ def _traced_boundary(
 ) -> Tensor:
     """`boundary` in a graph that is being traced; key: of the sides."""
     torch_compat.save_by_reference([step, ids])
-    return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids), True)
+    return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids))
 
 
 def boundaries(recipe: Recipe, name: str, module_type: str) -> OutputQuantization | None:
@@ -119,12 +113,23 @@ def boundary(
 
     output, grad_input:  False: that side is left out.
     """
-    output, grad_input = output and sides.quantizes[0], grad_input and sides.quantizes[1]
-    if torch.compiler.is_compiling():
-        return _traced_boundary(
-            x, sides.key, output, grad_input, STEP.in_graph(ids.ids.device), ids.ids
-        )
-    return _Boundary.apply(x, sides, output, grad_input, ids.on(x.device), False)
+    return _decoded_boundary(
+        x, sides, ids, output and sides.quantizes[0], grad_input and sides.quantizes[1]
+    )
+
+
+def _boundary_in_graph(
+    x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool, grad_input: bool
+) -> Tensor:
+    step = STEP.in_graph(ids.ids.device)
+    return _traced_boundary(x, sides.key, output, grad_input, step, ids.ids)
+
+
+@opaque.compiled_as(_boundary_in_graph)
+def _decoded_boundary(
+    x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool, grad_input: bool
+) -> Tensor:
+    return _Boundary.apply(x, sides, output, grad_input, ids.on(x.device))
 
 
 class BoundaryIds:
@@ -169,11 +174,11 @@ class Quantize(nn.Module):
     def __init__(self, recipe: Recipe | str, name: str | None = None):
         name = own_name(name, "quantize")
         super().__init__()
-        its = as_recipe(recipe, name, Recipe)
-        sides = boundaries(its, name, "quantize")
+        recipe = as_recipe(recipe, name, Recipe)
+        sides = boundaries(recipe, name, "quantize")
         if sides is None:
             raise ValueError(
-                f"{name}: {its} has neither an output nor a grad_input; give fq.Quantize "
+                f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize "
                 "a fq.CustomRecipe that answers them"
             )
         self._sides, self._ids = sides, BoundaryIds(name)

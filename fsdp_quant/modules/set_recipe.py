@@ -49,16 +49,16 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
 
 
 def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
-    """What `planned_recipes` plans for the layers of `converted_units`."""
+    """Return what `planned_recipes` plans for the layers of `converted_units`."""
     return {
-        n: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in of]
-        for n, of in units.items()
+        name: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in layers]
+        for name, layers in units.items()
     }
 
 
 def managed_weights(units: Mapping[str, Sequence[Linear]]) -> dict[int, tuple]:
-    """State id -> (weight that FSDP2 manages, its own state). Raises ValueError for a weight of
-    the layers that is gathered."""
+    """Return state id -> (weight that FSDP2 manages, the state of all its matrices). Raises
+    ValueError for a weight of the layers that is gathered."""
     managed = {
         id(s): (m, local.state)
         for m in all_managed_weights()
@@ -82,9 +82,9 @@ def give_recipes(
     managed: dict[int, tuple],
 ) -> None:
     """Let converted layers multiply by other recipes from now on."""
-    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
-    for module, its in modules:
-        module.runtime.set_recipe(its, module.weight.device)
+    modules = [(module, recipes[name]) for name, layers in units.items() for module in layers]
+    for module, recipe in modules:
+        module.runtime.set_recipe(recipe, module.weight.device)
         state = module.runtime.weight_state
         state.set_quantizer(module.plan.weight)
         state.compute_dtype = module.recipe.compute_dtype
@@ -104,7 +104,7 @@ def agree_on_recipes(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
 ) -> None:
     """Raise ValueError, on every rank, where ranks that share weights are given other recipes."""
-    facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
+    facts = {name: text_of(r) for name, r in recipes.items()} | {"the recipe": text_of(recipe)}
     for groups in axes_of(model):
         agree(facts, groups)
 
@@ -122,18 +122,18 @@ def check_fixed(
     frozen:  layers whose values `fq.freeze` is about to drop.
     """
     for phase in recipe.phases:
-        for module, its in given_recipes(units, phase):
-            why = _DROPPED if module in frozen else _why_fixed(module)
-            if why is None:
+        for module, layer_recipe in given_recipes(units, phase):
+            reason, remedy = (_DROPPED if module in frozen else _why_fixed(module)) or (None, None)
+            if reason is None:
                 continue
-            runtime, state, wanted = module.runtime, module.runtime.weight_state, its.compute_dtype
-            plan = runtime.plan_of(its, module.weight.device)
-            planned = state.quantizer, state.compute_dtype
-            if (plan.weight, wanted) != planned:
+            runtime, state = module.runtime, module.runtime.weight_state
+            weight = runtime.plan_of(layer_recipe, module.weight.device).weight
+            dtype = layer_recipe.compute_dtype
+            if (weight, dtype) != (state.quantizer, state.compute_dtype):
                 raise ValueError(
-                    f"{call}: {runtime.name}.weight {why[0]} {planned[0]} of {planned[1]}, and "
-                    f"{its} makes it {plan.weight} of {wanted}; change activations and gradients "
-                    f"only, or {why[1]}"
+                    f"{call}: {runtime.name}.weight {reason} {state.quantizer} of "
+                    f"{state.compute_dtype}, and {layer_recipe} makes it {weight} of {dtype}; "
+                    f"change activations and gradients only, or {remedy}"
                 )
 
 
@@ -158,12 +158,13 @@ _DROPPED = (
 def planned_recipes(
     recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
 ) -> dict[str, Recipe]:
-    """The recipe of each layer in this step. Plans every phase, so that errors are raised now."""
+    """Return the recipe of each layer in this step. Plans every phase, so that errors are raised
+    before anything is changed."""
     names = list(units)
     for phase in recipe.phases:
-        for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
+        for name, layer in progress(list(zip(names, phase.for_layers(names))), "planning"):
             for module, module_type, device in units[name]:
-                build_plan(its, module, arch_of(device), module_type)
+                build_plan(layer, module, arch_of(device), module_type)
     return dict(zip(names, recipe.at(step).for_layers(names)))
 
 
@@ -188,8 +189,8 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
 def switch(model: nn.Module, schedule: Schedule, step: int, running: str | None = None) -> None:
     """Give a model the recipe that its schedule has in a step. Raises ValueError if a layer of it
     is running, and that changes a recipe."""
-    given = given_recipes(converted_units(model), schedule.at(step))
-    if any(layer.recipe != its for layer, its in given):
+    changes = given_recipes(converted_units(model), schedule.at(step))
+    if any(layer.recipe != recipe for layer, recipe in changes):
         if running is not None:
             raise ValueError(
                 f"{running}: its model follows a schedule and runs by pieces, and nobody switched "
@@ -201,7 +202,8 @@ def switch(model: nn.Module, schedule: Schedule, step: int, running: str | None 
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
-    """What counts as one layer, by qualified name: an fq.Linear, or experts of one module."""
+    """Return the layers of each unit of a model, by qualified name: of an fq.Linear or of the
+    experts of one module."""
     units, inside = {}, set()
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
@@ -215,14 +217,14 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
 
 
 def unchosen_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
-    """Those of `converted_units` that were made without a recipe."""
-    units = converted_units(model)
-    return {n: of for n, of in units.items() if not all(m.runtime.chosen for m in of)}
+    """Return the layers of `converted_units` that were built without a recipe."""
+    units = converted_units(model).items()
+    return {n: layers for n, layers in units if not all(m.runtime.chosen for m in layers)}
 
 
 def given_recipes(
     units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer
 ) -> list[tuple[Linear, Recipe]]:
-    """The layers of `converted_units`, and what a recipe without steps gives each."""
-    given = zip(units.values(), recipe.for_layers(list(units)))
-    return [(layer, its) for layers, its in given for layer in layers]
+    """Return each layer of `converted_units` with the recipe that one without steps gives it."""
+    recipes = recipe.for_layers(list(units))
+    return [(layer, r) for layers, r in zip(units.values(), recipes) for layer in layers]

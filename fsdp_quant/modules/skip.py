@@ -35,26 +35,20 @@ _READ = {
     "MambaMixer": _STATE_SPACE,
     "FalconMambaMixer": _STATE_SPACE,
     "JambaMambaMixer": ("dt_proj",),
-    **dict.fromkeys(
-        (
-            "Mamba2Mixer",
-            "BambaMixer",
-            "FalconH1Mixer",
-            "GraniteMoeHybridMambaLayer",
-            "NemotronHMamba2Mixer",
-            "Zamba2MambaMixer",
-        ),
-        ("out_proj",),
-    ),
+    "Mamba2Mixer": ("out_proj",),
+    "BambaMixer": ("out_proj",),
+    "FalconH1Mixer": ("out_proj",),
+    "GraniteMoeHybridMambaLayer": ("out_proj",),
+    "NemotronHMamba2Mixer": ("out_proj",),
+    "Zamba2MambaMixer": ("out_proj",),
     "Gemma3nTextAltUp": ("prediction_coefs", "correction_coefs"),
     "LongcatFlashTopkRouter": ("classifier",),
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "TDNNLayer": ("kernel",),
     "MobileBertLMPredictionHead": ("dense", "decoder"),
-    **dict.fromkeys(
-        ("DetrMHAttentionMap", "ConditionalDetrMHAttentionMap", "MaskFormerDetrMHAttentionMap"),
-        ("k_proj",),
-    ),
+    "DetrMHAttentionMap": ("k_proj",),
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "MaskFormerDetrMHAttentionMap": ("k_proj",),
     "DabDetrMHAttentionMap": ("k_linear",),
     "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
 }
@@ -72,28 +66,31 @@ def _package_of(function: Callable) -> str:
 
 
 def read_by_others(model: nn.Module) -> dict[str, str]:
-    """Name -> reason of each layer whose weight is multiplied by another module of `_READ`, or by a
-    loss of `_LOSSES`."""
-    found, names = {}, {m: n for n, m in model.named_modules()}
+    """Return name -> reason of each layer whose weight is multiplied by another module of `_READ`,
+    or by a loss of `_LOSSES`."""
+    reasons, names = {}, {m: n for n, m in model.named_modules()}
     for name, module in model.named_modules():
         loss = _package_of(module.forward)
         if loss in _LOSSES and hasattr(module, "get_output_embeddings"):
             head = getattr(module, "get_output_embeddings")()
             head = getattr(head, "base_layer", head)  # of PEFT
             if head in names:
-                found[names[head]] = f"read by the loss of {loss}"
+                reasons[names[head]] = f"read by the loss of {loss}"
         cls = next((c for c in type(module).__mro__ if c.__name__ in _READ), None)
         if cls is not None and cls.__module__.startswith("transformers."):
-            parts = {part: module._modules.get(part) for part in _READ[cls.__name__]}
-            for part, layer in parts.items():
-                if layer is not None:
+            for part in _READ[cls.__name__]:
+                if (layer := module._modules.get(part)) is not None:
                     base = ".base_layer" * ("base_layer" in layer._modules)  # of PEFT
-                    found[f"{name}.{part}{base}".lstrip(".")] = f"read by {cls.__name__}"
-    return found
+                    reasons[f"{name}.{part}{base}".lstrip(".")] = f"read by {cls.__name__}"
+    return reasons
+
+
+def _is_too_small(n: int, k: int) -> bool:
+    return min(n, k) < SMALLEST or n % MULTIPLE > 0 or k % MULTIPLE > 0
 
 
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Name -> reason of each layer that stays in high precision.
+    """Return name -> reason of each layer that stays in high precision.
 
     layers:  by qualified name; the rules are of nn.Linear alone.
     """
@@ -101,21 +98,22 @@ def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, s
     embeddings = {
         (e.num_embeddings, e.embedding_dim) for e in model.modules() if isinstance(e, nn.Embedding)
     }
-    ours = {id(m) for m in layers.values()}
+    multiplied = {id(m) for m in layers.values()}
     elsewhere = {
-        id(p) for m in model.modules() if id(m) not in ours for p in m._parameters.values()
+        id(p) for m in model.modules() if id(m) not in multiplied for p in m._parameters.values()
     }
-    found = {}
+    reasons = {}
     for name, layer in layers.items():
         parts, shape = name.split("."), (layer.out_features, layer.in_features)
         is_numbered = any(part.isdigit() for part in parts)
+        is_head = not HEADS.isdisjoint(parts) or shape in embeddings
         siblings = model.get_submodule(name.rpartition(".")[0])._modules
         if id(layer.weight) in elsewhere:
-            found[name] = "tied"
-        elif not is_numbered and (HEADS.intersection(parts) or shape in embeddings):
-            found[name] = "output head"
+            reasons[name] = "tied"
+        elif is_head and not is_numbered:
+            reasons[name] = "output head"
         elif "router" in parts or (parts[-1] in GATES and "experts" in siblings):
-            found[name] = "router"
-        elif min(shape) < SMALLEST or any(size % MULTIPLE for size in shape):
-            found[name] = f"too small, {list(shape)}"
-    return found
+            reasons[name] = "router"
+        elif _is_too_small(*shape):
+            reasons[name] = f"too small, {list(shape)}"
+    return reasons

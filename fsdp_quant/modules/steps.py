@@ -7,7 +7,7 @@ needs steps have the hooks (`GemmPlan.needs_steps`, and schedules).
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,7 +18,7 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .passes import TrainingSteps, continued, histories_of, own_steps, set_steps
+from .passes import TrainingSteps, continued, histories_of, layers_of, own_steps, set_steps
 from .transposed_linear import TransposedLinear
 
 
@@ -29,19 +29,15 @@ def converted_modules(
 
     names:  qualified name of a module -> name to return (`layer_names`).
     """
-    found = {}
-    for name, module in _owners(model).items():
-        called = name if names is None else names[name]
-        if isinstance(module, Linear):
-            found[called] = module
-        elif isinstance(module, TransposedLinear):
-            found[called] = module.layer
-        elif isinstance(module, GroupedLinear):
-            found |= {
-                f"{called}.{e}".lstrip("."): layer
-                for e, layer in enumerate(module.layers, module.first_expert)
-            }
-    return found
+    layers = {}
+    for path, module in _owners(model).items():
+        name = path if names is None else names[path]
+        if isinstance(module, GroupedLinear):
+            for e, layer in enumerate(module.layers, module.first_expert):
+                layers[f"{name}.{e}".lstrip(".")] = layer
+        else:
+            layers[name] = module._matrix_layers[0]
+    return layers
 
 
 def _owners(model: nn.Module) -> dict[str, Linear | TransposedLinear | GroupedLinear]:
@@ -56,8 +52,9 @@ def name_of(module: nn.Module) -> str:
     """Return the name of a module in errors and random keys; for other modules, the class name."""
     if isinstance(module, GroupedLinear):
         return module._name
-    layer = module.layer if isinstance(module, TransposedLinear) else module
-    return layer.runtime.name if isinstance(layer, Linear) else type(module).__name__
+    if isinstance(module, (Linear, TransposedLinear)):
+        return module._matrix_layers[0].runtime.name
+    return type(module).__name__
 
 
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
@@ -68,21 +65,21 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
     added later. Otherwise new states use qualified names without known wrappers.
     """
     owners = _owners(model)
-    own = {n: name_of(m) for n, m in owners.items()}
+    built = {n: name_of(m) for n, m in owners.items()}
     plain = torch_compat.unwrapped_names(owners)
-    placed = all(f".{plain[n]}".endswith(f".{name}") for n, name in own.items())
-    found = [plain, {n: n for n in owners}]
-    return [own, *found] if placed and len(set(own.values())) == len(own) else found
+    are_ends = all(f".{plain[n]}".endswith(f".{name}") for n, name in built.items())
+    by_path = [plain, {n: n for n in owners}]
+    return [built, *by_path] if are_ends and len(set(built.values())) == len(built) else by_path
 
 
 def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
     """Return "slot.direction" -> history, for every delayed direction of the module's plan."""
-    found = {}
+    by_side = {}
     for slot in QUANTIZED_TYPES:
         directions = module.plan.hybrid(slot).delayed_directions
         histories = module.runtime.histories(module.plan, slot, None)
-        found |= {f"{slot}.{d.value}": history for d, history in zip(directions, histories)}
-    return found
+        by_side |= {f"{slot}.{d.value}": history for d, history in zip(directions, histories)}
+    return by_side
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
@@ -91,74 +88,72 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     Part of a model that counts shares the steps of that model.
     """
     layers = list(converted_modules(model).values())
-    own = own_steps(model)
-    inside = [
-        m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())
-    ]
-    outer = {id(s): s for m in layers if (s := m.runtime.steps) is not None and s.is_counting}
-    for m in inside:
-        outer.pop(id(own_steps(m)), None)
-    is_part = bool(outer) and model not in inside
-    if is_part:
-        steps = next(iter(outer.values()))
+    inside = [m for m in model.modules() if _begin in m._forward_pre_hooks.values()]
+    outer = None if model in inside else _steps_around(layers, inside)
+    if outer is not None:
+        steps, others = outer, list(itertools.chain(*outer.history_groups))
     else:
         begun = [s for m in inside if (s := own_steps(m)) is not None and s.has_run]
-        steps = own or next(iter(begun), None) or continued(model)
-        for hooks in [hooks for m in inside for hooks in (m._forward_pre_hooks, m._forward_hooks)]:
-            for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
-                del hooks[key]
+        steps, others = own_steps(model) or next(iter(begun), None) or continued(model), []
         steps.is_scheduled = is_scheduled
         steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
-        if steps.is_counting:
-            model.register_forward_pre_hook(_begin, prepend=True)
-            model.register_forward_hook(_end, always_call=True)
+        _move_hooks(inside, model if steps.is_counting else None)
     for m in {*inside, model, *layers}:
         set_steps(m, steps)
-    if not is_part:
-        _collect(steps, model, layers)
-    every = {id(h): h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()}
-    rolls = {id(h) for h in histories_of(layers)}  # not those of quantized parameters
-    every = {key: h for key, h in every.items() if key in rolls}
-    if is_part:
-        every |= {id(h): h for of in steps.alike for h in of}
-    steps.alike = AmaxHistory.alike(every.values())
+    if outer is None:
+        steps.collect(model, layers)
+        for i, layer in enumerate(layers):
+            layer.runtime.leads = not i
+    steps.history_groups = AmaxHistory.by_scaling(
+        dict.fromkeys([*_planned_histories(layers), *others])
+    )
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
             steps.counts_on(device)
 
 
-def _collect(steps: TrainingSteps, model: nn.Module, layers: Iterable[Linear]) -> None:
-    """Let the layers of a model count with it. Inserted ones too, unless their own have run."""
-    steps.model = weakref.ref(model)
-    for i, layer in enumerate(layers):
-        if layer.runtime.steps is None or not layer.runtime.steps.has_run:
-            layer.runtime.steps = steps
-        steps.layers.add(layer)
-        layer.runtime.leads = not i
+def _steps_around(layers: Iterable[Linear], inside: Iterable[nn.Module]) -> TrainingSteps | None:
+    """Return the steps of a model that counts layers, other than the models `inside`."""
+    steps_inside = [own_steps(m) for m in inside]
+    counted = (layer.runtime.steps for layer in layers)
+    return next((s for s in counted if s and s.is_counting and s not in steps_inside), None)
+
+
+def _planned_histories(layers: list[Linear]) -> list[AmaxHistory]:
+    """Return those of `histories_of` that the plans record in, on the devices of the weights."""
+    planned = [h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()]
+    rolled = set(histories_of(layers))  # not those of quantized parameters
+    return [h for h in planned if h in rolled]
+
+
+def _move_hooks(models: Iterable[nn.Module], target: nn.Module | None) -> None:
+    """Remove the hooks that count from models, and register them in the target."""
+    for hooks in (hooks for m in models for hooks in (m._forward_pre_hooks, m._forward_hooks)):
+        for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
+            del hooks[key]
+    if target is not None:
+        target.register_forward_pre_hook(_begin, prepend=True)
+        target.register_forward_hook(_end, always_call=True)
 
 
 def _begin(model: nn.Module, args: tuple) -> None:
-    tracing, steps = torch.compiler.is_compiling(), own_steps(model)
-    if steps is None:
+    if (steps := own_steps(model)) is None:
         return
-    if tracing:
-        trains = torch.is_grad_enabled() and (model.training or _requires_grad(model))
+    if torch.compiler.is_compiling():
+        trains = torch.is_grad_enabled() and (
+            model.training or any(p.requires_grad for p in model.parameters())
+        )
         steps.call()
         if trains or steps.is_by_hand:
             steps.begin_in_graph(next(model.parameters()).device)
-        return
-    if torch_compat.backward_is_running() or torch_compat.is_fake():
+    elif torch_compat.backward_is_running() or torch_compat.is_fake():
         steps.call()
-        return
-    if steps.model is None or steps.model() is not model:  # of a copy
-        _collect(steps, model, converted_modules(model).values())
-    steps.enter(torch_compat.backward_may_follow(model, args))
+    else:
+        if steps.model is None or steps.model() is not model:  # of a copy
+            steps.collect(model, layers_of(model))
+        steps.enter(torch_compat.backward_may_follow(model, args))
 
 
 def _end(model: nn.Module, args: tuple, output: object) -> None:
     if (steps := own_steps(model)) is not None:
         steps.call(-1)
-
-
-def _requires_grad(model: nn.Module) -> bool:
-    return any(p.requires_grad for p in model.parameters())

@@ -21,20 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..tensor import torch_compat
 
-_aten = torch.ops.aten
-_MOVES = {
-    _aten.clone.default,
-    _aten.cat.default,
-    _aten.stack.default,
-    _aten.index.Tensor,
-    _aten.index_select.default,
-    _aten.gather.default,
-    _aten.repeat.default,
-    _aten.index_put_.default,
-    _aten.index_copy_.default,
-}
-_CONSTANT = ("zeros_like", "ones_like", "empty_like", "full_like") + tuple(
-    f"new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_strided")
+# By the names of operators, without the "_" of those in place: what moves elements, and what reads
+# no values.
+_MOVES = frozenset("clone cat stack index index_select gather repeat index_put index_copy".split())
+_CONSTANT = frozenset(
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full "
+    "new_empty_strided".split()
 )
 _FLOATING = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -64,7 +56,7 @@ class Symbols(torch_compat.DispatchMode):
         """Make each element of a tensor a symbol."""
         self._store(tensor, self._new((name,), tensor.shape))
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def numbers_of(self, tensor: Tensor) -> Tensor:
         """Numbers of a tensor's elements, int64 of its shape; where it has symbols, a view."""
         if self._has_symbols(tensor):
             memory = self._memory[self._key(tensor)]
@@ -97,12 +89,12 @@ class Symbols(torch_compat.DispatchMode):
         self._alive.append(tensor)
         if tensor.numel() and not self._has_symbols(tensor):
             size = tensor.untyped_storage().nbytes() // tensor.itemsize
-            whole = tensor.detach().as_strided((size,), (1,), 0)
+            flat = tensor.detach().as_strided((size,), (1,), 0)
             self._memory[self._key(tensor)] = (
-                self.of(whole) if numbers is None else _integers([-1] * size, (size,))
+                self.numbers_of(flat) if numbers is None else _integers([-1] * size, (size,))
             )
         if numbers is not None:
-            self.of(tensor).copy_(numbers)
+            self.numbers_of(tensor).copy_(numbers)
 
     def _sum(self, terms: Iterable[int]) -> int:
         zero = self._number(("constant", 0.0, None))
@@ -116,31 +108,32 @@ class Symbols(torch_compat.DispatchMode):
     # Operators #
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        every = [t for a in (*args, *(kwargs or {}).values()) for t in _tensors(a)]
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Unproven(f"calls {func}, which is random")
-        is_constant = func._schema.name.removeprefix("aten::") in _CONSTANT
-        if func.is_view or is_constant or not any(map(self._has_symbols, every)):
-            out = func(*args, **(kwargs or {}))
+        has_symbols = any(map(self._has_symbols, inputs))
+        if func.is_view or _name_of(func) in _CONSTANT or not has_symbols:
+            out = func(*args, **kwargs)
             self._alive += _tensors(out)
             return out
         if self.gradients:
-            self._check_gradients(func, every)
-        if func not in _MOVES and _NEVER.intersection(func.tags):
+            self._check_gradients(func, inputs)
+        if _name_of(func) not in _MOVES and _NEVER.intersection(func.tags):
             raise Unproven(f"calls {func}")
         is_mutable = func._schema.is_mutable
         if is_mutable and not self._has_symbols(args[0]):
             self._store(args[0], None)
-        values = {id(t): self.of(t) for t in every}  # as before the operator
-        out = func(*args, **(kwargs or {}))
-        outs = _tensors(out)
-        if not outs:
+        values = {id(t): self.numbers_of(t) for t in inputs}  # as before the operator
+        out = func(*args, **kwargs)
+        outputs = _tensors(out)
+        if not outputs:
             raise Unproven(f"reads a value, by {func}")
-        if is_mutable and (len(outs) > 1 or outs[0] is not args[0]):
+        if is_mutable and (len(outputs) > 1 or outputs[0] is not args[0]):
             raise Unproven(f"calls {func}")
-        for index, tensor in enumerate(outs):
+        for index, tensor in enumerate(outputs):
             if is_mutable or not self._has_symbols(tensor):  # else it is a view
-                self._store(tensor, self._result(func, args, kwargs or {}, values, tensor, index))
+                self._store(tensor, self._result(func, args, kwargs, values, tensor, index))
         return out
 
     def _check_gradients(self, func, tensors: list[Tensor]) -> None:
@@ -153,31 +146,42 @@ class Symbols(torch_compat.DispatchMode):
         self, func, args: tuple, kwargs: dict, values: dict[int, Tensor], out: Tensor, index: int
     ) -> Tensor:
         """Numbers of an output. values: those of the inputs, by id."""
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        numbers = [values[id(a)] for a in args if isinstance(a, Tensor)]
-        if func in _MOVES:
-            moved = [_mapped(a, lambda t: self._moved(t, values)) for a in args]
-            return func(*moved, **{k: v for k, v in kwargs.items() if k != "memory_format"})
+        name = _name_of(func)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return self._moved(tensor, values)
+
+        if name in _MOVES:
+            kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+            return func(*torch_compat.tree_map_only(Tensor, moved, args), **kwargs)
         if name in ("_to_copy", "copy"):
             source = args[0] if name == "_to_copy" else args[1]
             return self._converted(values[id(source)], source.dtype, out.dtype).expand_as(out)
         if name == "mul" and not isinstance(args[1], Tensor) and args[1] == 1:
-            return numbers[0]
+            return values[id(args[0])]
         if self.exact:
             inputs = [_described(a, values) for a in args]
-            if name in ("add", "mul") and len(numbers) == 2 and not kwargs:
+            if name in ("add", "mul") and len(_tensors(args)) == 2 and not kwargs:
                 inputs.sort()
-            named = [(k, _described(v, values)) for k, v in sorted(kwargs.items())]
-            return self._new((name, *inputs, *named, out.dtype, index), out.shape)
+            options = [(k, _described(v, values)) for k, v in sorted(kwargs.items())]
+            return self._new((name, *inputs, *options, out.dtype, index), out.shape)
         if not kwargs and (rule := getattr(self, f"_of_{name.strip('_')}", None)) is not None:
-            return rule(*(_mapped(a, lambda t: self._moved(t, values)) for a in args))
+            return rule(*torch_compat.tree_map_only(Tensor, moved, args))
         if torch.Tag.pointwise not in func.tags:
             raise Unproven(f"calls {func}")
+        return self._elements(name, args, kwargs, values, out)
+
+    def _elements(
+        self, name: str, args: tuple, kwargs: dict, values: dict[int, Tensor], out: Tensor
+    ) -> Tensor:
+        """Numbers of the elements of a pointwise operator's output."""
         others = tuple(None if isinstance(a, Tensor) else _described(a, values) for a in args)
         key = name, others, *sorted(kwargs.items())
-        columns = (n.expand_as(out).flatten().tolist() for n in numbers)
-        every = [(*key, *(sorted(ids) if name == "mul" else ids)) for ids in zip(*columns)]
-        return _integers(map(self._number, every), out.shape)
+        tensors = (values[id(a)] for a in args if isinstance(a, Tensor))
+        elements = zip(*(numbers.expand_as(out).flatten().tolist() for numbers in tensors))
+        if name == "mul":
+            elements = map(sorted, elements)
+        return _integers((self._number((*key, *e)) for e in elements), out.shape)
 
     def _moved(self, tensor: Tensor, values: dict[int, Tensor]) -> Tensor:
         if tensor.is_floating_point():
@@ -203,9 +207,8 @@ class Symbols(torch_compat.DispatchMode):
     def _of_sum(self, x: Tensor, dims: Sequence[int] = (), keepdim: bool = False) -> Tensor:
         shape = x.sum(list(dims), keepdim=keepdim).shape
         summed = [d % x.dim() for d in dims] or range(x.dim())
-        rest = [d for d in range(x.dim()) if d not in summed]
-        rows = x.permute(*rest, *summed)
-        rows = rows.reshape(shape.numel(), -1).tolist()
+        others = [d for d in range(x.dim()) if d not in summed]
+        rows = x.permute(*others, *summed).reshape(shape.numel(), -1).tolist()
         return _integers(map(self._sum, rows), shape)
 
     def _of_index_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
@@ -238,14 +241,12 @@ def _integers(values: Iterable[int], shape: Sequence[int]) -> Tensor:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [t for t in values if isinstance(t, Tensor)]
+    return [t for t in torch_compat.tree_flatten(value)[0] if isinstance(t, Tensor)]
 
 
-def _mapped(value: Any, function) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_mapped(v, function) for v in value]
-    return function(value) if isinstance(value, Tensor) else value
+def _name_of(func: Any) -> str:
+    """Return the name of an operator, also of one in place."""
+    return func._schema.name.removeprefix("aten::").removesuffix("_")
 
 
 def _described(value: Any, values: dict[int, Tensor]) -> Any:
@@ -266,8 +267,8 @@ class Unobserved(TorchFunctionMode):
 
     def __init__(self, allowed: Iterable[str] = ()):
         super().__init__()
-        seen = {n: getattr(Tensor, n) for n in _OBSERVED.difference(allowed)}
-        self._refused = {f if callable(f) else f.__get__: n for n, f in seen.items()}
+        refused = {n: getattr(Tensor, n) for n in _OBSERVED.difference(allowed)}
+        self._refused = {f if callable(f) else f.__get__: n for n, f in refused.items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if (name := self._refused.get(func)) is not None:
@@ -275,34 +276,8 @@ class Unobserved(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-SHAPES = {
-    "device",
-    "shape",
-    "size",
-    "numel",
-    "nelement",
-    "dim",
-    "ndim",
-    "ndimension",
-    "stride",
-    "nbytes",
-}
-_OBSERVED = SHAPES | {
-    "is_contiguous",
-    "storage_offset",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "get_device",
-    "requires_grad",
-    "requires_grad_",
-    "is_leaf",
-    "grad_fn",
-    "grad",
-    "data",
-    "register_hook",
-    "retain_grad",
-    "data_ptr",
-    "numpy",
-    "untyped_storage",
-}
+SHAPES = frozenset("device shape size numel nelement dim ndim ndimension stride nbytes".split())
+_OBSERVED = SHAPES.union(
+    "is_contiguous storage_offset is_cuda is_cpu is_meta get_device data_ptr numpy untyped_storage "
+    "requires_grad requires_grad_ is_leaf grad_fn grad data register_hook retain_grad".split()
+)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -60,7 +61,8 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
-    """The layers by (name in the model, own name): ranks may count their experts from 0."""
+    """Return the layers by (name in the model, own name): ranks may count their experts from
+    0."""
     return {
         (name, module.runtime.name): module for name, module in converted_modules(model).items()
     }
@@ -76,25 +78,24 @@ class _Sharing:
         self._group, self._names = group, None
 
     def agree(self, model: nn.Module) -> list[tuple[str, str]]:
-        """The names of the layers of all ranks, which every rank calls for."""
+        """Return the names of the layers of all ranks. Every rank must call it."""
         self._group = group = self._group or dist.group.WORLD
         if group is None:
             raise ValueError("fq.share_amaxes: torch.distributed has no default process group")
         meet([(group,)])
-        of_ranks: list = [None] * group.size()
-        dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
-        self._names = names = list(dict.fromkeys(name for names in of_ranks for name in names))
-        return names
+        names_of_ranks: list = [None] * group.size()
+        dist.all_gather_object(names_of_ranks, list(_by_name(model)), group=group)
+        self._names = list(dict.fromkeys(itertools.chain(*names_of_ranks)))
+        return self._names
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
         """Replace the current amaxes by the maximum over ranks, if one of the model is to roll."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        rolled = set(map(id, histories))
-        modules, found = _by_name(model), {}
-        kept = [m.runtime.weight_state.histories.values() for m in modules.values()]
-        if rolled.isdisjoint(id(h) for of in kept for h in of):
+        modules, rolled = _by_name(model), set(histories)
+        of_layers = (m.runtime.weight_state.histories.values() for m in modules.values())
+        if rolled.isdisjoint(itertools.chain(*of_layers)):
             return
         names = self.agree(model) if self._names is None else self._names
         if new := [name for name, _ in modules.keys() - set(names)]:
@@ -102,19 +103,19 @@ class _Sharing:
                 f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, "
                 "on every rank"
             )
-        for name, module in modules.items():
-            found |= {
-                (name, side): h
-                for side, h in histories_by_side(module).items()
-                if not h.keep_when_skipped
-            }
+        by_slot = {
+            (name, side): history
+            for name, module in modules.items()
+            for side, history in histories_by_side(module).items()
+            if not history.keep_when_skipped
+        }
         # Histories are stored where their layers ran; those of other layers must not stay behind.
-        ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
-        device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-        current = {key: h.to(device).amaxes[:1] for key, h in found.items()}
-        none = torch.zeros(1, dtype=torch.float32, device=device)
+        ran_on = [h.amaxes.device for h in by_slot.values() if h.amaxes.device.type != "cpu"]
+        device = next(iter(ran_on or [m.weight.device for m in modules.values()]))
+        current = {slot: h.to(device).amaxes[:1] for slot, h in by_slot.items()}
+        zero = torch.zeros(1, dtype=torch.float32, device=device)
         slots = [(name, side) for name in names for side in _SIDES]
-        shared = reduce_amaxes([current.get(slot, none) for slot in slots], self._group)
+        shared = reduce_amaxes([current.get(slot, zero) for slot in slots], self._group)
         torch_compat.copy_all(
             [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
         )
@@ -131,7 +132,8 @@ def _recipe_text(model: nn.Module) -> str:
 def fingerprint(
     model: nn.Module, step: int | None = None, names: Mapping[str, str] | None = None
 ) -> str:
-    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
+    """Return a hex digest of the recipe of every converted module, the same for equal models and
+    recipes.
 
     step:   as it will be in that step of the schedules that the model follows.
     names:  of the modules, one of `layer_names`; default: those of new states.
@@ -146,18 +148,18 @@ def fingerprint(
         if isinstance(module, GroupedLinear) and isinstance(
             getattr(module, "weight", None), DTensor
         ):  # other ranks may hold other experts
-            its = recipes[id(module.layers[0])].fingerprint()
-            texts |= {f"{names[name]}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
+            text = recipes[id(module.layers[0])].fingerprint()
+            texts |= {f"{names[name]}.{e}".lstrip("."): text for e in range(module.weight.shape[0])}
     lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _scheduled(model: nn.Module, step: int) -> list[tuple[Linear, Recipe]]:
-    """The layers that follow schedules, and their recipes in a step."""
+    """Return the layers that follow schedules, and their recipes in a step."""
     return [
-        given
+        layer_and_recipe
         for scheduled, schedule in schedules_of(model).items()
-        for given in given_recipes(converted_units(scheduled), schedule.at(step))
+        for layer_and_recipe in given_recipes(converted_units(scheduled), schedule.at(step))
     ]
 
 
@@ -166,13 +168,14 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
-    """JSON of module name -> product -> rung; with the rank, and whether a step was skipped."""
+    """Return JSON of module name -> GEMM -> rung, with the rank, and whether a step was
+    skipped."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
     return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
 
 
 def _rank() -> list[int]:
-    """[rank, world size]."""
+    """Return [rank, world size]."""
     if dist.is_available() and dist.is_initialized():
         return [dist.get_rank(), dist.get_world_size()]
     return [0, 1]
@@ -181,7 +184,7 @@ def _rank() -> list[int]:
 def _codes(
     model: nn.Module, names: Mapping[str, str], saved: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """`checkpoint.fingerprints` by these names of the modules.
+    """Return `checkpoint.fingerprints` by these names of the modules.
 
     saved:  of a state that is compared; files of earlier versions lack attention and transposed
             weights, which are left out then.
@@ -198,7 +201,7 @@ def _codes(
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to resume, but parameters and optimizer. Each rank saves its own.
+    """Return what a run needs to resume, but parameters and optimizer. Each rank saves its own.
 
     Every rank must call it under `fully_shard` and tensor parallelism, whose codes are hashed
     together, even if one rank alone saves: call it before `if rank == 0:`. A rank that waits in
@@ -307,23 +310,15 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
         )
     step = _integer(state, "step", range(2**62))
     seed = _integer(state, "seed", range(-(2**63), 2**63))
-    digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
+    digest = _part(state, "fingerprint", str)
     candidates = [(s, n) for s in (step, max(step - 1, 0)) for n in layer_names(model)]
-    running, names = next(
-        (of for of in candidates if fingerprint(model, *of) == digest), (step, None)
-    )
-    if names is None:
-        if allow_recipe_change:
-            return _Saved(step, step, seed)
-        why = (
-            f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} "
-            f"({fingerprint(model, step)})"
-        )
-        if state.get("recipe") == recipe:
-            why = f"has this recipe, {recipe}, for other layers: {_difference(state, model)}"
+    match = next((c for c in candidates if fingerprint(model, *c) == digest), None)
+    if match is None and allow_recipe_change:
+        return _Saved(step, step, seed)
+    if match is None:
         raise ValueError(
-            f"the saved state {why}; convert the model with the saved recipe and skip=, or pass "
-            "allow_recipe_change=True"
+            f"the saved state {_other_recipe(model, state, step)}; convert the model with the "
+            "saved recipe and skip=, or pass allow_recipe_change=True"
         )
     if not allow_recipe_change and state.get("schedule") != _schedule_text(model):
         raise ValueError(
@@ -331,6 +326,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
             f"{_schedule_text(model)}; give it the saved one (fq.set_recipe), or pass "
             "allow_recipe_change=True"
         )
+    running, names = match
     modules = converted_modules(model, names)
     codes = None if state.get("codes") is None else _part(state, "codes", dict)
     if codes is not None and not all(isinstance(value, int) for value in codes.values()):
@@ -338,33 +334,38 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
             "the saved state's codes are no integers: it is damaged; load another checkpoint"
         )
     moved, saved_by, skipped = _read_moved(state.get("moved", "{}"), modules)
-    histories, own = _part(state, "histories", dict), False
-    for name, side, slot in _sides_at(model, modules, running):
+    histories, is_per_rank = _part(state, "histories", dict), bool(moved)
+    for name, side, history in _sides_at(model, modules, running):
         if f"{name}.{side}" not in histories:
             raise ValueError(
                 f"the saved state has no amax history of {name}.{side}: it is of another rank, or "
                 "damaged; load what fq.state_dict returned on this rank"
             )
-        slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
-        own |= not slot.keep_when_skipped
+        history.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
+        is_per_rank |= not history.keep_when_skipped
+    if is_per_rank and not any(module in SHARED for module in model.modules()):
+        _check_rank(saved_by)
+    return _Saved(step, running, seed, modules, names, histories, codes, moved, skipped)
+
+
+def _check_rank(saved_by: list[int] | None) -> None:
+    """Raise ValueError for the state of another rank of as many."""
     rank, world = _rank()
-    by, of = (rank, 0) if saved_by is None else saved_by
-    lost = of == world and by != rank and (own or moved)
-    if lost and not any(module in SHARED for module in model.modules()):
+    if saved_by is not None and saved_by[1] == world and saved_by[0] != rank:
         raise ValueError(
-            f"rank {rank} is given the state of rank {by}, and amax histories of activations are "
+            f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
+            "activations are "
             'each rank\'s own: save fq.state_dict under a key per rank ({f"rank_{rank}": '
             "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
             f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
-    return _Saved(step, running, seed, modules, names, histories, codes, moved, skipped)
 
 
 def _part(state: dict, key: str, kind: type):
     if not isinstance(state.get(key), kind):
-        got = type(state[key]).__name__ if key in state else "nothing"
+        saved = type(state[key]).__name__ if key in state else "nothing"
         raise ValueError(
-            f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict "
+            f"{key} of the saved state is {saved}, wanted {kind.__name__}; give what fq.state_dict "
             "returned"
         )
     return state[key]
@@ -380,50 +381,58 @@ def _integer(state: dict, key: str, among: range) -> int:
     return value
 
 
-def _difference(state: dict, model: nn.Module) -> str:
-    """Names of weights that the state, or the model, has alone."""
+def _other_recipe(model: nn.Module, state: dict, step: int) -> str:
+    """Say how the recipe of a state differs from the model's, or which weights one has alone."""
+    recipe = _recipe_text(model)
+    if state.get("recipe") != recipe:
+        return (
+            f"is of recipe {state.get('recipe')} (fingerprint {state['fingerprint']}), this "
+            f"model's is {recipe} ({fingerprint(model, step)})"
+        )
     saved = set(state.get("codes") or ())
     here = {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()}
     sides = (saved - here, "the saved one has"), (here - saved, "the model has")
-    alone = [f"{', '.join(sorted(names)[:3])} {who} alone" for names, who in sides if names]
-    return "; ".join(alone) or "their recipes are exchanged, or experts others"
+    alone = [f"{', '.join(sorted(names)[:3])} {owner} alone" for names, owner in sides if names]
+    difference = "; ".join(alone) or "their recipes are exchanged, or experts others"
+    return f"has this recipe, {recipe}, for other layers: {difference}"
 
 
 def _read_moved(
     text: object, modules: Mapping[str, Linear]
 ) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
-    """(moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises ValueError."""
+    """Return (moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises
+    ValueError."""
     try:
-        found = json.loads(text) if isinstance(text, str) else None
+        facts = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
-        found = None
-    ladders = {product.name: ladder_of(product) for product in PRODUCTS}
-    facts = found if isinstance(found, dict) else {}
-    saved_by, skipped = facts.pop(SAVED_BY, None), facts.pop(SKIPPED, False)
-    moved = {}
-    for name, of in found.items() if isinstance(found, dict) else ():
-        # of a file from before there were rungs
-        moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of
-    whole = isinstance(found, dict) and all(
-        isinstance(of, dict) and all(rung in ladders.get(p, ()) for p, rung in of.items())
-        for of in moved.values()
-    )
-    whole &= isinstance(skipped, bool)
-    whole &= saved_by is None or (
+        facts = None
+    is_valid = isinstance(facts, dict)
+    moved = facts if isinstance(facts, dict) else {}
+    saved_by, skipped = moved.pop(SAVED_BY, None), moved.pop(SKIPPED, False)
+    is_valid &= isinstance(skipped, bool)
+    is_valid &= saved_by is None or (
         isinstance(saved_by, list) and list(map(type, saved_by)) == [int, int]
     )
-    if not whole:
+    ladders = {product.name: ladder_of(product) for product in PRODUCTS}
+    for name, rungs in moved.items():
+        if isinstance(rungs, list):  # of a file from before there were rungs
+            moved[name] = rungs = dict.fromkeys(rungs, EXACT)
+        is_valid &= isinstance(rungs, dict) and all(
+            rung in ladders.get(product, ()) for product, rung in rungs.items()
+        )
+    if not is_valid:
         raise ValueError(
             f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load "
             "another checkpoint"
         )
-    return {name: of for name, of in moved.items() if name in modules}, saved_by, skipped
+    return {name: rungs for name, rungs in moved.items() if name in modules}, saved_by, skipped
 
 
 def _sides_at(
     model: nn.Module, modules: Mapping[str, Linear], step: int
 ) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", a history of its length) per delayed side in a step."""
+    """Yield (module name, "slot.direction", a history of that length) per delayed side in a
+    step."""
     plans = {id(m): m.plan for m in modules.values()}
     for m, recipe in _scheduled(model, step):
         plans[id(m)] = m.runtime.plan_of(recipe, m.weight.device)
@@ -436,12 +445,13 @@ def _sides_at(
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
-    """It rolls where the optimizer makes codes, not where a forward begins a step."""
+    """Return whether it rolls where the optimizer encodes weights, not where a step begins."""
     return history.keep_when_skipped and module.runtime.weight_state.holds_codes
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """For both kinds of parameters: a load encodes codes, and records their amaxes, again."""
+    """Return the history for both kinds of parameters: a load encodes weights, and records their
+    amaxes, again."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
         saved["amaxes"][0] = 0
@@ -449,18 +459,14 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
 
 
 def _restore(model: nn.Module, saved: _Saved) -> None:
-    """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises
-    ValueError for codes that were not saved; then all is as it was."""
+    """Load histories and rungs, and switch to the recipe of the step, which codes of weights depend
+    on. Raises ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(saved.modules.values()), steps_of(model).number
     for module in modules:
         histories_by_side(module)  # allocates those that no forward has allocated yet
-    # experts of one weight share theirs
-    kept = {id(m.runtime.weight_state.histories): m.runtime.weight_state.histories for m in modules}
-    before = [
-        (of, key, history, history.state_dict())
-        for of in kept.values()
-        for key, history in of.items()
-    ]
+    # experts of one weight share one dict
+    stores = {id(s): s for s in (m.runtime.weight_state.histories for m in modules)}.values()
+    before = [(s, key, h, h.state_dict()) for s in stores for key, h in s.items()]
     plans = [m.plan for m in modules]
     _follow(model, saved.running)
     for name, module in saved.modules.items():
@@ -475,8 +481,8 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
     _follow(model, step)
     for module, plan in zip(modules, plans):
         module.runtime.set_plan(plan)
-    for of, key, history, values in before:
-        of.setdefault(key, history).load_state_dict(values)
+    for store, key, history, values in before:
+        store.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)
     raise ValueError(
         f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of "
@@ -490,7 +496,7 @@ def _follow(model: nn.Module, step: int) -> None:
 
 
 def _drop_codes(modules: Iterable[Linear]) -> None:
-    """Of quantized parameters, whose delayed scale is another now."""
+    """Free the codes of quantized parameters, whose delayed scale has changed."""
     for module in modules:
         state = module.runtime.weight_state
         if isinstance(state, QuantizedWeightState):
@@ -498,9 +504,9 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
 
 
 def _wrong_codes(model: nn.Module, saved: _Saved) -> list[str]:
-    """Weights whose codes have another fingerprint than saved: the same on every rank."""
+    """Name the weights whose codes have another fingerprint than saved, alike on every rank."""
     if saved.codes is None:
         return []
-    found = _codes(model, saved.names, saved.codes)
-    names = [name for name in found if saved.codes.get(name) != found[name]]
+    codes = _codes(model, saved.names, saved.codes)
+    names = [name for name in codes if saved.codes.get(name) != codes[name]]
     return names if len(names) <= 5 else [*names[:5], f"{len(names) - 5} more"]

@@ -58,12 +58,12 @@ def note_forward(layer: Layer, operands: Sequence[Tensor | None]) -> bool:
     if steps is None or not steps.is_counting or steps.is_orphaned:
         steps = LOOSE.caught_up()
     has_run = layer.runtime.ran_in == steps.current
-    is_alone = steps.current is None or not (steps.inside or steps.has_root)
-    if is_alone and grad and not any(t is not None and t.requires_grad for t in operands):
-        return False
-    if steps.current is None or (is_alone and has_run):
-        steps.begin(layer)
-        has_run = False
+    if steps.current is None or not (steps.inside or steps.has_root):  # nobody else begins passes
+        if grad and not any(t is not None and t.requires_grad for t in operands):
+            return False
+        if steps.current is None or has_run:
+            steps.begin(layer)
+            has_run = False
     if not has_run:
         steps.run(layer)
     return True
@@ -132,7 +132,11 @@ def begin_step(
             f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
             "begins, an int from 0"
         )
-    STEP.check_writable()
+    if STEP.is_captured:
+        raise ValueError(
+            "fq.begin_step writes values of the host to the device, and a captured CUDA graph "
+            "would repeat them at every replay; call it outside of the graph, before a replay"
+        )
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
     if step is None:
@@ -224,17 +228,17 @@ def _after_training(optimizer: Optimizer) -> None:
             "compile and call a model that fq.convert was given",
             stacklevel=4,
         )
-    waits = [
+    waiting = [
         steps
         for steps in TrainingSteps.live
         if steps.has_run and (steps.is_by_hand or (steps.is_scheduled and steps.by_pieces))
     ]
-    if not waits or torch_compat.backward_is_running():
+    if not waiting or torch_compat.backward_is_running():
         return
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for steps in waits:
+    for steps in waiting:
         if any(id(p) in trained for p in steps.parameters()):
-            steps.applied = steps.at
+            steps.is_applied = True
             if not steps.is_by_hand:
                 follow_schedules(steps, steps.number)
 
@@ -253,23 +257,18 @@ def weights_of(tensors: Iterable[Tensor]) -> Iterator[FSDPHooks]:
 
 def _check_masters(optimizer: Optimizer) -> None:
     """Raise ValueError for quantized parameters whose masters no (inner) optimizer holds."""
-    holders = None
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            local = torch_compat.local_of(p)
-            if not isinstance(local, QuantizedWeight) or not p.requires_grad:
-                continue
-            if local.is_held_by([optimizer]):
-                continue
-            holders = holders or optimizers_inside(optimizer)
-            if not local.is_held_by(holders):
-                raise ValueError(
-                    f"{local.state.name} is a quantized parameter, and this "
-                    f"{type(optimizer).__name__} holds no fp32 master of it; step it with "
-                    "fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it "
-                    "requires grad on the rank that steps it (shard by fully_shard), or build the "
-                    "model without fq.quantized_model_init"
-                )
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    quantized = [w for w in weights_of(trained) if isinstance(w, QuantizedWeight)]
+    if others := [w for w in quantized if not w.is_held_by([optimizer])]:
+        holders = optimizers_inside(optimizer)
+        for weight in (w for w in others if not w.is_held_by(holders)):
+            raise ValueError(
+                f"{weight.state.name} is a quantized parameter, and this "
+                f"{type(optimizer).__name__} holds no fp32 master of it; step it with "
+                "fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it "
+                "requires grad on the rank that steps it (shard by fully_shard), or build the "
+                "model without fq.quantized_model_init"
+            )
 
 
 @torch_compat.never_compiled

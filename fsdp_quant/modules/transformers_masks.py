@@ -32,8 +32,8 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     own_positions: list[bool] = []  # of the calls of models that are running, the innermost last
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        own_positions.append(given.get("position_ids") is None)
+        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        own_positions.append(arguments.get("position_ids") is None)
 
     def leave(*_) -> None:
         own_positions.pop()

@@ -39,24 +39,23 @@ def unconvert(model: nn.Module) -> nn.Module:
     >>> fq.unconvert(model)[0]
     Linear(in_features=64, out_features=32, bias=True)
     """
-    found = {n: m for n, m in model.named_modules() if _original(m) is not None}
-    if not found:
+    converted = [m for m in model.modules() if _original(m) is not None]
+    if not converted:
         raise ValueError(
             f"fq.unconvert found no module that fq.convert changed in {type(model).__name__}"
         )
     for name, module in model.named_modules():
         if (reason := _refusal(module)) is not None:
             raise ValueError(f"fq.unconvert: {name or type(module).__name__} {reason}")
-    for module in found.values():
+    for module in converted:
         _restore(module)
     for module in model.modules():
         CONVERTED.discard(module)
         if isinstance(module, nn.TransformerEncoderLayer):  # as its constructor says
-            act = module.activation
-            is_relu, is_gelu = act is F.relu or isinstance(act, nn.ReLU), act is F.gelu
-            module.activation_relu_or_gelu = (
-                1 if is_relu else 2 if is_gelu or isinstance(act, nn.GELU) else 0
-            )
+            function = module.activation
+            is_relu = function is F.relu or isinstance(function, nn.ReLU)
+            is_gelu = function is F.gelu or isinstance(function, nn.GELU)
+            module.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
     SCHEDULED.pop(model, None)
     count_steps(model, False)
     for module in model.modules():

@@ -104,9 +104,9 @@ def cxx() -> list[str]:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        printed = done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        printed = result.stdout + result.stderr
         first = next(
             (line for line in printed.splitlines() if "error" in line or "undefined" in line),
             f"{command[0]} failed",
@@ -116,8 +116,10 @@ def _run(command: Sequence[str]) -> None:
 
 def _is_fresh(output: Path, command: str) -> bool:
     """Return whether this command built `output` from files that have not changed since."""
-    said, depends = output.with_suffix(".command"), output.with_suffix(".d")
-    if not (output.exists() and said.exists() and depends.exists() and said.read_text() == command):
+    record, depends = output.with_suffix(".command"), output.with_suffix(".d")
+    if not all(path.exists() for path in (output, record, depends)):
+        return False
+    if record.read_text() != command:
         return False
     files = depends.read_text().partition(":")[2].replace("\\\n", " ").split()
     built_at = output.stat().st_mtime
@@ -130,7 +132,7 @@ def compile_sources(
     """Compile sources below `root` to objects in `temp`; keep objects that are fresh. Raises
     Failed."""
 
-    def one(source: Path) -> Path:
+    def compiled(source: Path) -> Path:
         output = temp / source.relative_to(root).with_suffix(".o")
         depends = str(output.with_suffix(".d"))
         command = [*compiler, "-MD", "-MF", depends, "-c", str(source), "-o", str(output)]
@@ -142,7 +144,7 @@ def compile_sources(
         return output
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, sources))
+        return list(pool.map(compiled, sources))
 
 
 def _link(output: Path, objects: Sequence[Path], *rest: str) -> None:
@@ -209,8 +211,8 @@ def build_kernels(
         return [str(nvcc), *NVCC_FLAGS, *size, *defines, *codes, f"-I{csrc}", last]
 
     objects = []
-    for sources, of in kernel_sources(csrc, targets):
-        objects += compile_sources(csrc, sources, compiler(of), temp / "kernels", jobs())
+    for sources, codes in kernel_sources(csrc, targets):
+        objects += compile_sources(csrc, sources, compiler(codes), temp / "kernels", jobs())
     output = folder / kernels_name(cuda)
     folders = [f"-L{nvcc.parent.parent / name}" for name in ("lib64", "lib")]
     _link(output, objects, *folders, "-lcudart", str(cublaslt[1]))
@@ -255,7 +257,8 @@ def build_glue(
     objects = compile_sources(csrc, sources, compiler, temp / f"glue-{release_of(version)}", jobs())
     output = folder / glue_name(version, cuda)
     runtime = next(
-        (str(found) for at in libraries for found in sorted(at.glob("libcudart.so*"))), "-lcudart"
+        (str(path) for folder in libraries for path in sorted(folder.glob("libcudart.so*"))),
+        "-lcudart",
     )
     of_torch = [f"-L{torch / 'lib'}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
     _link(output, objects, *of_torch, str(kernels), runtime, "-Wl,-rpath,$ORIGIN")
@@ -281,11 +284,11 @@ sys.exit("a wrong argument was taken")
 def check(python: str, kernels: Path, glue: Path) -> None:
     """Raise Failed if the libraries do not load in a Python, or if their errors do not work."""
     command = [python, "-c", _CHECK, str(kernels), str(glue)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=kernels.parent)
-    if done.returncode:
+    result = subprocess.run(command, capture_output=True, text=True, cwd=kernels.parent)
+    if result.returncode:
         raise Failed(
             "the compiled operators do not work: exit status "
-            f"{done.returncode}\n{done.stderr[-2000:]}"
+            f"{result.returncode}\n{result.stderr[-2000:]}"
         )
 
 
@@ -294,8 +297,8 @@ def check(python: str, kernels: Path, glue: Path) -> None:
 
 def output_of(*command: str | Path) -> str:
     """Return what a command prints to stdout and stderr."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    return result.stdout + result.stderr
 
 
 def toolkit_of(nvcc: str) -> Path:
@@ -311,8 +314,7 @@ def find_toolkit(fits: Callable[[Path], bool]) -> tuple[Path | None, list[Path]]
     """Return (the folder of a CUDA toolkit that fits or None, the folders searched): CUDA_HOME,
     else that of nvcc, else the default."""
     nvcc = shutil.which("nvcc")
-    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    homes = (
-        [Path(given)] if given else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
-    )
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    defaults = [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
+    homes = [Path(home)] if home else defaults
     return next(filter(fits, homes), None), homes

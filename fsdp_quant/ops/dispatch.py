@@ -57,105 +57,83 @@ class Encoded(NamedTuple):
     layout: str = COMPACT
 
 
-class _Route(NamedTuple):
-    """Indices of the encodings of one call that a kernel computes, and of the rest."""
-
-    by_kernel: tuple[int, ...]
-    rest: tuple[int, ...]
-
-
 @functools.cache
-def _route_of(
-    encodings: tuple[Encoding, ...], dtype: torch.dtype | None, whole_tiles: bool
-) -> _Route:
-    """dtype: of values on a device with kernels; None: no kernels. whole_tiles: row0 begins a
-    tile."""
-    chosen = [
-        i
-        for i, e in enumerate(encodings)
-        if dtype is not None and native.encodes(e, dtype, whole_tiles)
-    ]
-    if len({encodings[i].direction for i in chosen}) < len(chosen):
-        chosen = chosen[:1]  # a kernel computes one encoding per direction
-    return _Route(tuple(chosen), tuple(i for i in range(len(encodings)) if i not in chosen))
+def _by_kernel(
+    encodings: tuple[Encoding, ...], dtype: torch.dtype, whole_tiles: bool
+) -> tuple[int, ...]:
+    """Indices of the encodings that a kernel computes, one per direction, of values of `dtype`.
+    whole_tiles: row0 begins a tile."""
+    chosen = [i for i, e in enumerate(encodings) if native.encodes(e, dtype, whole_tiles)]
+    shares_direction = len({encodings[i].direction for i in chosen}) < len(chosen)
+    return tuple(chosen[:1] if shares_direction else chosen)
 
 
-def _split(
+def _kernel_input(
     x: Tensor, encodings: tuple[Encoding, ...], dtype: torch.dtype | None, row0: int
-) -> tuple[_Route, Tensor, bool]:
-    """(route, x as the kernel reads it, whether the kernel rounds to bf16)."""
+) -> tuple[tuple[int, ...], Tensor, bool]:
+    """(indices of the encodings that a kernel computes, x as the kernel reads it, whether the
+    kernel rounds to bf16)."""
     round_to_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
     values = x if round_to_bf16 else _as(x, dtype)
-    runs = native.is_available_for(values) and values.numel() > 0
-    return (
-        _route_of(encodings, values.dtype if runs else None, row0 % native.TILE == 0),
-        values,
-        round_to_bf16,
-    )
+    if not (native.is_available_for(values) and values.numel() > 0):
+        return (), values, round_to_bf16
+    chosen = _by_kernel(encodings, values.dtype, row0 % native.TILE == 0)
+    return chosen, values, round_to_bf16
 
 
 class _Calls(NamedTuple):
-    """Kernel calls that write encodings in the requested layouts: indices, and arguments."""
+    """Kernel calls that write encodings in the requested layouts.
+
+    anchored, plain:  indices of the encodings that one launch anchors, and that one quantizes.
+    layouts:          that each encoding is written in, and with transposed codes;
+    scale_layouts:    with the scales of `native.pack_encoding`.
+    """
 
     anchored: tuple[int, ...]
-    anchored_encodings: tuple[Encoding, ...]
-    anchor_runs: tuple[int, ...]
-    anchored_transposed: tuple[bool, ...]
     plain: tuple[int, ...]
-    plain_encodings: tuple[Encoding, ...]
-    transposed: tuple[bool, ...]
-    scale_layouts: tuple[int, ...]
-    layouts: tuple[str, ...]
+    layouts: list[str]
+    transposed: list[bool]
+    scale_layouts: list[int]
+
+
+def _is_anchored_by_kernel(e: Encoding, target: str) -> bool:
+    anchors_values = target in ANCHOR_RUNS and not is_anchored_of_codes(e.fmt, target)
+    return not e.stochastic and (anchors_values or is_anchored_as_encoded(e.fmt, target))
 
 
 @functools.cache
 def _calls_for(
     encodings: tuple[Encoding, ...],
     by_kernel: tuple[int, ...],
-    layouts: tuple[str, ...] | None,
+    targets: tuple[str, ...],
     can_anchor: tuple[bool, ...],
-    whole: bool,
+    from_row_0: bool,
     native_scales: int,
 ) -> _Calls:
-    layouts = layouts or (COMPACT,) * len(encodings)
-
-    def is_columnwise(i: int) -> bool:
-        return encodings[i].direction is not ROWWISE
-
-    def anchors(i: int) -> bool:
-        fmt = encodings[i].fmt
-        fits = (
-            layouts[i] in ANCHOR_RUNS
-            and not is_anchored_of_codes(fmt, layouts[i])
-            or is_anchored_as_encoded(fmt, layouts[i])
-        )
-        return can_anchor[i] and fits and not encodings[i].stochastic
-
-    anchored = tuple(filter(anchors, by_kernel))
-    # one launch writes one kind; the others are compact
-    if len({layouts[i] == ANCHORED_TENSOR for i in anchored}) > 1:
-        anchored = tuple(i for i in anchored if layouts[i] != ANCHORED_TENSOR)
-    plain = tuple(i for i in by_kernel if i not in anchored)
-    exact = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
-    fits = [is_exact or (whole and layouts[i] in LAID_OUT) for i, is_exact in zip(plain, exact)]
-    return _Calls(
-        anchored,
-        tuple(encodings[i] for i in anchored),
-        tuple(native.anchor_run(layouts[i]) for i in anchored),
-        tuple(map(is_columnwise, anchored)),
-        plain,
-        tuple(encodings[i] for i in plain),
-        tuple(fit and is_columnwise(i) for i, fit in zip(plain, fits)),
-        tuple(
-            native.OPERAND if is_exact else native_scales if fit else native.COMPACT
-            for fit, is_exact in zip(fits, exact)
-        ),
-        tuple(layouts[i] if fit else COMPACT for i, fit in zip(plain, fits)),
+    anchored = tuple(
+        i for i in by_kernel if can_anchor[i] and _is_anchored_by_kernel(encodings[i], targets[i])
     )
+    # one launch writes one kind; the others are compact
+    if len({targets[i] == ANCHORED_TENSOR for i in anchored}) > 1:
+        anchored = tuple(i for i in anchored if targets[i] != ANCHORED_TENSOR)
+    plain = tuple(i for i in by_kernel if i not in anchored)
+    calls = _Calls(anchored, plain, [], [], [])
+    for i, (e, target) in enumerate(zip(encodings, targets)):
+        is_exact = can_anchor[i] and is_exact_operand(e.fmt, target)
+        fits = i in anchored or is_exact or (from_row_0 and target in LAID_OUT)
+        calls.layouts.append(target if fits else COMPACT)
+        calls.transposed.append(fits and e.direction is not ROWWISE)
+        layout_of_exact = native.OPERAND if is_exact else native_scales
+        calls.scale_layouts.append(layout_of_exact if fits else native.COMPACT)
+    return calls
 
 
 def _as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
+
+
+def _count(encoding: Encoding, by: str, amount: int = 1) -> None:
+    counters.add("quantize", (encoding.fmt.name, encoding.direction.value, by), amount)
 
 
 def statistics(
@@ -163,20 +141,16 @@ def statistics(
 ) -> list[Statistics]:
     """Block and tensor amaxes of x [rows, cols] for each encoding; `row0` places x in the global
     tensor."""
-    (by_kernel, rest), values, round_to_bf16 = _split(x, tuple(encodings), dtype, row0)
-    results: dict[int, Statistics] = {}
+    by_kernel, values, round_to_bf16 = _kernel_input(x, tuple(encodings), dtype, row0)
+    amaxes: dict[int, tuple] = {}
     if by_kernel:
-        made = native.statistics(values, [encodings[i] for i in by_kernel], row0, round_to_bf16)
-        results = {i: Statistics(*m) for i, m in zip(by_kernel, made)}
-    for i in rest:
-        e = encodings[i]
-        if opaque.is_tracing() and e.fmt.is_quantized:
-            results[i] = Statistics(*opaque.statistics(_as(x, dtype), e, row0))
-        else:
-            results[i] = Statistics(
-                *reference.statistics(reference.prepared(_as(x, dtype), e), e, row0)
-            )
-    return [results[i] for i in range(len(encodings))]
+        chosen = [encodings[i] for i in by_kernel]
+        amaxes = dict(zip(by_kernel, native.statistics(values, chosen, row0, round_to_bf16)))
+    for i, e in enumerate(encodings):
+        if i not in amaxes:
+            is_quantized, values = e.fmt.is_quantized, _as(x, dtype)
+            amaxes[i] = opaque.statistics(values, e, row0) if is_quantized else (None, None)
+    return [Statistics(*amaxes[i]) for i in range(len(encodings))]
 
 
 def encode(
@@ -199,94 +173,104 @@ def encode(
               `Encoded.layout` tells.
     """
     encodings = tuple(encodings)
-    (by_kernel, rest), values, round_to_bf16 = _split(x, encodings, dtype, row0)
+    by_kernel, values, round_to_bf16 = _kernel_input(x, encodings, dtype, row0)
     none = (None,) * len(encodings)
-    stats, keys, encode_scales = stats or none, keys or none, encode_scales or none
+    keys, encode_scales = keys or none, encode_scales or none
+    amaxes = [s or Statistics(None, None) for s in stats or none]
     results: dict[int, Encoded] = {}
     if by_kernel:
-        whole_bf16 = row0 == 0 and (round_to_bf16 or values.dtype is torch.bfloat16)
-        can_anchor = tuple([whole_bf16 and (s is None or s.amax is None) for s in stats])
-        requested = tuple(layouts) if layouts else None
-        native_scales = native.scale_layout(values) if requested else 0
-        calls = _calls_for(encodings, by_kernel, requested, can_anchor, row0 == 0, native_scales)
-        if requested and calls.anchored:
-            made = native.quantize_anchored(
-                values,
-                calls.anchored_encodings,
-                calls.anchor_runs,
-                round_to_bf16,
-                calls.anchored_transposed,
-                [None if (s := stats[i]) is None else s.tensor_amax for i in calls.anchored],
-            )
-            for i, (data, scale), transposed in zip(
-                calls.anchored, made, calls.anchored_transposed
-            ):
-                scale = _anchored_scale(scale if transposed else scale.t(), requested[i])
-                results[i] = Encoded(data, scale, None, None, requested[i])
+        can_anchor = row0 == 0 and (round_to_bf16 or values.dtype is torch.bfloat16)
+        calls = _calls_for(
+            encodings,
+            by_kernel,
+            tuple(layouts or (COMPACT,) * len(encodings)),
+            tuple([can_anchor and s.amax is None for s in amaxes]),
+            row0 == 0,
+            native.scale_layout(values) if layouts else native.COMPACT,
+        )
+        if calls.anchored:
+            results |= _anchored_by_kernel(values, encodings, calls, amaxes, round_to_bf16)
         if calls.plain:
-            made = native.quantize(
+
+            def plain(per_encoding: Sequence) -> list:
+                return [per_encoding[i] for i in calls.plain]
+
+            codes = native.quantize(
                 values,
-                calls.plain_encodings,
+                plain(encodings),
                 row0,
                 round_to_bf16,
-                [stats[i] or (None, None) for i in calls.plain],
-                [keys[i] for i in calls.plain],
-                [encode_scales[i] for i in calls.plain],
-                calls.transposed,
-                calls.scale_layouts,
+                plain(amaxes),
+                plain(keys),
+                plain(encode_scales),
+                plain(calls.transposed),
+                plain(calls.scale_layouts),
             )
-            for i, (*buffers, amax), layout_of in zip(calls.plain, made, calls.layouts):
-                data, scale, tensor_amax = buffers
-                results[i] = Encoded(data, scale, tensor_amax, amax, layout_of)
-    for i in rest:
-        e, key, encode_scale = encodings[i], keys[i], encode_scales[i]
-        if opaque.is_tracing() and e.fmt.is_quantized:
-            amax, tensor_amax = stats[i] or (None, None)
-            results[i] = Encoded(
-                *opaque.encode(_as(x, dtype), e, amax, tensor_amax, row0, key, encode_scale)
-            )
-            continue
-        prepared = reference.prepared(_as(x, dtype), e)
-        amax, tensor_amax = stats[i] or (None, None)
-        if amax is None:
-            amax, whole = reference.statistics(prepared, e, row0)
-            tensor_amax = whole if tensor_amax is None else tensor_amax
-        if encode_scale is not None:
-            encode_scale = reference.delayed_encode_scale(encode_scale, known(amax, "the amax"), e)
-        data, scale = reference.encode(prepared, amax, tensor_amax, e, row0, key, encode_scale)
-        results[i] = Encoded(data, scale, tensor_amax, amax)
+            for i, (data, scale, *amax) in zip(calls.plain, codes):
+                results[i] = Encoded(data, scale, *amax, layout=calls.layouts[i])
     for i, e in enumerate(encodings):
-        if e.fmt.is_quantized:
-            by = "native" if i in by_kernel else "reference"
-            counters.add("quantize", (e.fmt.name, e.direction.value, by))
+        if i in results:
+            _count(e, "native")
+        elif e.fmt.is_quantized:
+            amax, tensor_amax = amaxes[i]
+            results[i] = Encoded(
+                *opaque.encode(_as(x, dtype), amax, tensor_amax, keys[i], encode_scales[i], e, row0)
+            )
+        else:
+            results[i] = Encoded(_as(x, dtype).contiguous(), None, None, None)
     return [results[i] for i in range(len(encodings))]
 
 
-def _encodes_group(
+def _anchored_by_kernel(
+    values: Tensor,
+    encodings: tuple[Encoding, ...],
+    calls: _Calls,
+    amaxes: Sequence[Statistics],
+    round_to_bf16: bool,
+) -> dict[int, Encoded]:
+    codes = native.quantize_anchored(
+        values,
+        [encodings[i] for i in calls.anchored],
+        [native.anchor_run(calls.layouts[i]) for i in calls.anchored],
+        round_to_bf16,
+        [calls.transposed[i] for i in calls.anchored],
+        [amaxes[i].tensor_amax for i in calls.anchored],
+    )
+    results = {}
+    for i, (data, scale) in zip(calls.anchored, codes):
+        scale, target = scale if calls.transposed[i] else scale.t(), calls.layouts[i]
+        if target in (ANCHORED_TENSOR, ANCHORED):
+            scale = scale.flatten()
+        else:  # [runs, lines rounded up to 4]
+            scale = layout.pad_to(scale, 1, 4).contiguous()
+        results[i] = Encoded(data, scale, None, None, target)
+    return results
+
+
+def _fits_one_launch(
     x: Sequence[Tensor], encoding: Encoding, dtype: torch.dtype | None
 ) -> tuple[bool, bool]:
     """(one launch encodes all of x, the kernel rounds to bf16)."""
     first = x[0]
     round_to_bf16 = first.dtype is torch.float32 and dtype is torch.bfloat16
-    as_they_are = round_to_bf16 or dtype in (None, first.dtype)
-    encodes = (
+    fits = (
         len(x) > 1
-        and as_they_are
+        and (round_to_bf16 or dtype in (None, first.dtype))
         and native.encodes_group(encoding, first.dtype, round_to_bf16)
         and any(map(native.is_available_for, x))
-        and all(one.dtype is first.dtype for one in x)
+        and all(t.dtype is first.dtype for t in x)
     )
-    return encodes, round_to_bf16
+    return fits, round_to_bf16
 
 
 def multi_tensor_amax(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[Statistics]:
     """`statistics` of one encoding of each tensor."""
-    in_one, round_to_bf16 = _encodes_group(x, encoding, dtype)
-    if in_one:
+    in_one_launch, round_to_bf16 = _fits_one_launch(x, encoding, dtype)
+    if in_one_launch:
         return [Statistics(*s) for s in native.multi_tensor_amax(x, encoding, row0, round_to_bf16)]
-    return [statistics(one, (encoding,), start, dtype)[0] for one, start in zip(x, row0)]
+    return [statistics(t, (encoding,), start, dtype)[0] for t, start in zip(x, row0)]
 
 
 def multi_tensor_encode(
@@ -308,45 +292,66 @@ def multi_tensor_encode(
     calls:    receives the launch that encoded all tensors, if it can be replayed
               (`replay_encode`).
     """
-    in_one, round_to_bf16 = _encodes_group(x, encoding, dtype)
+    in_one_launch, round_to_bf16 = _fits_one_launch(x, encoding, dtype)
     records = records or [None] * len(x)
-    if not in_one:
-        made = [
-            encode(one, [encoding], [s], start, encode_scales=[scale], dtype=dtype)[0]
-            for one, s, start, scale in zip(x, stats, row0, encode_scales)
+    if not in_one_launch:
+        results = [
+            encode(t, [encoding], [s], start, encode_scales=[scale], dtype=dtype)[0]
+            for t, s, start, scale in zip(x, stats, row0, encode_scales)
         ]
-        for one, record in zip(made, records):
+        for encoded, record in zip(results, records):
             if record is not None:
-                record_amax(record, known(one.amax, "the amax"))
-        return made
-    given: list[Statistics | None] | None = list(stats)
-    if encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale:
-        missing = [i for i, s in enumerate(given) if s is None]
+                record_amax(record, known(encoded.amax, "the amax"))
+        return results
+    known_stats: Sequence[Statistics | None] | None = stats
+    if any(s is None for s in stats) and not _has_local_scales(encoding.fmt):
         is_delayed = any(scale is not None for scale in encode_scales)
-        if len(missing) == len(x) and not encoding.fmt.tensor_scale and not is_delayed:
-            given = None  # each replay computes them again
-        elif missing:
-            found = native.multi_tensor_amax(
-                [x[i] for i in missing], encoding, [row0[i] for i in missing], round_to_bf16
-            )
-            for i, (amax, tensor_amax) in zip(missing, found):
-                given[i] = Statistics(amax, tensor_amax)
-            calls = None
+        if not any(stats) and not encoding.fmt.tensor_scale and not is_delayed:
+            known_stats = None  # each replay computes them again
+        else:
+            known_stats, calls = _completed(stats, x, encoding, row0, round_to_bf16), None
     targets = [pair for pair in into or () if pair is not None]
-    targets = targets if len(targets) == len(x) else None
-    made = native.multi_tensor_quantize(
-        x, encoding, row0, round_to_bf16, given, targets, encode_scales, records, calls
+    codes = native.multi_tensor_quantize(
+        x,
+        encoding,
+        row0,
+        round_to_bf16,
+        known_stats,
+        targets if len(targets) == len(x) else None,
+        encode_scales,
+        records,
+        calls,
     )
-    counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
-    return [Encoded(*one) for one in made]
+    _count(encoding, "native", len(x))
+    return [Encoded(*buffers) for buffers in codes]
+
+
+def _has_local_scales(fmt: Format) -> bool:
+    """No scale spans more than a block, so that a kernel computes the amaxes as it encodes."""
+    return not (fmt.scale_leaves_contraction or fmt.tensor_scale)
+
+
+def _completed(
+    stats: Sequence[Statistics | None],
+    x: Sequence[Tensor],
+    encoding: Encoding,
+    row0: Sequence[int],
+    round_to_bf16: bool,
+) -> list[Statistics]:
+    """`stats` with those that are None computed, in one launch."""
+    missing = [i for i, s in enumerate(stats) if s is None]
+    amaxes = iter(
+        native.multi_tensor_amax(
+            [x[i] for i in missing], encoding, [row0[i] for i in missing], round_to_bf16
+        )
+    )
+    return [Statistics(*next(amaxes)) if s is None else s for s in stats]
 
 
 def replay_encode(call: native.RecordedEncode, x: Sequence[Tensor]) -> None:
     """Repeat a launch of `multi_tensor_encode` over other values."""
     call(x)
-    counters.add(
-        "quantize", (call.encoding.fmt.name, call.encoding.direction.value, "native"), len(x)
-    )
+    _count(call.encoding, "native", len(x))
 
 
 def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = None) -> Tensor:
@@ -356,16 +361,6 @@ def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = 
     if encode_scale is not None:
         encode_scale = reference.delayed_encode_scale(encode_scale, amax, encoding)
     return reference.scales(amax, stats.tensor_amax, encoding, encode_scale)[0]
-
-
-def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
-    """fp32 scales [runs, lines] in a layout of ANCHORS: [1], [lines], or [runs, lines rounded up to
-    4]."""
-    return (
-        scale.flatten()
-        if wanted in (ANCHORED_TENSOR, ANCHORED)
-        else layout.pad_to(scale, 1, 4).contiguous()
-    )
 
 
 def decode(
@@ -387,11 +382,10 @@ def decode(
         return native.dequantize(
             data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32
         )
-    if opaque.is_tracing() and fmt.is_quantized:
-        return opaque.decode(
-            data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32
-        )
-    return _as(reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0), dtype)
+    if not fmt.is_quantized:
+        return _as(data, dtype)
+    encoding = Encoding(fmt, direction)
+    return opaque.decode(data, scale, tensor_amax, encoding, cols, row0, dtype or torch.float32)
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
@@ -410,7 +404,7 @@ def column_sums(x: Tensor) -> Tensor:
     """
     if x.dtype is torch.bfloat16 and x.numel() and native.is_available_for(x):
         return native.column_sums(x)
-    return opaque.column_sums(x) if opaque.is_tracing() else x.sum(0)
+    return opaque.column_sums(x)
 
 
 # Scalars of a step #
@@ -427,20 +421,21 @@ def random_key(
     """
     if native.is_available_for(step):
         return native.random_key(step, ids, slot, rows, after)
-    return (opaque.random_key if opaque.is_tracing() else opaque.key_of)(
-        step, ids, slot, rows, after
-    )
+    return opaque.random_key(step, ids, slot, rows, after)
 
 
+def _record_by_torch(amaxes: Tensor, amax: Tensor) -> None:
+    amax = amax.detach().reshape(())
+    amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+
+
+@opaque.traced_as(_record_by_torch)  # a compiler fuses it into other work
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
-    amax = amax.detach().reshape(())
-    if (
-        native.is_available_for(amaxes) and not opaque.is_tracing()
-    ):  # a compiler fuses it into other work
-        native.record_amax(amaxes, amax)
+    if native.is_available_for(amaxes):
+        native.record_amax(amaxes, amax.detach().reshape(()))
     else:
-        amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+        _record_by_torch(amaxes, amax)
 
 
 # GEMM layouts #
@@ -466,7 +461,7 @@ def multi_tensor_transpose(
         and all(map(native.is_available_for, data))
     ):
         return native.multi_tensor_transpose(data, shapes, fmt.bits, calls=calls)
-    return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
+    return [transpose_codes(codes, *shape, fmt) for codes, shape in zip(data, shapes)]
 
 
 def anchor_codes(
@@ -476,7 +471,7 @@ def anchor_codes(
     cols: int,
     fmt: Format,
     direction: Direction,
-    wanted: str,
+    target: str,
 ) -> tuple[Tensor, Tensor]:
     """Compact codes of cols columns as an operand [outer, contraction] in a layout of ANCHORS, and
     its fp32 scales: `anchoring.anchored_codes`; `anchoring.e4m3_operand` for codes that decode
@@ -484,15 +479,17 @@ def anchor_codes(
     transposed = direction is not ROWWISE
     if native.is_available_for(data):
         return native.anchor_codes(
-            data, scale, tensor_amax, cols, fmt, direction, transposed, native.anchor_run(wanted)
+            data, scale, tensor_amax, cols, fmt, direction, transposed, native.anchor_run(target)
         )
     if fmt.decodes_exactly_to_e4m3:
-        codes, made = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+        codes, scale = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
-        whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
-        tiles = wanted == ANCHORED_TILE
-        codes, made = anchoring.anchored_codes(data, scale, fmt, direction, whole, cols, run, tiles)
-    return (codes.t().contiguous() if transposed else codes), made
+        of_tensor, run = target == ANCHORED_TENSOR, ANCHOR_RUNS.get(target)
+        tiles = target == ANCHORED_TILE
+        codes, scale = anchoring.anchored_codes(
+            data, scale, fmt, direction, of_tensor, cols, run, tiles
+        )
+    return (codes.t().contiguous() if transposed else codes), scale
 
 
 def multi_tensor_anchor(
@@ -502,17 +499,18 @@ def multi_tensor_anchor(
     cols: Sequence[int],
     fmt: Format,
     direction: Direction,
-    wanted: str,
+    target: str,
     calls: list[native.RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: receives the launch, if it can be replayed."""
     if all(map(native.is_available_for, data)):
-        run = native.anchor_run(wanted)
+        run = native.anchor_run(target)
         return native.multi_tensor_anchor(
             data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls
         )
     return [
-        anchor_codes(*one, fmt, direction, wanted) for one in zip(data, scale, tensor_amax, cols)
+        anchor_codes(*codes, fmt, direction, target)
+        for codes in zip(data, scale, tensor_amax, cols)
     ]
 
 

@@ -63,10 +63,10 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
             return Status(None, f"torch {torch.__version__} is not a CUDA build", record)
         kernels = folder / builder.kernels_name(torch.version.cuda)
         if not kernels.exists():
-            found = ", ".join(sorted(p.name for p in folder.glob("_kernels*.so"))) or "none"
+            names = ", ".join(sorted(p.name for p in folder.glob("_kernels*.so"))) or "none"
             return Status(
                 None,
-                f"there is no {kernels.name} for CUDA {torch.version.cuda}, but {found}; rebuild "
+                f"there is no {kernels.name} for CUDA {torch.version.cuda}, but {names}; rebuild "
                 f"with {REBUILD}",
                 record,
             )

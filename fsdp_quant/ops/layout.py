@@ -101,16 +101,16 @@ def operand_format(fmt: Format, layout: str) -> Format:
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
     """torch.cat of tensors [n, ..] as a view, if each begins in memory where the one before ends;
     else None."""
-    first, at = tensors[0], tensors[0].storage_offset()
+    first, end = tensors[0], tensors[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for t in tensors:
         if (
             not t.is_contiguous()
-            or t.storage_offset() != at
+            or t.storage_offset() != end
             or t.untyped_storage().data_ptr() != memory
         ):
             return None
-        at += t.numel()
+        end += t.numel()
     return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
 
 

@@ -94,21 +94,35 @@ def _has_kernel(x: Tensor, *others: Tensor | None, widest: int | None = None) ->
 def runs_whole(*tensors: Tensor | None) -> bool:
     """A kernel accepts these tensors without a copy: plain, contiguous, of one shape and aligned to
     16 bytes."""
-    g, *others = given = [t for t in tensors if t is not None]
-    whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given)
-    return all(t.shape == g.shape for t in others) and _has_kernel(g, *others) and whole
+    g, *others = [t for t in tensors if t is not None]
+    return (
+        all(t.shape == g.shape for t in others)
+        and _has_kernel(g, *others)
+        and all(
+            type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (g, *others)
+        )
+    )
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes if a kernel ran)."""
     if _has_kernel(g, u):
         return native.activation(g, u, kind)
-    return (_activation_op if opaque.is_tracing() else reference_activation)(g, u, kind), None
+    return _activation(g, u, kind), None
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
     a = _KINDS[kind].value(g)
     return a if u is None else a * u
+
+
+_activation = opaque.operator(
+    "reference_activation(Tensor g, Tensor? u, int kind) -> Tensor", lambda g, u, kind: _like(g)
+)(reference_activation)
 
 
 def activation_backward(
@@ -117,10 +131,7 @@ def activation_backward(
     """(dg, du or None, their amaxes if a kernel ran)."""
     if _has_kernel(g, u, dh):
         return native.activation_backward(dh, g, u, kind)
-    if opaque.is_tracing():
-        dg, *du = _activation_backward_op(dh, g, u, kind)
-        return dg, du[0] if du else None, None
-    return *reference_activation_backward(dh, g, u, kind), None
+    return *_activation_backward(dh, g, u, kind), None
 
 
 def reference_activation_backward(
@@ -128,6 +139,13 @@ def reference_activation_backward(
 ) -> tuple[Tensor, Tensor | None]:
     value, backward = _KINDS[kind]
     return (backward(dh, g), None) if u is None else (backward(dh * u, g), dh * value(g))
+
+
+_activation_backward = opaque.operator(
+    "reference_activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> Tensor[]",
+    lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
+    results=2,
+)(reference_activation_backward)
 
 
 class Normal(NamedTuple):
@@ -156,11 +174,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Norm
     """x [.., cols], weight and bias [cols]."""
     if _has_kernel(x, weight, bias, widest=native.WIDEST_NORM):
         return Normal(*native.norm(x, weight, bias, *spec))
-    if opaque.is_tracing():
-        y, rstd, mean = _norm_op(x, weight, bias, *spec)
-    else:
-        y, rstd, mean = reference_norm(x, weight, bias, spec)
-    return Normal(y, rstd, mean, None)
+    return Normal(*_norm(x, weight, bias, *spec), None)
 
 
 def reference_norm(
@@ -180,6 +194,20 @@ def reference_norm(
         else (normal * _gamma(weight, spec)).to(x.dtype)
     )
     return y, rstd.flatten(), rstd.new_empty(0)
+
+
+def _fake_norm(x, weight, bias, eps, centred, *spec):
+    rows = x.numel() // x.shape[-1]
+    return _like(x), *(x.new_empty(n, dtype=torch.float32) for n in (rows, rows if centred else 0))
+
+
+@opaque.operator(
+    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool "
+    "zero_centered, bool rounds_first) -> (Tensor, Tensor, Tensor)",
+    _fake_norm,
+)
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, *spec) -> tuple[Tensor, Tensor, Tensor]:
+    return reference_norm(x, weight, bias, NormSpec(*spec))
 
 
 class NormGradients(NamedTuple):
@@ -210,12 +238,8 @@ def norm_backward(
         return NormGradients(
             *native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None)
         )
-    if opaque.is_tracing():
-        dx, dweight, *dbias = _norm_backward_op(dy, x, weight, bias, residual, rstd, mean, *spec)
-        return NormGradients(dx, dweight, dbias[0] if dbias else None, None)
-    return NormGradients(
-        *reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec), None
-    )
+    gradients = _norm_backward(dy, x, weight, bias, residual, rstd, mean, *spec)
+    return NormGradients(*gradients, None)
 
 
 def reference_norm_backward(
@@ -232,11 +256,16 @@ def reference_norm_backward(
     rows = (*x.shape[:-1], 1)
     if spec.centred:
         values, gamma, beta = _layer_norm_inputs(x, weight, bias, spec)
-        of_row = torch.float32 if x.is_cuda else gamma.dtype  # dtype of torch's statistics
-        given = dy.to(values.dtype), values, x.shape[-1:]
-        statistics = (t.view(rows).to(of_row) for t in (mean, rstd))
+        dtype = torch.float32 if x.is_cuda else gamma.dtype  # of torch's statistics
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            *given, *statistics, gamma, beta, [True, True, bias is not None]
+            dy.to(values.dtype),
+            values,
+            x.shape[-1:],
+            mean.view(rows).to(dtype),
+            rstd.view(rows).to(dtype),
+            gamma,
+            beta,
+            [True, True, bias is not None],
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)
@@ -258,44 +287,14 @@ def reference_norm_backward(
     return dx if residual is None else dx + residual, dweight.to(weight.dtype), dbias
 
 
-# The reference in graphs (`opaque`) #
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _contiguous(tensors) -> list[Tensor]:
-    return [t.contiguous() for t in tensors if t is not None]
-
-
-def _fake_norm(x, weight, bias, eps, centred, *rest):
-    rows = x.numel() // x.shape[-1]
-    return _like(x), *(x.new_empty(n, dtype=torch.float32) for n in (rows, rows if centred else 0))
-
-
-_activation_op = opaque.define(
-    "reference_activation(Tensor g, Tensor? u, int kind) -> Tensor",
-    lambda *given: reference_activation(*given).contiguous(),
-    lambda g, *rest: _like(g),
-)
-_activation_backward_op = opaque.define(
-    "reference_activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> Tensor[]",
-    lambda *given: _contiguous(reference_activation_backward(*given)),
-    lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
-)
-_norm_op = opaque.define(
-    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool "
-    "zero_centered, bool rounds_first) -> (Tensor, Tensor, Tensor)",
-    lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))),
-    _fake_norm,
-)
-_norm_backward_op = opaque.define(
+@opaque.operator(
     "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "Tensor rstd, Tensor mean, float eps, bool centred, bool zero_centered, bool rounds_first) -> "
     "Tensor[]",
-    lambda dy, x, weight, bias, residual, rstd, mean, *spec: _contiguous(
-        reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, NormSpec(*spec))
-    ),
-    lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],
+    lambda dy, x, weight, bias, *others: [_like(t) for t in (x, weight, bias) if t is not None],
+    results=3,
 )
+def _norm_backward(
+    dy, x, weight, bias, residual, rstd, mean, *spec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, NormSpec(*spec))

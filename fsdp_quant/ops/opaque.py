@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that run the reference inside graphs, opaque to compilers, so that graphs compute the
-bits of eager mode.
+"""The one place that knows whether a graph is built. Functions decorated here do what eager mode or
+the graph needs; their callers do not ask.
+
+    operator     an operator of the reference in graphs, the Python function outside
+    traced_as    another function while AOTAutograd traces (inside `tracing`)
+    compiled_as  another function while dynamo traces
 
 The reference consists of torch operators. A compiler would fuse them, and fused arithmetic differs
-in the last bits. While `tracing`, callers of the reference call the operators below, which run the
-same functions in Python. Kernels are operators already.
+in the last bits. So graphs hold operators that run the reference in Python, opaque to compilers,
+and compute the bits of eager mode. Outside graphs the functions are called directly, which takes
+tens of microseconds less per call. Kernels are operators already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import Direction, Encoding, Format, ceil_div, format_of
+from ..formats import ELEMENTS, Direction, Encoding, Format, ceil_div
 from . import reference, rng
 
 _THREAD = threading.local()
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def is_tracing() -> bool:
+    return getattr(_THREAD, "is_tracing", False)
 
 
 @contextlib.contextmanager
@@ -35,15 +47,34 @@ def _set(value: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Call the operators below in place of the reference, on this thread. Calls are counted when
-    the graph runs."""
+def tracing(enabled: bool = True) -> Iterator[None]:
+    """Build a graph on this thread, if `enabled`: functions decorated here do what graphs need.
+    Calls are counted when the graph runs."""
+    if not enabled:
+        yield
+        return
     with _set(True), counters.uncounted():
         yield
 
 
-def is_tracing() -> bool:
-    return getattr(_THREAD, "is_tracing", False)
+def traced_as(in_graph: Callable) -> Callable[[_Function], _Function]:
+    """Decorate a function or a method: while a graph is built (`tracing`), `in_graph` is called in
+    its place, with the same arguments."""
+    return functools.partial(_chosen, in_graph, is_tracing)
+
+
+def compiled_as(in_graph: Callable) -> Callable[[_Function], _Function]:
+    """Decorate a function or a method: while dynamo traces, `in_graph` is called in its place, with
+    the same arguments."""
+    return functools.partial(_chosen, in_graph, torch.compiler.is_compiling)
+
+
+def _chosen(in_graph: Callable, asks: Callable[[], bool], eager: _Function) -> _Function:
+    @functools.wraps(eager)
+    def call(*args, **kwargs):
+        return in_graph(*args, **kwargs) if asks() else eager(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 # Formats as strings: operators accept no Python objects, and graphs cached on disk run in other
@@ -52,16 +83,14 @@ def is_tracing() -> bool:
 
 @functools.cache
 def format_text(fmt: Format) -> str:
-    fields = {f: getattr(fmt, f) for f in fmt.__dataclass_fields__ if f != "element"}
-    return json.dumps(fields | {"element": fmt.element.name, "name": fmt.name})
+    return json.dumps(fmt.facts())
 
 
 @functools.cache
 def format_from(text: str) -> Format:
     fields = json.loads(text)
-    base = format_of("identity", element=fields.pop("element"))
-    fields["block"] = tuple(fields["block"])
-    return Format(element=base.element, **fields)
+    fields["element"], fields["block"] = ELEMENTS[fields["element"]], tuple(fields["block"])
+    return Format(**fields)
 
 
 @functools.cache
@@ -75,7 +104,7 @@ def encoding_from(text: str) -> Encoding:
     return Encoding(format_from(fmt), Direction(direction), stochastic, eps)
 
 
-# The operators #
+# Operators #
 
 _library = torch.library.Library("fsdp_quant", "FRAGMENT")
 
@@ -95,34 +124,76 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
     return getattr(torch.ops.fsdp_quant, name)
 
 
-def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
-    e = encoding_from(encoding)
-    x, outputs = reference.prepared(x, e), []
-    amax = reference.of_all_parts(amax, e.fmt)
-    if amax is None or (e.fmt.tensor_scale and tensor_amax is None):
-        found, of_tensor = reference.statistics(x, e, row0)
-        if e.fmt.tensor_scale and tensor_amax is None:
-            tensor_amax = of_tensor
-            outputs.append(tensor_amax)
-        if amax is None:
-            amax = found
-            outputs += [amax] if e.fmt.scale_leaves_contraction else []
-    if enc is not None:
-        enc = reference.delayed_encode_scale(enc, reference.known(amax, "the amax"), e)
-    outputs = [*reference.encode(x, amax, tensor_amax, e, row0, key, enc), *outputs]
-    counters.add("quantize", (e.fmt.name, e.direction.value, "reference"))
-    return [t.contiguous() for t in outputs]
+def operator(
+    schema: str, fake: Callable, results: int | Callable[..., tuple] | None = None
+) -> Callable[[_Function], _Function]:
+    """Decorate a function of the reference: while a graph is built, calls record the operator
+    `schema`, which runs the function when the graph runs; outside graphs they call the function.
+
+    schema:   parameters in the order of the function's. An `Encoding` is a str.
+    fake:     (the function's arguments) -> empty results.
+    results:  of a schema that returns Tensor[], which lists the results that exist and are no
+              arguments: the number of results, of which the last may be None; or a function
+              (list, the function's arguments) -> results.
+    """
+    returns_list = schema.endswith("[]")
+
+    def decorate(run: _Function) -> _Function:
+        parameters = inspect.signature(run).parameters.values()
+        encodings = [i for i, p in enumerate(parameters) if p.annotation == "Encoding"]
+
+        def converted(convert: Callable, args: Sequence) -> list:
+            return [convert(a) if i in encodings else a for i, a in enumerate(args)]
+
+        def run_operator(*args) -> Any:
+            values = run(*converted(encoding_from, args))
+            if isinstance(values, Tensor):
+                return values.contiguous()
+            passed = {id(a) for a in args}
+            tensors = [t.contiguous() for t in values if t is not None and id(t) not in passed]
+            return tensors if returns_list else tuple(tensors)
+
+        def fake_operator(*args) -> Any:
+            return fake(*converted(encoding_from, args))
+
+        recorded = define(schema, run_operator, fake_operator)
+
+        def record(*args) -> Any:
+            values = recorded(*converted(encoding_text, args))
+            if callable(results):
+                return results(values, *args)
+            return values if results is None else (*values, *[None] * (results - len(values)))
+
+        return _chosen(record, is_tracing, run)
+
+    return decorate
+
+
+# The reference #
 
 
 def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
-    """Blocks that x [rows, cols] overlaps."""
+    """Return how many blocks of rows and of columns x [rows, cols] overlaps."""
     rows, cols = e.fmt.padded_shape(x.shape, e.direction)
     b0, b1 = e.fmt.dims(e.direction)
     return ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1
 
 
-def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
-    e = encoding_from(encoding)
+def _fake_statistics(x: Tensor, e: Encoding, row0: int) -> list[Tensor]:
+    amax = x.new_empty(_grid(x, e, row0), dtype=torch.float32)
+    return [amax, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else [amax]
+
+
+@operator(
+    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]",
+    _fake_statistics,
+    results=2,
+)
+def statistics(x: Tensor, encoding: Encoding, row0: int) -> tuple[Tensor | None, Tensor | None]:
+    return reference.statistics(reference.prepared(x, encoding), encoding, row0)
+
+
+def _fake_encode(x, amax, tensor_amax, key, encode_scale, e, row0) -> list[Tensor]:
     rows, cols = e.fmt.padded_shape(x.shape, e.direction)
     grid = _grid(x, e, row0)
     outputs = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
@@ -134,108 +205,74 @@ def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
     return outputs
 
 
-_encode_op = define(
+def _encoded_results(results, x, amax, tensor_amax, key, encode_scale, e, row0) -> tuple:
+    data, scale, *computed = results
+    if e.fmt.tensor_scale and tensor_amax is None:
+        tensor_amax, *computed = computed
+    return data, scale, tensor_amax, computed[0] if computed else amax
+
+
+@operator(
     "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str "
     "encoding, SymInt row0) -> Tensor[]",
-    _encode,
     _fake_encode,
+    results=_encoded_results,
 )
-
-
 def encode(
     x: Tensor,
-    e: Encoding,
     amax: Tensor | None,
     tensor_amax: Tensor | None,
-    row0: int,
     key: Tensor | None,
-    enc: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(data, scale, tensor_amax, amax if one scale spans the contraction) of a quantized format.
-    Statistics that are None are computed from x."""
-    data, scale, *rest = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
-    if e.fmt.tensor_scale and tensor_amax is None:
-        tensor_amax, *rest = rest
-    return data, scale, tensor_amax, rest[0] if rest else amax
+    encode_scale: Tensor | None,
+    encoding: Encoding,
+    row0: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the fields of `dispatch.Encoded`, compact. Statistics that are None are computed from
+    x."""
+    x, fmt = reference.prepared(x, encoding), encoding.fmt
+    block_amax, known_amax = reference.of_all_parts(amax, fmt), amax
+    if amax is None or (fmt.tensor_scale and tensor_amax is None):
+        computed, tensor_amax_of_x = reference.statistics(x, encoding, row0)
+        tensor_amax = tensor_amax_of_x if tensor_amax is None else tensor_amax
+        if amax is None:
+            block_amax, known_amax = computed, computed if fmt.scale_leaves_contraction else None
+    if encode_scale is not None:
+        encode_scale = reference.delayed_encode_scale(
+            encode_scale, reference.known(block_amax, "the amax"), encoding
+        )
+    codes = reference.encode(x, block_amax, tensor_amax, encoding, row0, key, encode_scale)
+    counters.add("quantize", (fmt.name, encoding.direction.value, "reference"))
+    return *codes, tensor_amax, known_amax
 
 
-def _statistics(x, encoding, row0):
-    e = encoding_from(encoding)
-    return [
-        t.contiguous()
-        for t in reference.statistics(reference.prepared(x, e), e, row0)
-        if t is not None
-    ]
-
-
-def _fake_statistics(x, encoding, row0):
-    e = encoding_from(encoding)
-    outputs = [x.new_empty(_grid(x, e, row0), dtype=torch.float32)]
-    return [*outputs, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else outputs
-
-
-_statistics_op = define(
-    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]",
-    _statistics,
-    _fake_statistics,
-)
-
-
-def statistics(x: Tensor, e: Encoding, row0: int) -> tuple[Tensor, Tensor | None]:
-    """(amax, tensor_amax) of a quantized format."""
-    amax, *rest = _statistics_op(x, encoding_text(e), row0)
-    return amax, rest[0] if rest else None
-
-
-def _decode(data, scale, tensor_amax, encoding, cols, row0, dtype):
-    e = encoding_from(encoding)
-    return (
-        reference.decode(data, scale, tensor_amax, e.fmt, e.direction, cols, row0)
-        .to(dtype)
-        .contiguous()
-    )
-
-
-_decode_op = define(
+@operator(
     "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, "
     "SymInt row0, ScalarType dtype) -> Tensor",
-    _decode,
-    lambda data, scale, tensor_amax, encoding, cols, row0, dtype: data.new_empty(
+    lambda data, scale, tensor_amax, e, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype
     ),
 )
-
-
 def decode(
     data: Tensor,
     scale: Tensor | None,
     tensor_amax: Tensor | None,
-    fmt: Format,
-    direction: Direction,
+    encoding: Encoding,
     cols: int,
     row0: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    return _decode_op(
-        data, scale, tensor_amax, encoding_text(Encoding(fmt, direction)), cols, row0, dtype
-    )
+    fmt, direction = encoding.fmt, encoding.direction
+    return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype)
 
 
-column_sums = define(
-    "reference_column_sums(Tensor x) -> Tensor",
-    lambda x: x.sum(0),
-    lambda x: x.new_empty(x.shape[1]),
-)
+@operator("reference_column_sums(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[1]))
+def column_sums(x: Tensor) -> Tensor:
+    return x.sum(0)
 
 
-def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
-    """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the
-    forward."""
-    return rng.key_of(step, ids[slot], rows)
-
-
-random_key = define(
+@operator(
     "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
-    key_of,
-    lambda step, *rest: step.new_empty(5),
+    lambda step, ids, slot, rows, after: step.new_empty(5),
 )
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None) -> Tensor:
+    return rng.key_of(step, ids[slot], rows)

@@ -59,10 +59,10 @@ Value = TypeVar("Value")
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def known(value: Value | None, what: str) -> Value:
+def known(value: Value | None, name: str) -> Value:
     """The value. Raises ValueError if it is missing."""
     if value is None:
-        raise ValueError(f"{what} is needed, got None")
+        raise ValueError(f"{name} is needed, got None")
     return value
 
 
@@ -167,13 +167,13 @@ def divide(a: float, b: Tensor) -> Tensor:
 
 
 def fp32_encode_scale(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
-    """enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most."""
+    """Encode scales: max /rn amax, at most FLT_MAX; 1 where amax is 0 or not finite."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
-    enc = torch.where(
+    encode_scale = torch.where(
         (amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax)
     )
-    enc = enc.clamp(max=FLT_MAX)
-    return _power_of_two_below(enc) if fmt.pow2 else enc
+    encode_scale = encode_scale.clamp(max=FLT_MAX)
+    return _power_of_two_below(encode_scale) if fmt.pow2 else encode_scale
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:
@@ -181,10 +181,14 @@ def _power_of_two_below(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def delayed_encode_scale(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
+def delayed_encode_scale(encode_scale: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
     """fp32 [1]: a history's factor, or that of the current `amax` [1, 1] while it is 0."""
-    enc = torch.where(enc > 0, enc, fp32_encode_scale(amax.reshape(1), encoding.fmt, encoding.eps))
-    return _power_of_two_below(enc) if encoding.fmt.pow2 else enc
+    encode_scale = torch.where(
+        encode_scale > 0,
+        encode_scale,
+        fp32_encode_scale(amax.reshape(1), encoding.fmt, encoding.eps),
+    )
+    return _power_of_two_below(encode_scale) if encoding.fmt.pow2 else encode_scale
 
 
 def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
@@ -247,7 +251,7 @@ def _exact_target(target: Tensor, round_up: bool) -> Tensor:
 def _two_level_scale(
     amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: bool
 ) -> tuple[Tensor, Tensor]:
-    """(e4m3 codes uint8, enc fp32) of the blocks of a two-level format.
+    """(e4m3 codes uint8, encode scales fp32) of the blocks of a two-level format.
 
     round_up gives the smallest scale of the format's rule not below the target: under stochastic
     rounding a scale rounded down would saturate the block's largest elements and bias their mean.
@@ -260,12 +264,12 @@ def _two_level_scale(
     if round_up:
         code = code + (code.view(torch.float8_e4m3fn).float() < target)
     code = torch.where(amax.isnan(), 0x7F, code.to(torch.int32)).to(torch.uint8)
-    enc = divide(1.0, code.view(torch.float8_e4m3fn).float() * divide(1.0, factor))
-    return code, enc.clamp(max=FLT_MAX)
+    encode_scale = divide(1.0, code.view(torch.float8_e4m3fn).float() * divide(1.0, factor))
+    return code, encode_scale.clamp(max=FLT_MAX)
 
 
 def scales(
-    amax: Tensor, tensor_amax: Tensor | None, encoding: Encoding, enc: Tensor | None = None
+    amax: Tensor, tensor_amax: Tensor | None, encoding: Encoding, encode_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(decode scales in storage form, fp32 encode factors) of the blocks, from their amaxes;
     `encode` says of what."""
@@ -276,7 +280,11 @@ def scales(
     if fmt.tensor_scale:
         tensor_amax = known(tensor_amax, "the tensor amax")
         return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
-    factor = fp32_encode_scale(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
+    factor = (
+        fp32_encode_scale(amax, fmt, encoding.eps)
+        if encode_scale is None
+        else encode_scale.expand_as(amax)
+    )
     return torch.where(
         amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)
     ), factor
@@ -326,7 +334,7 @@ def encode(
     encoding: Encoding,
     row0: int = 0,
     key: Tensor | None = None,
-    enc: Tensor | None = None,
+    encode_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Codes and decode scales of x, its statistics known.
 
@@ -335,7 +343,7 @@ def encode(
                   hold a part.
     tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
     key:          int64 [5] random key (`rng.KEY_FIELDS`), for stochastic rounding.
-    enc:          fp32 [1], for delayed scaling: the factor from the history; amax then only reveals
+    encode_scale: fp32 [1], for delayed scaling: the factor from the history; amax then only reveals
                   overflow.
     returns:      (uint8 [rows, row bytes], or x itself for identity; scales in storage form, or
                   None).
@@ -343,7 +351,7 @@ def encode(
     fmt, direction = encoding.fmt, encoding.direction
     if not fmt.is_quantized:
         return x.contiguous(), None
-    scale, factor = scales(known(amax, "the amax"), tensor_amax, encoding, enc)
+    scale, factor = scales(known(amax, "the amax"), tensor_amax, encoding, encode_scale)
     values = scaled_by_block(x, factor, fmt, direction, row0)
     if encoding.stochastic:
         if key is None:
@@ -370,11 +378,11 @@ def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
 @functools.cache
 def _values(element: Element) -> tuple[float, ...]:
     """The numbers of an element's codes, in order; of those without infinity and NaN."""
-    of = [divmod(code, 1 << element.mantissa) for code in range(1 << (element.bits - 1))]
+    codes = [divmod(code, 1 << element.mantissa) for code in range(1 << (element.bits - 1))]
     positive = [
         (fraction + (exponent > 0) * 2.0**element.mantissa)
         * 2.0 ** (max(exponent - 1, 0) + element.emin - element.mantissa)
-        for exponent, fraction in of
+        for exponent, fraction in codes
     ]
     return (*positive, *(-v for v in positive))
 

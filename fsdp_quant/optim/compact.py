@@ -42,13 +42,14 @@ _NAN_BITS = 0x7FC00000
 
 
 def scale_shape(shape: torch.Size) -> tuple[int, int]:
-    """[rows, blocks per row] of the scales of a tensor of at least two dims."""
+    """Return [rows, blocks per row] of the scales of a tensor of at least two dims."""
     row = shape[1:].numel()
     return shape[0], -(-row // BLOCK)
 
 
 def takes_codes(p: Tensor) -> bool:
-    """The moments of p can be codes: two dims and 4096 elements or more, and no shard cuts a block.
+    """Return whether the moments of p can be codes: p has two dims or more and 4096 elements or
+    more, and no shard cuts a block.
 
     Equal on all ranks: depends on a DTensor's whole shape and placements.
     """
@@ -65,7 +66,7 @@ def takes_codes(p: Tensor) -> bool:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[rows, blocks, 256], zero-padded at the end of a row."""
+    """Return x as [rows, blocks, 256], zero-padded at the end of a row."""
     rows, blocks = scale_shape(x.shape)
     flat = x.reshape(rows, x.shape[1:].numel())
     return torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.shape[1])).view(
@@ -78,7 +79,7 @@ def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def encode(x: Tensor, is_root: bool = False) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of a moment.
+    """Return (codes, scale) of a moment.
 
     x:        [N, ..] fp32.
     is_root:  x is not negative; nonzero values get nonzero codes.
@@ -99,13 +100,13 @@ def encode(x: Tensor, is_root: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 values of codes [N, ..]."""
+    """Return fp32 values of codes [N, ..]."""
     values = _blocks(codes.view(torch.float8_e4m3fn).float()) * scale.unsqueeze(-1)
     return _unblocked(values, codes.shape)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """(bf16 [..], uint8 [.., 2]) of a fp32 master: the parameter and its remainder."""
+    """Return (bf16 [..], uint8 [.., 2]) of a fp32 master: the parameter and its remainder."""
     master = master.contiguous()
     bits = master.view(torch.int32)
     bits = torch.where(master.isnan(), torch.full_like(bits, _NAN_BITS), bits)
@@ -115,6 +116,6 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master: the inverse of `split`."""
+    """Return the fp32 master: the inverse of `split`."""
     high = parameter.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + remainder.view(torch.int16).squeeze(-1).to(torch.int32)).view(torch.float32)

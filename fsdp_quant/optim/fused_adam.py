@@ -16,6 +16,7 @@ bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capt
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
@@ -35,10 +36,7 @@ from ..tensor.weight_state import values_of
 from . import compact
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES = tuple(f"{name}_{part}" for name in MOMENTS for part in ("codes", "scale"))  # 8-bit moments
-MASTERS = ("master", "remainder")
 STORING = ("moment_dtype", "store_param_remainders")  # settings that say how a state is stored
-STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
 # of p.
 SCALARS = (
@@ -130,9 +128,9 @@ class FusedAdam(torch.optim.Optimizer):
             state = {**state, "state": self.state}
         super().__setstate__(state)
         self._held = {}
-        for p, own in self.state.items():  # of a copy, whose weights hold values of their own
-            if isinstance(weight := local_of(p), QuantizedWeight) and "master" in own:
-                weight.attach_master(local_of(own["master"]), self)
+        for p, values in self.state.items():  # of a copy, whose weights hold other values
+            if isinstance(weight := local_of(p), QuantizedWeight) and "master" in values:
+                weight.attach_master(local_of(values["master"]), self)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -166,17 +164,15 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates = []
         for group in self.param_groups:
-            held = [self._hold(p, group) for p in group["params"] if p.grad is not None]
-            updates.append((group, held, [h.grad for h in held]))
-        for group, held, grads in updates:
-            if not held:
-                continue
-            scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
-            rows, index = scalars(group, [h.step for h in held], found_inf)
-            _update_all(held, grads, rows, index, grad_scale, found_inf)
+            params = [p for p in group["params"] if p.grad is not None]
+            updates.append((group, [(self._hold(p, group), _local_grad(p.grad)) for p in params]))
+        for group, held in updates:
+            if held:
+                scalars = _count_step(group, [h.step for h, _ in held], found_inf)
+                _update_all(held, scalars, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
-        """The tensors of a parameter's update, collected again if any was replaced."""
+        """Return the tensors of a parameter's update, collected again if any was replaced."""
         held = self._held.get(id(p))
         if held is None or not held.is_current(p):
             held = self._held[id(p)] = _Held(p, self._start(p, group))
@@ -185,7 +181,7 @@ class FusedAdam(torch.optim.Optimizer):
     # Checkpoints #
 
     def state_dict(self) -> dict:
-        """As any optimizer's, without the masters of quantized parameters, which the model's state
+        """Return the state without the masters of quantized parameters, which the model's state
         dict has."""
         packed = super().state_dict()
         params = chain.from_iterable(g["params"] for g in self.param_groups)
@@ -208,7 +204,7 @@ class FusedAdam(torch.optim.Optimizer):
         """
 
         def hide_states(_, state_dict: dict) -> dict:
-            """From torch, which would round them to their parameters' dtypes."""
+            """Hide states from torch, which would round them to their parameters' dtypes."""
             groups, saved = state_dict["param_groups"], state_dict["state"]
             states = {i: _Saved(saved.get(i)) for group in groups for i in group["params"]}
             return {**state_dict, "state": states}
@@ -275,37 +271,37 @@ def _check_saved(p: Tensor, state: dict, saved: dict) -> None:
 
 
 def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
-    """The state of a parameter before its first step, but for the master of a quantized one."""
+    """Return the state of a parameter before its first step, but for the master of a quantized
+    one."""
     local = local_of(p)
     if not local.is_floating_point():
         raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
+
+    def zeros(dtype: torch.dtype, shape_of: Callable | None = None) -> Tensor:
+        shape = local.shape if shape_of is None else shape_of(local.shape)
+        tensor = torch.zeros(shape, dtype=dtype, device=local.device)
+        return _beside(p, tensor, None if shape_of is None else shape_of(p.shape))
+
     on_device = local.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=on_device)}
-    if isinstance(local, QuantizedWeight):
-        pass
-    elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
-        remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
-        state["remainder"] = _beside(p, remainder, (*p.shape, 2))
-    elif local.dtype is not torch.float32:
+    is_low_precision = local.dtype is not torch.float32 and not isinstance(local, QuantizedWeight)
+    if is_low_precision and local.dtype is torch.bfloat16 and group["store_param_remainders"]:
+        state["remainder"] = zeros(torch.uint8, lambda shape: (*shape, 2))
+    elif is_low_precision:
         state["master"] = _beside(p, values_of(local).detach().float())
     dtype = group["moment_dtype"]
     in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
     for name in MOMENTS:
         if in_codes:
-            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-            blocks = compact.scale_shape(local.shape)
-            scale = torch.zeros(blocks, dtype=torch.float32, device=local.device)
-            state[f"{name}_codes"] = _beside(p, codes)
-            state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
+            state[f"{name}_codes"] = zeros(torch.uint8)
+            state[f"{name}_scale"] = zeros(torch.float32, compact.scale_shape)
         else:
-            stored = torch.float32 if dtype is torch.float8_e4m3fn else dtype
-            zeros = torch.zeros(local.shape, dtype=stored, device=local.device)
-            state[name] = _beside(p, zeros)
+            state[name] = zeros(torch.float32 if dtype is torch.float8_e4m3fn else dtype)
     return state
 
 
 def _as_stored(saved: dict, state: dict) -> dict:
-    """A saved state with its moments as `state` stores them: as codes or as values."""
+    """Return a saved state with its moments as `state` stores them: as codes or as values."""
     saved = dict(saved)
     for name in MOMENTS:
         codes, scale, is_root = f"{name}_codes", f"{name}_scale", name == "exp_avg_sq"
@@ -318,8 +314,16 @@ def _as_stored(saved: dict, state: dict) -> dict:
     return saved
 
 
+def _local_grad(grad: Tensor) -> Tensor:
+    if (local := local_of(grad)).is_sparse:
+        raise ValueError(
+            "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam for it"
+        )
+    return local
+
+
 def _beside(p: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A state tensor, sharded like its parameter. shape: of the whole tensor (default: of p)."""
+    """Return a state tensor, sharded like p. shape: of the unsharded tensor (default: of p)."""
     return torch_compat.dtensor_like(p, local, shape) if isinstance(p, DTensor) else local
 
 
@@ -340,7 +344,7 @@ class Stored(NamedTuple):
     second_scale: Tensor | None = None
 
     def updated(self, grad: Tensor, scalars: Tensor, grad_scale: Tensor | None = None) -> Stored:
-        """The values after one update (`adam_update`), in the same dtypes."""
+        """Return the values after one update (`adam_update`), in the same dtypes."""
         master, first, second, rounded, first_scale, second_scale = self
         if first_scale is not None and second_scale is not None:
             first = compact.decode(first, first_scale)
@@ -369,49 +373,38 @@ class _Held:
     """
 
     def __init__(self, p: Tensor, state: dict[str, Tensor]):
-        self.p, self.state, self.tensors = p, state, [state.get(name) for name in STATE]
-        self.local = local_of(p)
+        self.p, self.state, self.tensors, self.local = p, state, list(state.values()), local_of(p)
+        self.weight = self.local if isinstance(self.local, QuantizedWeight) else None
+        self.values = values = values_of(self.local) if self.weight is None else None
         plain = {name: local_of(t) for name, t in state.items()}
-        if isinstance(self.local, QuantizedWeight):
-            self.weight, self.values = self.local, None
-            master, rounded = plain["master"], None
-        else:
-            self.weight, self.values = None, values_of(self.local)
-            stored = plain.get("master", plain.get("remainder"))
-            master = self.values if stored is None else stored
-            rounded = None if stored is None else self.values
-        suffix = "" if "exp_avg" in plain else "_codes"
         self.step = plain["step"]
-        moments = plain[f"exp_avg{suffix}"], plain[f"exp_avg_sq{suffix}"]
-        scales = plain.get("exp_avg_scale"), plain.get("exp_avg_sq_scale")
-        self.stored = Stored(master, *moments, rounded, *scales)
-        self.launches = native.adam_takes(*self.stored)
+        masters = plain.get("master"), plain.get("remainder"), values
+        master = next(t for t in masters if t is not None)
+        suffix = "" if "exp_avg" in plain else "_codes"
+        self.stored = Stored(
+            master,
+            first=plain[f"exp_avg{suffix}"],
+            second=plain[f"exp_avg_sq{suffix}"],
+            rounded=None if master is values else values,
+            first_scale=plain.get("exp_avg_scale"),
+            second_scale=plain.get("exp_avg_sq_scale"),
+        )
+        rounds = self.stored.rounded is None or self.stored.rounded.dtype is torch.bfloat16
+        self.launches = rounds and native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # with their key
 
     def is_current(self, p: Tensor) -> bool:
         return (
             self.p is p
             and local_of(p) is self.local
-            and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
+            and len(self.state) == len(self.tensors)
+            and all(map(operator.is_, self.state.values(), self.tensors))
             and (self.values is None or values_of(self.local).data_ptr() == self.values.data_ptr())
         )
 
     @property
-    def grad(self) -> Tensor:
-        """The local gradient. Raises ValueError if there is none, or a sparse one."""
-        grad = None if self.p.grad is None else local_of(self.p.grad)
-        if grad is None:
-            raise ValueError("FusedAdam updates parameters with gradients, got none")
-        if grad.is_sparse:
-            raise ValueError(
-                "FusedAdam accepts dense gradients, got a sparse one; use torch.optim.SparseAdam "
-                "for it"
-            )
-        return grad
-
-    @property
     def outputs(self) -> FusedOutputs | None:
-        """What the kernel computes of the new master besides; with 8-bit moments nothing."""
+        """Return what the kernel computes of the new master besides; with 8-bit moments None."""
         if self.weight is None or self.stored.first_scale is not None:
             return None
         state = self.weight.state
@@ -425,7 +418,7 @@ class _Held:
 
 
 def _scalars(group: dict, lr, bias1, bias2) -> list:
-    """The scalars in the order of SCALARS, from beta^t: floats, or fp64 tensors of any shape."""
+    """Return the values of SCALARS, from beta^t: floats, or fp64 tensors of any shape."""
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     return [
@@ -440,31 +433,16 @@ def _scalars(group: dict, lr, bias1, bias2) -> list:
     ]
 
 
-def _scalars_on_host(
-    group: dict, steps: list[Tensor], found_inf: Tensor | None
-) -> tuple[Tensor, list[int]]:
-    """Count the step; (fp32 [distinct steps, 8] on the host, row per parameter)."""
-    if found_inf is None or not found_inf.item():
-        for step in steps:
-            step += 1
-    # 0 if the first step is skipped: nothing reads its row
-    numbers = [max(int(step), 1) for step in steps]
-    row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
-    beta1, beta2 = group["betas"]
-    rows = [_scalars(group, float(group["lr"]), beta1**n, beta2**n) for n in row_of]
-    return torch.tensor(rows, dtype=torch.float32, device="cpu"), [row_of[n] for n in numbers]
-
-
-def _scalars_on_device(
-    group: dict, steps: list[Tensor], found_inf: Tensor | None
-) -> tuple[Tensor, list[int]]:
-    """Count the step; (fp32 [parameters, 8] on the device, row per parameter). Reads nothing
-    back."""
-    (beta1, beta2), index = group["betas"], list(range(len(steps)))
+def _count_step(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
+    """Count the step unless it is skipped; fp32 [parameters, 8] (`SCALARS`), on the host or
+    (capturable) on the device. There nothing is read back."""
+    if not group["capturable"] and found_inf is not None:
+        found_inf = torch.tensor(found_inf.item(), dtype=torch.float32, device="cpu")
     if not all(map(native.is_available_for, steps)):
-        return scalars_on_device(group, steps, found_inf), index
-    rest = group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-    return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, *rest), index
+        return scalars_on_device(group, steps, found_inf)
+    (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, eps, decay, decoupled)
 
 
 def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
@@ -485,22 +463,19 @@ def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None
 
 
 def _update_all(
-    held: list[_Held],
-    grads: list[Tensor],
+    held: list[tuple[_Held, Tensor]],
     scalars: Tensor,
-    index: list[int],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Update all parameters: one launch per kind with a kernel, the rest one by one."""
+    """Update all parameters: one launch per kind with a kernel, the rest one by one.
+
+    held:  with the local gradients.
+    """
     by_kind: dict[tuple, list[tuple[_Held, Tensor, int, FusedOutputs | None]]] = {}
-    for h, grad, row in zip(held, grads, index):
+    for row, (h, grad) in enumerate(held):
         stored = h.stored
-        if (
-            h.launches
-            and native.adam_takes(grad)
-            and (stored.rounded is None or stored.rounded.dtype is torch.bfloat16)
-        ):
+        if h.launches and native.adam_takes(grad):
             outputs = h.outputs
             kind = (
                 stored.master.device,
@@ -536,8 +511,8 @@ def _update_and_encode(
     if blocks:
         statistics = native.adam_statistics(step, encodings, row0, blocks)
         for (weight, outputs), results in zip(fused, statistics):
-            found = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
-            weight.state.computed = weight.version, found
+            computed = {d: Statistics(*result) for (d, _), result in zip(outputs.shards, results)}
+            weight.state.computed = weight.version, computed
         return
     buffers = [[weight.output_buffers(d) for d, _ in outputs.shards] for weight, outputs in fused]
     codes = native.adam_codes(step, encodings, row0, buffers)
@@ -567,8 +542,8 @@ def adam_update(
     scalars: Tensor,
     grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(master, first, second moment) of one tensor after one update, in fp32: the kernel's
-    definition.
+    """Return (master, first, second moment) of one tensor after one update, in fp32: the
+    definition of the kernel.
 
     scalars:     fp32 [8] (`SCALARS`).
     grad_scale:  fp32 []; divides the gradient.

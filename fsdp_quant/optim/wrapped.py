@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @functools.cache
 def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
-    """A class like `optimizer_cls` whose optimizers step quantized parameters too.
+    """Return a class like `optimizer_cls` whose optimizers step quantized parameters too.
 
         optimizer = fq.optim.wrap(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -68,7 +68,7 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     if issubclass(optimizer_cls, (FusedAdam, WithMasters)):
         return optimizer_cls
     forwarded = {
-        name: _forwarded(name, value)
+        name: _forwarded(name)
         for base in reversed(optimizer_cls.__mro__)
         if not issubclass(Optimizer, base)
         for name, value in vars(base).items()
@@ -84,37 +84,29 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     )
 
 
-def _forwarded(name: str, value: object) -> object:
-    """What an attribute of the wrapped class is on the class of `wrap`: the inner optimizer's."""
-    if not inspect.isfunction(value):
-        return property(
-            lambda self: getattr(self.inner, name),
-            lambda self, new: setattr(self.inner, name, new),
-        )
-
-    @functools.wraps(value)
-    def forward(self: WithMasters, *args, **kwargs):
-        return self._call(getattr(self.inner, name), *args, **kwargs)
-
-    return forward
+def _forwarded(name: str) -> property:
+    """Return the attribute of the class of `wrap` that is one of the inner optimizer."""
+    return property(
+        lambda self: self._read_inner(name), lambda self, new: setattr(self.inner, name, new)
+    )
 
 
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer and all optimizers in its attributes, also in containers there."""
-    found = [optimizer]
-    for one in found:  # the loop appends to `found`
-        for name, value in vars(one).items():
+    optimizers = [optimizer]
+    for outer in optimizers:  # the loop appends to it
+        for name, value in vars(outer).items():
             if name in ("state", "param_groups"):
                 continue
             value = list(value.values()) if isinstance(value, dict) else value
             for inner in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(inner, Optimizer) and inner not in found:
-                    found.append(inner)
-    return found
+                if isinstance(inner, Optimizer) and inner not in optimizers:
+                    optimizers.append(inner)
+    return optimizers
 
 
 def _rebuilt(optimizer_cls: type[Optimizer]) -> Optimizer:
-    """An optimizer of `wrap`, to be given its state: pickle finds the class by that of torch."""
+    """Return an optimizer of `wrap` without state: pickle finds the class by that of torch."""
     cls = wrap(optimizer_cls)
     return cls.__new__(cls)
 
@@ -144,6 +136,10 @@ class WithMasters(Optimizer):
     def __getattr__(self, name: str):
         if name in _OF_GRAD_SCALER or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._read_inner(name)
+
+    def _read_inner(self, name: str):
+        """Return an attribute of the inner optimizer; a method runs as a step does."""
         value = getattr(self.inner, name)
         return functools.partial(self._call, value) if inspect.isroutine(value) else value
 
@@ -170,7 +166,7 @@ class WithMasters(Optimizer):
         self._pull()
 
     def _with_masters(self, groups: list[dict], call: Callable[[list[dict]], _T]) -> _T:
-        """`call` with groups of masters. Returns the masters to their weights if it raises."""
+        """Call with groups of masters. Returns the masters to their weights if `call` raises."""
         before = set(self._masters)
         try:
             return call([{**g, "params": [self._inside(p) for p in g["params"]]} for g in groups])
@@ -181,7 +177,7 @@ class WithMasters(Optimizer):
             raise
 
     def _inside(self, p: Tensor) -> Tensor:
-        """The tensor that stands for a parameter in the inner optimizer."""
+        """Return the tensor that stands for a parameter in the inner optimizer."""
         local = local_of(p)
         if not isinstance(local, QuantizedWeight):
             return p
@@ -200,7 +196,7 @@ class WithMasters(Optimizer):
         return _rebuilt, (self.wraps,), state
 
     def __setstate__(self, state: dict) -> None:
-        """Of a copy, whose weights hold values of their own: let them refer to the masters."""
+        """Let the weights of a copy, which hold other values, refer to the masters."""
         inside = state["_masters"]
         Optimizer.__setstate__(self, state | {"_masters": {}})
         for p, parameter in inside:
@@ -260,7 +256,7 @@ class WithMasters(Optimizer):
             self._pull()
 
     def _evaluate(self, closure: Callable) -> Callable:
-        """The closure for an inner optimizer, which may write masters before a call of it."""
+        """Return the closure for an inner optimizer, which may write masters before a call."""
 
         def versions() -> list[int]:
             return [local_of(parameter)._version for _, parameter, _ in self._masters.values()]
@@ -319,16 +315,17 @@ class WithMasters(Optimizer):
         self.state = defaultdict(dict)
         for group, inside in zip(self.param_groups, self.inner.param_groups):
             group.update({k: v for k, v in inside.items() if k != "params"})
-            for p, own in zip(group["params"], inside["params"]):
-                if own in self.inner.state and own.numel() | (own is p):
-                    self.state[p] = self.inner.state[own]
+            for p, parameter in zip(group["params"], inside["params"]):
+                is_placeholder = parameter is not p and not parameter.numel()
+                if parameter in self.inner.state and not is_placeholder:
+                    self.state[p] = self.inner.state[parameter]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def state_dict(self) -> dict:
-        """The inner optimizer's, without masters, which the model's state dict stores."""
+        """Return the inner optimizer's, without masters, which the model's state dict stores."""
         self._push()
         return self.inner.state_dict()
 

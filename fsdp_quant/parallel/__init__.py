@@ -9,8 +9,7 @@
 from ..modules.exchange import TensorParallel
 from .expert_parallel import ExpertParallel, planned_dispatch
 from .experts import combine_tokens, dispatch_tokens
-from .linear import planned_gathers
-from .sequence import gather_sequence, reduce_scatter_sequence
+from .sequence import gather_sequence, planned_gathers, reduce_scatter_sequence
 from .tensor_parallel import (
     ColumnParallelLinear,
     ColwiseParallel,

@@ -29,8 +29,9 @@ from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
-from .experts import TRANSPORTS, Combine, Dispatch, why_high_precision
-from .sequence import travelling_bytes
+from .experts import TRANSPORTS, ExchangeTokens, why_high_precision
+from .sequence import planned_bytes
+from .tensor_parallel import check_one_axis
 from .token_route import route_tokens
 
 
@@ -90,62 +91,60 @@ class ExpertDispatch:
         return {(plan.hybrid(slot), plan.saves) for plan in plans}
 
     def operand(self, slot: str, dtype: torch.dtype) -> _Operand:
-        """How the tokens ("input") travel, or the gradient of what comes back ("grad_output").
+        """Return how the tokens ("input") travel, or the gradient of what comes back
+        ("grad_output").
 
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
-        every, found = self._layers(slot), self._quantizers(slot)
-        layers = [layer for layer in every if isinstance(layer, GroupedLinear)]
-        transport = self.style.transport if slot == "input" else self.style.gradients
-        grad = torch.is_grad_enabled()
-        trains = grad and any(p.requires_grad for m in every for p in m.parameters())
-        directions = tuple(Direction) if trains else (ROWWISE,)
-        hybrid, saves = next(iter(found), (None, None))
-        if hybrid is None or len(layers) < len(every):
-            forced = (
-                f"{'reads' if slot == 'input' else 'writes'}={[*self.style.names(slot)]} names no "
-                "converted experts"
-            )
-        elif len(found) > 1:
-            forced = "experts quantize it differently"
-        elif current_autocast() is not None:
-            forced = "fq.autocast overrides the recipe"
-        elif not any(e.fmt.is_quantized for e in hybrid.encodings.values()):
-            return _Operand(None, directions, "it is not quantized")
-        elif any(layer.first.plan.boundary is not None for layer in layers):
-            forced = "the recipe has boundary slots"
-        elif slot == "input" and trains and saves == "input":
-            forced = "the backward keeps it in high precision"
-        elif slot == "grad_output" and any(
-            layer.bias is not None and layer.bias.requires_grad for layer in layers
-        ):
-            forced = "the gradient of a bias is its sum in high precision"
-        else:
-            first, device = layers[0].first, layers[0].weight.device
-            cols = first.in_features if slot == "input" else first.out_features
-            of = hybrid, directions, self.alignment, cols, dtype
-            forced = why_high_precision(*of, transport="codes")
-            reason = forced or why_high_precision(*of, transport=transport)
-            in_one = transport == "auto" and layers[0].unsupported_reason(dtype, device) is None
-            if reason is None and in_one:
-                reason = (
-                    "one product serves all experts, and between GPUs of one machine making codes "
-                    "took longer than they save"
-                )
-            if reason is None:
-                return _Operand(hybrid, directions)
-            if forced is None:
-                return _Operand(None, directions, reason)
+        layers, transport = self.converted(slot), self._transport(slot)
+        operand, is_forced = self._operand(slot, layers, dtype)
         required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
-        if transport == "codes" or required:
+        if is_forced and (transport == "codes" or required):
             asked = "require_native=True" if required else "it was asked to travel as codes"
             raise ValueError(
-                f"{self.name}: {slot} would be dispatched in high precision ({forced}), and "
-                f"{asked}; let pad=True fill what ranks send, give the recipe a columnwise side "
-                "that follows from the rowwise codes, or ask for high precision"
+                f"{self.name}: {slot} would be dispatched in high precision ({operand.reason}), "
+                f"and {asked}; let pad=True fill what ranks send, give the recipe a columnwise "
+                "side that follows from the rowwise codes, or ask for high precision"
             )
-        return _Operand(None, directions, forced)
+        return operand
+
+    def _transport(self, slot: str) -> str:
+        return self.style.transport if slot == "input" else self.style.gradients
+
+    def _operand(
+        self, slot: str, layers: list[GroupedLinear], dtype: torch.dtype
+    ) -> tuple[_Operand, bool]:
+        """Return `operand`, and whether it cannot travel as codes."""
+        parameters = [p for m in self._layers(slot) for p in m.parameters()]
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        directions = tuple(Direction) if trains else (ROWWISE,)
+        if (reason := self._unclear_quantizer(slot)) is not None:
+            return _Operand(None, directions, reason), True
+        ((hybrid, saves),) = self._quantizers(slot)
+        if not any(e.fmt.is_quantized for e in hybrid.encodings.values()):
+            return _Operand(None, directions, "it is not quantized"), False
+        first, transport = layers[0].first, self._transport(slot)
+        cols = first.in_features if slot == "input" else first.out_features
+        options = hybrid, directions, self.alignment, cols, dtype
+        reason = _needs_values(slot, layers, trains and saves == "input")
+        reason = reason or why_high_precision(*options, "codes")
+        if reason is not None:
+            return _Operand(None, directions, reason), True
+        reason = why_high_precision(*options, transport)
+        if reason is None and transport == "auto":
+            reason = _slower_codes(layers[0], dtype)
+        return _Operand(hybrid if reason is None else None, directions, reason), False
+
+    def _unclear_quantizer(self, slot: str) -> str | None:
+        """Return why no one quantizer is known for what travels, in one clause."""
+        quantizers = self._quantizers(slot)
+        if not quantizers or len(self.converted(slot)) < len(self._layers(slot)):
+            option = "reads" if slot == "input" else "writes"
+            return f"{option}={[*self.style.names(slot)]} names no converted experts"
+        if len(quantizers) > 1:
+            return "experts quantize it differently"
+        return None if current_autocast() is None else "fq.autocast overrides the recipe"
 
     @torch_compat.never_compiled
     def before(self, module: nn.Module, args: tuple) -> tuple:
@@ -155,26 +154,24 @@ class ExpertDispatch:
                 f"{self.name}: call it with (tokens sorted by expert, splits), got {len(args)} "
                 "positional arguments"
             )
-        x, splits, *rest = args
+        x, splits, *others = args
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
-        rows, what = as_rows(x), f"{tokens}, {gradients}"
+        rows, travels = as_rows(x), f"{tokens}, {gradients}"
         route = route_tokens(
-            splits,
-            rows,
-            self.group,
-            self.alignment,
-            what=what,
-            experts=self.experts,
-            name=self.name,
+            splits, rows, self.group, self.alignment, travels, self.experts, self.name
         )
         self._under_way.append((route, gradients, x.shape))
         sizes = route.splits
         if isinstance(splits, Tensor):
             counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
             sizes = counts.cumsum(0).to(splits.device, splits.dtype)
-        return Dispatch.apply(rows, route, tokens.hybrid, tokens.directions), sizes, *rest
+        return (
+            ExchangeTokens.apply(rows, route, tokens.hybrid, tokens.directions, True),
+            sizes,
+            *others,
+        )
 
     @torch_compat.never_compiled
     def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
@@ -186,13 +183,33 @@ class ExpertDispatch:
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
                 f"{sum(route.splits)} tokens"
             )
-        y = Combine.apply(y, route, gradients.hybrid, gradients.directions)
+        y = ExchangeTokens.apply(y, route, gradients.hybrid, gradients.directions, False)
         return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
 
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
         copied.module, copied._under_way = copy.deepcopy(self.module, memo), []
         return copied
+
+
+def _needs_values(slot: str, layers: Sequence[GroupedLinear], saves_input: bool) -> str | None:
+    """Return why the layers read what travels in high precision, in one clause."""
+    if any(layer.first.plan.boundary is not None for layer in layers):
+        return "the recipe has boundary slots"
+    if slot == "input":
+        return "the backward keeps it in high precision" if saves_input else None
+    if any(layer.bias is not None and layer.bias.requires_grad for layer in layers):
+        return "the gradient of a bias is its sum in high precision"
+    return None
+
+
+def _slower_codes(layer: GroupedLinear, dtype: torch.dtype) -> str | None:
+    if layer.unsupported_reason(dtype, layer.weight.device) is not None:
+        return None
+    return (
+        "one product serves all experts, and between GPUs of one machine making codes took longer "
+        "than they save"
+    )
 
 
 @functools.cache
@@ -262,21 +279,16 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = name_of(module)
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{name}: ExpertParallel needs a mesh of one axis, got {device_mesh.ndim} "
-                f"({device_mesh.mesh_dim_names}); pass "
-                'the axis of expert parallelism, such as mesh["ep"]'
-            )
+        check_one_axis(name, "ExpertParallel", device_mesh, "expert parallelism", "ep")
         style, parameters, error = copy.copy(self), dict(module.named_parameters()), None
-        own = [""] if "weight" in module._parameters else []
-        style.reads = own if self.reads is None else self.reads
-        style.writes = own if self.writes is None else self.writes
+        default = [""] if "weight" in module._parameters else []
+        style.reads = default if self.reads is None else self.reads
+        style.writes = default if self.writes is None else self.writes
         experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
         try:
             _check_experts(name, parameters, experts, device_mesh)
-            for one in (*style.reads, *style.writes):
-                module.get_submodule(one)
+            for submodule in (*style.reads, *style.writes):
+                module.get_submodule(submodule)
         except (ValueError, AttributeError) as caught:
             error = caught
         facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
@@ -323,40 +335,36 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
 def planned_dispatch(
     module: nn.Module, counts: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> dict[tuple, int]:
-    """Bytes that this rank's tokens send and receive in a forward and backward: (pass, direction,
-    format) -> bytes, as `receipt` counts.
+    """Return the bytes that this rank's tokens send and receive in a forward and backward: (pass,
+    direction, format) -> bytes, as `receipt` counts.
 
     module:  with `ExpertParallel`, whose layers are converted.
     counts:  [E] of this rank's tokens.
     """
-    its: ExpertDispatch = getattr(module, "expert_dispatch")
-    rows, planned = sum(-(-count // its.alignment) * its.alignment for count in counts), {}
-    k = its.converted("input")[0].first.in_features
-    n = its.converted("grad_output")[0].first.out_features
+    experts: ExpertDispatch = getattr(module, "expert_dispatch")
+    alignment, planned = experts.alignment, {}
+    rows = sum(-(-count // alignment) * alignment for count in counts)
+    k = experts.converted("input")[0].first.in_features
+    n = experts.converted("grad_output")[0].first.out_features
     for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
-        operand = its.operand(slot, dtype)
-        if operand.hybrid is None:
-            planned[phase, "both", "high precision"] = rows * cols * dtype.itemsize
-        else:
-            for d in gathered_directions(operand.hybrid, frozenset(operand.directions)):
-                encoding = operand.hybrid.encodings[d]
-                size = travelling_bytes(encoding, rows, cols, dtype, its.alignment)
-                planned[phase, d.value, encoding.fmt.name] = size
+        operand, shape = experts.operand(slot, dtype), (rows, cols)
+        planned |= planned_bytes(phase, operand.hybrid, operand.directions, shape, dtype, alignment)
     planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
     planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
     return planned
 
 
 def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """A line of `fq.plan` about what ranks exchange for a module of experts; None where they do
-    not."""
-    its: ExpertDispatch | None = getattr(module, "expert_dispatch", None)
-    if its is None:
+    """Return a line of `fq.plan` about what ranks exchange for a module of experts; None where they
+    do not."""
+    experts: ExpertDispatch | None = getattr(module, "expert_dispatch", None)
+    if experts is None:
         return None
-    filled = f", filled up to multiples of {its.alignment}" if its.alignment > 1 else ""
+    alignment = experts.alignment
+    filled = f", filled up to multiples of {alignment}" if alignment > 1 else ""
     with torch.enable_grad():
-        tokens, gradients = its.operand("input", dtype), its.operand("grad_output", dtype)
+        tokens, gradients = (experts.operand(slot, dtype) for slot in ("input", "grad_output"))
     return (
-        f"{its.experts} experts over {its.group.size()} ranks: tokens are dispatched {tokens}, "
-        f"gradients of the output {gradients}{filled}"
+        f"{experts.experts} experts over {experts.group.size()} ranks: tokens are dispatched "
+        f"{tokens}, gradients of the output {gradients}{filled}"
     )

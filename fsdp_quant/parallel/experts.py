@@ -8,7 +8,7 @@ high precision.
     forward   x_e = dispatch(x)     y = combine(y_e)
     backward  dy_e = dispatch(dy)   dx = combine(dx_e)
 A dispatch returns an operand of GEMMs: storages of Q(x_e), the bytes that an expert encodes of
-tokens that arrive in high precision. The rule is that of gathers (`exchange.codes_travel`), where a
+tokens that arrive in high precision. The rule is that of gathers (`storage.codes_travel`), where a
 piece is what one rank sends to one expert: codes travel where no block and no rotation reaches from
 one piece into the next, which blocks along the tokens do unless pieces are filled up with zero rows
 to a multiple of them. Scales of all tokens of an expert follow from amaxes that the ranks share
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,14 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import Direction
-from ..modules.exchange import codes_travel
 from ..ops import dispatch
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..scaling import share_amaxes
-from ..storage import Placement, Storage
+from ..storage import Placement, Storage, codes_travel
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
-from .sequence import travelling_bytes
+from .sequence import planned_bytes
 from .token_route import TokenRoute, route_tokens
 
 TRANSPORTS = ("auto", "codes", "high_precision")
@@ -53,23 +53,25 @@ def why_high_precision(
     dtype: torch.dtype,
     transport: str = "auto",
 ) -> str | None:
-    """Why tokens are not dispatched as codes, in one clause; None where they are (see the note).
+    """Return why tokens are not dispatched as codes, in one clause; None where they are (see the
+    note).
 
     transport:  "auto": where codes are also fewer bytes; "codes": wherever they can be.
     """
     if transport == "high_precision":
         return "so it was asked"
-    encoded = [hybrid.encodings[d] for d in gathered_directions(hybrid, frozenset(directions))]
     if hybrid.delayed_directions:
         return f"{hybrid} scales by histories of the experts"
+    encoded = [hybrid.encodings[d] for d in gathered_directions(hybrid, frozenset(directions))]
     for e in encoded:
         if not codes_travel(e, alignment, in_one_piece=False):
-            said = f"{e.direction.value} {e.fmt}"
+            operand = f"{e.direction.value} {e.fmt}"
             if e.stochastic:
-                return f"{said} is rounded stochastically by an expert's rows"
+                return f"{operand} is rounded stochastically by an expert's rows"
             rows = e.fmt.row_alignment(e.direction)
-            return f"{said} has blocks of {rows} tokens, and ranks send multiples of {alignment}"
-    size = sum(travelling_bytes(e, alignment, cols, dtype, alignment) for e in encoded)
+            return f"{operand} has blocks of {rows} tokens, and ranks send multiples of {alignment}"
+    shape = alignment, cols
+    size = sum(planned_bytes("forward", hybrid, directions, shape, dtype, alignment).values())
     high = alignment * cols * dtype.itemsize
     if transport == "auto" and size >= high:
         return f"codes of {len(encoded)} directions are {size / high:.2f} of its bytes"
@@ -82,35 +84,38 @@ def why_high_precision(
 def _dispatched(
     x: Tensor, route: TokenRoute, hybrid: HybridQuantizer | None, directions, phase: str
 ) -> Tensor | QuantizedTensor:
-    """What the experts of this rank are sent of x [M, K]; hybrid: None where it travels in high
-    precision."""
+    """Return what the experts of this rank are sent of x [M, K]; hybrid: None where it travels in
+    high precision."""
     placed = route.placed(x)
     if hybrid is None:
         _count(route, phase, "both", "high precision", placed)
         return route.spread([(placed, 1)])[0]
     encoded = _encoded(placed, route, hybrid, gathered_directions(hybrid, frozenset(directions)))
-    buffers, moving = [], []
+    keys, buffers = [], []
     for d, storages in encoded.items():
         fmt = storages[0].fmt
         for name, placement in storages[0].placements(route.alignment).items():
             if placement is Placement.SHARD:
-                of = [getattr(one, name) for one in storages]
-                buffer = torch.cat(of) if len(of) > 1 else of[0]
+                pieces = [getattr(storage, name) for storage in storages]
+                buffer = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                 buffers.append((buffer, fmt.dims(d)[0] if name == "scale" else 1))
-                moving.append((d, name))
+                keys.append((d, name))
                 _count(route, phase, d.value, fmt.name, buffer)
-    came = list(zip(moving, route.spread(buffers), (n for _, n in buffers)))
-    parts, start = [], 0
-    for e, rows in enumerate(route.splits, route.group.rank() * len(route.splits)):
-        part = {}
+    received = {
+        key: (buffer, n) for key, buffer, (_, n) in zip(keys, route.spread(buffers), buffers)
+    }
+    first, start, groups = route.group.rank() * len(route.splits), 0, []
+    for e, rows in enumerate(route.splits, first):
+        fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
+        for (d, name), (buffer, n) in received.items():
+            fields[d][name] = buffer[start // n : (start + rows) // n]
+        sides: dict[str, Any] = {}
         for d, storages in encoded.items():
-            fields = {
-                name: t[start // n : (start + rows) // n] for (of, name), t, n in came if of is d
-            }
-            part[d.value] = replace(storages[e % len(storages)], shape=(rows, x.shape[1]), **fields)
-        parts.append(StoragePair(**part))
+            storage, shape = storages[e % len(storages)], (rows, x.shape[1])
+            sides[d.value] = replace(storage, shape=shape, **fields[d])
+        groups.append(StoragePair(**sides))
         start += rows
-    return QuantizedTensor(pair=StoragePair(groups=parts), shape=(start, x.shape[1]))
+    return QuantizedTensor(pair=StoragePair(groups=groups), shape=(start, x.shape[1]))
 
 
 def _encoded(
@@ -118,28 +123,29 @@ def _encoded(
 ) -> dict[Direction, list[Storage]]:
     """Compact storages of x [sum of sent, K]: of each expert's rows where some scale follows from
     all its tokens, else one."""
-    encodings = {d: hybrid.encodings[d] for d in directions}
     spanning = {
         d: e
-        for d, e in encodings.items()
-        if e.fmt.tensor_scale or (e.fmt.has_scales and e.fmt.dims(d)[0] is None)
+        for d, e in hybrid.encodings.items()
+        if d in directions
+        and (e.fmt.tensor_scale or (e.fmt.has_scales and e.fmt.dims(d)[0] is None))
     }
-    rest = [d for d in directions if d not in spanning]
-    result = {d: [storage] for d, storage in hybrid.storages(x, rest)[0].items()} if rest else {}
-    if spanning:
-        pieces, zeros = x.split(route.sent), [0] * len(route.sent)
-        found = [
-            (e, s) for e in spanning.values() for s in dispatch.multi_tensor_amax(pieces, e, zeros)
+    others = [d for d in directions if d not in spanning]
+    storages = {d: [s] for d, s in hybrid.storages(x, others)[0].items()} if others else {}
+    if not spanning:
+        return storages
+    pieces, zeros = x.split(route.sent), [0] * len(route.sent)
+    statistics = []
+    for e in spanning.values():
+        statistics += [(e, amax) for amax in dispatch.multi_tensor_amax(pieces, e, zeros)]
+    counters.add("amax all-reduce", "activations")
+    shared = iter(share_amaxes(statistics, route.group))
+    for d, e in spanning.items():
+        known = [next(shared) for _ in pieces]
+        encoded = dispatch.multi_tensor_encode(pieces, e, known, zeros, [None] * len(pieces))
+        storages[d] = [
+            Storage.of(codes, e, piece.shape, x.dtype) for codes, piece in zip(encoded, pieces)
         ]
-        counters.add("amax all-reduce", "activations")
-        shared = share_amaxes(found, route.group)
-        for i, (d, e) in enumerate(spanning.items()):
-            stats = shared[i * len(pieces) : (i + 1) * len(pieces)]
-            encoded = dispatch.multi_tensor_encode(pieces, e, stats, zeros, [None] * len(pieces))
-            result[d] = [
-                Storage.of(one, e, piece.shape, x.dtype) for one, piece in zip(encoded, pieces)
-            ]
-    return result
+    return storages
 
 
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor) -> None:
@@ -147,33 +153,39 @@ def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor
         counters.add("expert dispatch", (phase, direction, fmt), sent.nbytes)
 
 
-def _combined(y: Tensor, route: TokenRoute, phase: str) -> Tensor:
-    rows = route.returned(y)
-    _count(route, phase, "sum", "high precision", rows)
-    return route.of_tokens(rows)
-
-
-class Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, route, hybrid, directions):
-        ctx.route = route
-        return _dispatched(x.detach(), route, hybrid, directions, "forward")
+class ExchangeTokens(torch.autograd.Function):
+    """dispatches: send tokens to the ranks of their experts; else results back, and sum. The
+    backward is the other one. hybrid, directions: of what is dispatched."""
 
     @staticmethod
-    def backward(ctx, dx):
-        return _combined(dx, ctx.route, "backward"), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, route, hybrid, directions):
-        ctx.route, ctx.quantizer, ctx.directions = route, hybrid, directions
-        return _combined(y, route, "forward")
+    def forward(ctx, x, route, hybrid, directions, dispatches):
+        ctx.route, ctx.hybrid, ctx.directions, ctx.dispatches = (
+            route,
+            hybrid,
+            directions,
+            dispatches,
+        )
+        return _exchanged(x.detach(), route, hybrid, directions, dispatches, "forward")
 
     @staticmethod
     def backward(ctx, dy):
-        dy_e = _dispatched(dy, ctx.route, ctx.quantizer, ctx.directions, "backward")
-        return dy_e, None, None, None
+        dx = _exchanged(dy, ctx.route, ctx.hybrid, ctx.directions, not ctx.dispatches, "backward")
+        return dx, None, None, None, None
+
+
+def _exchanged(
+    x: Tensor,
+    route: TokenRoute,
+    hybrid: HybridQuantizer | None,
+    directions,
+    dispatches: bool,
+    phase: str,
+) -> Tensor | QuantizedTensor:
+    if dispatches:
+        return _dispatched(x, route, hybrid, directions, phase)
+    rows = route.returned(x)
+    _count(route, phase, "sum", "high precision", rows)
+    return route.of_tokens(rows)
 
 
 def dispatch_tokens(
@@ -209,8 +221,8 @@ def dispatch_tokens(
     hybrid = _quantizer_of_transport(
         quantizer, directions, alignment, x, transport, "dispatch_tokens"
     )
-    route = route_tokens(splits, as_rows(x), group, alignment, what=f"{hybrid} {list(directions)}")
-    return Dispatch.apply(x, route, hybrid, tuple(directions)), route
+    route = route_tokens(splits, as_rows(x), group, alignment, f"{hybrid} {list(directions)}")
+    return ExchangeTokens.apply(x, route, hybrid, tuple(directions), True), route
 
 
 def combine_tokens(
@@ -239,7 +251,7 @@ def combine_tokens(
     hybrid = _quantizer_of_transport(
         quantizer, directions, route.alignment, y, transport, "combine_tokens"
     )
-    return Combine.apply(y, route, hybrid, tuple(directions))
+    return ExchangeTokens.apply(y, route, hybrid, tuple(directions), False)
 
 
 def _quantizer_of_transport(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism as functions: activations gathered along the sequence as codes, partial sums
-scattered along it.
+scattered along it. What ranks exchange for a linear layer that they share, as `fq.plan` reports it.
 
 The rule of what travels as codes: `modules.exchange`, note "one rule".
 """
@@ -14,24 +14,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
-from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut
-from ..quantizer import as_rows, hybrid_of
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut, TensorParallel
+from ..modules.linear import Linear
+from ..modules.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
+from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..storage import Placement, scale_placement
 from ..tensor import torch_compat
+from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 
 
-def travelling_bytes(
-    encoding: Encoding, rows: int, cols: int, dtype: torch.dtype, chunk: int
-) -> int:
-    """Bytes of the buffers of [rows, cols] that travel, where pieces have multiples of `chunk`
-    rows."""
-    fmt, d = encoding.fmt, encoding.direction
-    size = rows * fmt.row_bytes(cols, dtype)
-    if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
-        size += prod(fmt.scale_shape((rows, cols), d) or ()) * fmt.scale_bytes
-    return size
+def planned_bytes(
+    phase: str,
+    hybrid: HybridQuantizer | None,
+    directions,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    chunk: int,
+) -> dict[tuple, int]:
+    """Return (phase, direction, format) -> bytes of [rows, cols] that travel, as `receipt` counts.
+
+    hybrid:  None: in high precision.
+    chunk:   pieces have multiples of so many rows.
+    """
+    rows, cols = shape
+    if hybrid is None:
+        return {(phase, "both", "high precision"): rows * cols * dtype.itemsize}
+    planned = {}
+    for d in gathered_directions(hybrid, frozenset(directions)):
+        fmt = hybrid.encodings[d].fmt
+        size = rows * fmt.row_bytes(cols, dtype)
+        if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
+            size += prod(fmt.scale_shape(shape, d) or ()) * fmt.scale_bytes
+        planned[phase, d.value, fmt.name] = size
+    return planned
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -91,9 +108,9 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        whole = Arriving({"data": dy.reshape(-1, dy.shape[-1])}, ctx.cut)
-        counters.add("sequence gather", ("backward", "both", "high precision"), whole.nbytes)
-        return whole.wait()["data"].view(ctx.cut.whole_shape), None
+        gather = Arriving({"data": dy.reshape(-1, dy.shape[-1])}, ctx.cut)
+        counters.add("sequence gather", ("backward", "both", "high precision"), gather.nbytes)
+        return gather.wait()["data"].view(ctx.cut.whole_shape), None
 
 
 def reduce_scatter_sequence(y: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
@@ -106,4 +123,66 @@ def reduce_scatter_sequence(y: Tensor, group: dist.ProcessGroup, dim: int = 0) -
     """
     return _ReduceScatterSequence.apply(
         y, SequenceCut.of_whole(tuple(y.shape), dim, group, "reduce_scatter_sequence")
+    )
+
+
+# Reports #
+
+
+def planned_gathers(
+    layer: Linear, shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[tuple, int]:
+    """Return what a layer gathers along the sequence in a forward and backward: (pass, direction,
+    format) -> bytes, as `receipt` counts.
+
+    shape, dim:  of this rank's part of the tensor that is cut: x of a column layer, y of a row
+                 layer.
+    Layers that share an input gather once together.
+    """
+    axis = _axis_of(layer, dim)
+    if axis is None:
+        raise ValueError(f"planned_gathers: {layer.runtime.name} is not shared between ranks")
+    cut = SequenceCut.of_local(tuple(shape), dim, axis.group, layer.runtime.name)
+    hybrid, passes = layer.plan.grad_output, [("backward", list(Direction))]
+    if axis.column:
+        hybrid, passes = layer.plan.input, [("forward", [ROWWISE]), ("backward", [COLUMNWISE])]
+    planned: dict[tuple, int] = {}
+    for phase, directions in passes:
+        sent = hybrid if cut.all_travel(hybrid, directions) else None
+        local = cut.rows, shape[-1]
+        sizes = planned_bytes(phase, sent, directions, local, dtype, cut.chunk)
+        planned |= {key: cut.ranks * size for key, size in sizes.items()}
+    return planned
+
+
+def _axis_of(layer: Linear, dim: int | None) -> TensorParallel | None:
+    if isinstance(layer.parallel, TensorParallel):
+        return layer.parallel
+    state = layer.runtime.weight_state
+    if state.tensor_group is None:
+        return None
+    return TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
+
+
+def describe(layer: Linear) -> str | None:
+    """Return a line of `fq.plan` about what ranks exchange for a layer; None where it is not
+    shared."""
+    axis = _axis_of(layer, None)
+    if axis is None:
+        return None
+    slot, operands = "input" if axis.column else "grad_output", []
+    for d, encoding in layer.plan.hybrid(slot).encodings.items():
+        rows, unless = encoding.fmt.row_alignment(d), ""
+        if rows > 1:
+            unless = f" (in high precision unless a rank has a multiple of {rows} rows)"
+        operands.append(f"{d.value} {encoding.fmt}{unless}")
+    kind, pieces = "column" if axis.column else "row", ""
+    if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:
+        pieces = (
+            f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces "
+            "while their products run"
+        )
+    return (
+        f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as "
+        f"{', '.join(operands)}{pieces}"
     )

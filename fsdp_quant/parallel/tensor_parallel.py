@@ -35,6 +35,23 @@ SequenceParallel = styles.SequenceParallel
 _SERIAL = itertools.count()
 
 
+def check_one_axis(name: str, style: str, mesh: DeviceMesh, kind: str, axis: str) -> None:
+    """Raise ValueError for a mesh of more axes than a style cuts modules over."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{name}: {style} needs a mesh of one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); "
+            f'pass the axis of {kind}, such as mesh["{axis}"]'
+        )
+
+
+def _check_divides(name: str, dim: int, features: int, ranks: int) -> None:
+    if features % ranks:
+        raise ValueError(
+            f"{name} cuts {'in' if dim else 'out'}_features={features} over {ranks} ranks, which "
+            f"do not divide it; choose a multiple of {ranks}, or leave the layer whole"
+        )
+
+
 class _Style:
     """What both styles add to torch's: layers of this library take plain inputs, and gather them as
     codes themselves.
@@ -54,12 +71,7 @@ class _Style:
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style, name = type(self).__name__, name_of(module)
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{name}: {style} needs a mesh of one axis, got {device_mesh.ndim} "
-                f"({device_mesh.mesh_dim_names}); pass the "
-                'axis of tensor parallelism, such as mesh["tp"]'
-            )
+        check_one_axis(name, style, device_mesh, "tensor parallelism", "tp")
         if isinstance(module, nn.Linear):
             error = None
             try:
@@ -89,13 +101,8 @@ class _Style:
             raise ValueError(f"{name}.weight is a DTensor {weight.placements} already; {remedy}")
         if isinstance(weight, QuantizedWeight) and weight.device.type != "meta":
             weight.check_not_taken()
-        cut = "in_features" if self._dim else "out_features"
-        size = getattr(module, cut)
-        if size % mesh.size():
-            raise ValueError(
-                f"{name}: {style} cuts {cut}={size} over {mesh.size()} ranks, which do not divide "
-                f"it; choose a multiple of {mesh.size()}, or leave the layer whole"
-            )
+        features = module.in_features if self._dim else module.out_features
+        _check_divides(f"{name}: {style}", self._dim, features, mesh.size())
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not isinstance(module, Linear):
@@ -111,14 +118,14 @@ class _Style:
         module.bias = plain.bias
         before = module.runtime.weight_state
         module.attach_state(type(before))
-        # those that whoever counts steps knows
+        # those that the counter of steps rolls
         module.runtime.weight_state.histories |= before.histories
         module.prepare_graphs()
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
         if not isinstance(outputs, DTensor):
-            return outputs  # as it is wanted already
+            return outputs  # in the output layout already
         return styles.ColwiseParallel._prepare_output_fn(
             output_layouts, use_local_output, mod, outputs, device_mesh
         )
@@ -130,8 +137,8 @@ class _Style:
         x = styles.ColwiseParallel._prepare_input_fn(
             input_layouts, desired_input_layouts, mod, inputs, device_mesh
         )
-        wanted = tuple(desired_input_layouts)
-        return x if x.placements == wanted else x.redistribute(placements=wanted)
+        placements = tuple(desired_input_layouts)
+        return x if x.placements == placements else x.redistribute(placements=placements)
 
 
 class ColwiseParallel(_Style, styles.ColwiseParallel):
@@ -159,7 +166,7 @@ class RowwiseParallel(_Style, styles.RowwiseParallel):
 
 
 class PrepareModuleInput(styles.PrepareModuleInput):
-    """torch's style; an input that is cut along the sequence and wanted whole stays a DTensor that
+    """torch's style; an input that is cut along the sequence and desired whole stays a DTensor that
     is cut.
 
     Layers of this library that are given it gather its codes once for all of them (q, k and v; gate
@@ -192,7 +199,7 @@ class _ParallelLinear(Linear):
     """A rank's part of a linear layer, in plain parameters; values are those of nn.Linear of the
     same seed, cut."""
 
-    _column: bool
+    _dim: int
 
     def __init__(
         self,
@@ -213,22 +220,18 @@ class _ParallelLinear(Linear):
                 f"{name}: group is {group!r}; wanted the process group of tensor parallelism: call "
                 "torch.distributed.init_process_group, and pass mesh.get_group()"
             )
-        cut, size = ("out_features", out_features) if self._column else ("in_features", in_features)
-        ranks = group.size()
-        if size % ranks:
-            raise ValueError(
-                f"{name}: {type(self).__name__} cuts {cut}={size} over {ranks} ranks, which do not "
-                f"divide it; choose a multiple of {ranks}"
-            )
+        dim, rank, ranks = self._dim, group.rank(), group.size()
+        _check_divides(
+            f"{name}: {type(self).__name__}", dim, in_features if dim else out_features, ranks
+        )
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        dim, rank = 0 if self._column else 1, group.rank()
         with torch.no_grad():
-            own = self.weight.chunk(ranks, dim)[rank]
-            self.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
-            if self.bias is not None and self._column:
+            local = self.weight.chunk(ranks, dim)[rank]
+            self.weight = nn.Parameter(local.clone(memory_format=torch.contiguous_format))
+            if self.bias is not None and dim == 0:
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
-        self.parallel = TensorParallel(group, self._column, sequence_dim)
+        self.parallel = TensorParallel(group, dim == 0, sequence_dim)
         recipe = recipe or quantized_init_recipe()
         self.make_quantized(recipe or identity(), name)
         self.runtime.chosen = recipe is not None
@@ -248,7 +251,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises ValueError where R does not divide out_features.
     """
 
-    _column = True
+    _dim = 0
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -261,4 +264,4 @@ class RowParallelLinear(_ParallelLinear):
     in_features, or a sequence.
     """
 
-    _column = False
+    _dim = 1

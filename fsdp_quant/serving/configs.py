@@ -68,7 +68,8 @@ def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
     size = scheme.kind.weights.get("group_size")
     named = ("dynamic", "num_bits", "type", "group_size")
     weights, inputs = (
-        None if of is None else {k: of[k] for k in named if k in of} for of in _arguments(scheme)
+        None if arguments is None else {k: arguments[k] for k in named if k in arguments}
+        for arguments in _arguments(scheme)
     )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -97,20 +98,23 @@ def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[st
     """
     if target == "compressed-tensors":
         return _compressed_tensors(schemes, ignore)
-    alike = {scheme: name for name, scheme in reversed(schemes.items())}
-    if len(alike) > 1:
-        (one, a), (other, b) = list(alike.items())[-1:-3:-1]
+    first_layers = {scheme: name for name, scheme in reversed(schemes.items())}
+    if len(first_layers) > 1:
+        (scheme, a), (other, b) = list(first_layers.items())[-1:-3:-1]
         raise ValueError(
-            f"{a} and {b} differ ({one} and {other}), and format={target!r} has one scheme for all "
-            "layers; use "
+            f"{a} and {b} differ ({scheme} and {other}), and format={target!r} has one scheme for "
+            "all layers; use "
             "format='compressed-tensors', or leave the layers of one out by skip="
         )
-    return (_modelopt if target == "modelopt" else _fp8)(next(iter(alike)), ignore)
+    return (_modelopt if target == "modelopt" else _fp8)(next(iter(first_layers)), ignore)
 
 
 def hf_quant_config(config: dict) -> dict:
     """The file hf_quant_config.json of modelopt, of its `quantization_config`."""
-    own = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None}
-    own |= {"exclude_modules": config["ignore"]}
-    size = {"group_size": config["group_size"]} if "group_size" in config else {}
-    return {"producer": config["producer"], "quantization": own | size}
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "exclude_modules": config["ignore"],
+        **({"group_size": config["group_size"]} if "group_size" in config else {}),
+    }
+    return {"producer": config["producer"], "quantization": quantization}

@@ -61,6 +61,13 @@ class Part(NamedTuple):
     def layer(self) -> str:
         return self.slice.name.removesuffix(".weight")
 
+    def tensors_of(self, storage: Storage, format: str) -> dict[str, Tensor]:
+        """The tensors of the checkpoint, by name, from the codes of these rows."""
+        if self.kind is None:
+            return {self.slice.name: storage.dequantize(self.dtype)}
+        tensors = layouts.tensors_of(storage, self.kind, format, self.input_amax)
+        return {f"{self.layer}.{name}": tensor for name, tensor in tensors.items()}
+
 
 def export(
     model: nn.Module,
@@ -112,13 +119,13 @@ def export(
     failure = None
     try:
         for source in checkpoint.parts:
-            whole = checkpoint.gathered(source)
+            weight = checkpoint.gathered(source)
             try:
                 if writer is not None and failure is None:
-                    writer.write_all(checkpoint.tensors(source, whole))
+                    writer.write_all(checkpoint.tensors(source, weight))
             except Exception as error:  # the others are about to gather the next weight
                 failure = error
-            del whole
+            del weight
         _on_first_rank(lambda: _finish(writer, failure))
     except BaseException:
         if writer is not None:
@@ -143,32 +150,33 @@ class Exported:
     config: dict[str, dict]
 
     def gathered(self, source: Source) -> Tensor | Storage:
-        """The whole weight, as codes if it stores codes. Every rank must call it."""
+        """The unsharded weight, as codes if it stores codes. Every rank must call it."""
         codes = codes_of(source) if source.layers and (source, None) not in self.shared else None
         return master_of(source) if codes is None else codes
 
-    def tensors(self, source: Source, whole: Tensor | Storage) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, source: Source, weight: Tensor | Storage) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, values) of a weight that was gathered, as planned."""
         storages: dict[int | None, Storage] = {}
         for part in self.parts[source]:
             matrix, rows = part.slice.matrix, part.slice.rows
-            if not source.layers and isinstance(whole, Tensor):
-                yield part.slice.name, source.slice_of(whole, part.slice).to(part.dtype)
+            if isinstance(weight, Storage):
+                storages = {matrix: weight}
+            elif not source.layers:
+                yield part.slice.name, source.slice_of(weight, part.slice).to(part.dtype)
                 continue
-            if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
-                yield part.slice.name, _decoded_in_one(source, whole, part.dtype)
+            elif matrix is None and weight.dim() == 3:
+                yield part.slice.name, _decoded_in_one(source, weight, part.dtype)
                 continue
-            if matrix not in storages:
-                storages = {matrix: _codes(source, whole, matrix, self.shared)}
+            elif matrix not in storages:
+                values, amax = matrix_of(source, weight, matrix), self.shared.get((source, matrix))
+                storages = {matrix: encoded(values, source.layer_of(part.slice), amax)}
             storage = storages[matrix]
-            if part.kind is None:
-                values = storage.dequantize(part.dtype)
-                values = values.t() if source.transposed else values
+            if source.transposed:
+                values = storage.dequantize(part.dtype).t()
                 yield part.slice.name, values if rows is None else values[slice(*rows)]
-                continue
-            storage = storage if rows is None else storage.narrow(rows[0], rows[1] - rows[0])
-            of = layouts.tensors_of(storage, part.kind, self.format, part.input_amax)
-            yield from ((f"{part.layer}.{name}", tensor) for name, tensor in of.items())
+            else:
+                storage = storage if rows is None else storage.narrow(rows[0], rows[1] - rows[0])
+                yield from part.tensors_of(storage, self.format).items()
 
 
 def exported(
@@ -192,31 +200,27 @@ def exported(
             "the model has adapters, which these formats do not hold; merge them first "
             "(merge_and_unload)"
         )
-    given = dict(input_amax or {})
+    amaxes = dict(input_amax or {})
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sources = sources_of(model, names)
-    parts = {source: _parts(source, format, dtype, given) for source in sources}
-    every = [(source, part) for source, of in parts.items() for part in of]
-    schemes = {
-        part.layer: _scheme(source, part, part.kind)
-        for source, part in every
-        if part.kind is not None
-    }
+    parts = {source: _parts(source, format, dtype, amaxes) for source in sources}
+    pairs = [(source, part) for source in sources for part in parts[source]]
+    schemes = {p.layer: _scheme(source, p, p.kind) for source, p in pairs if p.kind is not None}
     if not any(source.layers for source in sources):
         raise ValueError(
             "found no quantized layer to export; call fq.convert(model, recipe) first, or "
             "save_pretrained"
         )
-    if unknown := given.keys() - schemes.keys():
+    if unknown := amaxes.keys() - schemes.keys():
         raise ValueError(
             f"input_amax names {', '.join(sorted(unknown))}; quantized layers: "
             f"{', '.join(list(schemes)[:4])}, ..."
         )
     config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
-    planned = [_planned(source, part, format) for source, part in every]
+    planned = [_planned(source, part, format) for source, part in pairs]
     _check_ranks(planned)
     _check_values(parts)
-    shared = _shared_amaxes(every, schemes, share_scales, tensor_amax or _tensor_amax)
+    shared = _shared_amaxes(pairs, schemes, share_scales, tensor_amax or _tensor_amax)
     return Exported(format, parts, planned, shared, config)
 
 
@@ -225,7 +229,7 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return
-    facts = {of.name: f"{list(of.shape)} {of.dtype}" for some in planned for of in some}
+    facts = {t.name: f"{list(t.shape)} {t.dtype}" for tensors in planned for t in tensors}
     remedy = (
         "give every rank one model and the same options (stages of a pipeline are exported from a "
         "model of all)"
@@ -236,22 +240,16 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
 def _check_values(parts: dict[Source, list[Part]]) -> None:
     """Raise ValueError on every rank for values that no file holds (`num_lost`). One SUM all-reduce
     of a number per weight."""
-    counts = [num_lost(source, of[0].dtype) for source, of in parts.items()]
+    counts = [num_lost(source, of_source[0].dtype) for source, of_source in parts.items()]
     lost = torch.stack([count.to(counts[0].device) for count in counts])
     if dist.is_initialized():
         lost = lost.to(device_of(dist.group.WORLD))
         dist.all_reduce(lost)
-    named = {source.name: of for source, of in zip(parts, lost.tolist())}
-    for i, (cause, remedy) in enumerate(
-        (
-            (
-                "infinite or NaN: their blocks decode to NaN here, and to numbers on some servers",
-                "",
-            ),
-            ("too large for dtype=", ", or pass another dtype="),
-        )
-    ):
-        if listed := [f"{of[i]} elements of {name}" for name, of in named.items() if of[i]]:
+    not_finite = "infinite or NaN: their blocks decode to NaN here, and to numbers on some servers"
+    causes = ((not_finite, ""), ("too large for dtype=", ", or pass another dtype="))
+    for numbers, (cause, remedy) in zip(lost.t().tolist(), causes):
+        listed = [f"{n} elements of {source.name}" for n, source in zip(numbers, parts) if n]
+        if listed:
             raise ValueError(
                 f"{', '.join(listed[:4])}{', ...' * (len(listed) > 4)} are {cause}; mend the "
                 f"weights{remedy}"
@@ -293,47 +291,52 @@ def _parts(
             f"{source.name}: its parts are on the ranks of a process group, and no DTensor says "
             "how; export from a model that fq.parallel's styles, or nothing, cut"
         )
-    own = source.tensor.dtype
-    high = dtype if dtype is not None and source.is_parameter and own.is_floating_point else own
     if source.layers and source.tensor.dim() == 3 and len(source.layers) != source.tensor.shape[0]:
         raise NotImplementedError(
             f"{source.name}: its {source.tensor.shape[0]} experts are spread over ranks, "
             f"{len(source.layers)} on each; export from a model without expert parallelism"
         )
-    if not source.layers or format == "dequantized":
-        return [Part(s, source.shape_of(s), high) for s in source.slices]
-    parts = []
-    for s in source.matrices or source.slices:
-        shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.side(ROWWISE).fmt
-        if source.transposed or len(shape) != 2 or not s.name.endswith(".weight"):
-            raise ValueError(
-                f"{source.name} is saved as {s.name} {list(shape)}"
-                f"{', transposed' * source.transposed}; servers read codes of weights [out, in] "
-                "named '.weight': leave the layer out by skip=, or export format='dequantized'"
-            )
-        if s.rows is not None and any(row % fmt.row_alignment(ROWWISE) for row in s.rows):
-            raise ValueError(
-                f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
-                "export format='dequantized'"
-            )
-        kind = layouts.kind_in(format, fmt, s.name, (shape[0], shape[1]))
-        part = Part(s, shape, own, kind)
-        amax = input_amax.get(part.layer)
-        positive = isinstance(amax, (int, float, Tensor)) and 0 < amax < float("inf")
-        if amax is not None and not (kind.takes_input_amax and positive and amax is not True):
-            raise ValueError(
-                f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
-                "a whole tensor of inputs"
-            )
-        parts.append(part._replace(input_amax=amax))
-    return parts
+    if source.layers and format != "dequantized":
+        pieces = source.matrices or source.slices
+        return [_quantized_part(source, piece, format, input_amax) for piece in pieces]
+    high = source.tensor.dtype
+    if dtype is not None and source.is_parameter and high.is_floating_point:
+        high = dtype
+    return [Part(piece, source.shape_of(piece), high) for piece in source.slices]
+
+
+def _quantized_part(
+    source: Source, piece: Slice, format: str, input_amax: dict[str, float]
+) -> Part:
+    shape, fmt = source.shape_of(piece), source.format_of(piece)
+    if source.transposed or len(shape) != 2 or not piece.name.endswith(".weight"):
+        raise ValueError(
+            f"{source.name} is saved as {piece.name} {list(shape)}"
+            f"{', transposed' * source.transposed}; servers read codes of weights [out, in] "
+            "named '.weight': leave the layer out by skip=, or export format='dequantized'"
+        )
+    if piece.rows is not None and any(row % fmt.row_alignment(ROWWISE) for row in piece.rows):
+        raise ValueError(
+            f"{piece.name} is rows {list(piece.rows)} of {source.name}, which divide blocks of "
+            f"{fmt}; export format='dequantized'"
+        )
+    kind = layouts.kind_in(format, fmt, piece.name, (shape[0], shape[1]))
+    part = Part(piece, shape, source.tensor.dtype, kind)
+    amax = input_amax.get(part.layer)
+    positive = isinstance(amax, (int, float, Tensor)) and 0 < amax < float("inf")
+    if amax is not None and not (kind.takes_input_amax and positive and amax is not True):
+        raise ValueError(
+            f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
+            "a whole tensor of inputs"
+        )
+    return part._replace(input_amax=amax)
 
 
 def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
     """How a layer is quantized. Inputs of nvfp4 need a scale of the checkpoint."""
     if part.input_amax:
         return Scheme(kind, "static")
-    inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").side(ROWWISE)
+    inputs = source.layer_of(part.slice).plan.hybrid("input").side(ROWWISE)
     is_dynamic = inputs.fmt.is_quantized and not kind.is_two_level
     return Scheme(kind, "dynamic" if is_dynamic else "none")
 
@@ -341,11 +344,11 @@ def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
 def _planned(source: Source, part: Part, format: str) -> list[Planned]:
     if part.kind is None:
         return [Planned(part.slice.name, part.dtype, part.shape)]
-    fmt = source.layers[part.slice.matrix or 0].plan.weight.side(ROWWISE).fmt
     rows, cols = part.shape
+    fmt = source.format_of(part.slice)
     like = Storage.zeros(fmt, ROWWISE, (rows, cols), torch.float32, "meta")
-    tensors = layouts.tensors_of(like, part.kind, format, part.input_amax)
-    return [Planned(f"{part.layer}.{name}", t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    tensors = part.tensors_of(like, format)
+    return [Planned(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 
 
 def _ignored(
@@ -355,53 +358,50 @@ def _ignored(
     names: Callable[[str], str] | None,
 ) -> list[str]:
     """Layers of the checkpoint that hold a matrix in high precision; of tied ones every layer."""
-    quantized = {part.layer for of in parts.values() for part in of if part.kind is not None}
-    found = [
-        part.layer
-        for source in sources
-        if not isinstance(source.owner, nn.Embedding)
-        for part in parts[source]
-        if part.kind is None and len(part.shape) == 2 and part.slice.name.endswith(".weight")
-    ]
+    quantized, layers = set(), []
+    for source, part in ((source, part) for source in sources for part in parts[source]):
+        is_matrix = len(part.shape) == 2 and part.slice.name.endswith(".weight")
+        if part.kind is not None:
+            quantized.add(part.layer)
+        elif is_matrix and not isinstance(source.owner, nn.Embedding):
+            layers.append(part.layer)
     owners = {id(source.owner) for source in sources if source.attribute == "weight"}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in owners:  # tied to another's weight
-            whole = f"{in_state_dict(name)}.weight"
-            found.append((names(whole) if names else whole).removesuffix(".weight"))
-    return [name for name in dict.fromkeys(found) if name not in quantized]
+            weight = f"{in_state_dict(name)}.weight"
+            layers.append((names(weight) if names else weight).removesuffix(".weight"))
+    return [layer for layer in dict.fromkeys(layers) if layer not in quantized]
 
 
 # Second-level scales of layers that servers merge #
 
 
 def _shared_amaxes(
-    every: list[tuple[Source, Part]],
+    pairs: list[tuple[Source, Part]],
     schemes: dict[str, Scheme],
     share: bool | None,
     tensor_amax: Callable[[Source, int | None], Tensor | None],
 ) -> dict[tuple[Source, int | None], Tensor]:
-    """The common tensor amax of matrices that servers merge and whose amaxes differ.
+    """Return the common tensor amax of matrices that servers merge and whose amaxes differ.
 
     Raises ValueError for merged layers of several schemes, and for other amaxes if `share` is None.
     """
-    weights = {part.layer: (source, part) for source, part in every if len(part.shape) in (2, 3)}
+    weights = {part.layer: (source, part) for source, part in pairs if len(part.shape) in (2, 3)}
     if share is False or not schemes:
         return {}
     shapes = {layer: part.shape for layer, (_, part) in weights.items()}
     merged = merged_layers({layer: shape[-1] for layer, shape in shapes.items()})
     shared: dict[tuple[Source, int | None], Tensor] = {}
     for layers in (*merged, *expert_layers(shapes)):
-        formats = dict.fromkeys(schemes.get(layer) for layer in layers)
-        if len(formats) > 1:
-            raise ValueError(_several_formats(layers, schemes))
+        _check_one_format(layers, schemes)
     for layers in merged:
         scheme = schemes.get(layers[0])
         if scheme is None or not scheme.kind.is_two_level:
             continue
         keys = [(source, part.slice.matrix) for source, part in map(weights.__getitem__, layers)]
         keys = list(dict.fromkeys(keys))
-        found = map(tensor_amax, *zip(*keys))
-        amaxes = torch.cat([amax.reshape(1).cpu() for amax in found if amax is not None])
+        of_matrices = (tensor_amax(source, matrix) for source, matrix in keys)
+        amaxes = torch.cat([amax.reshape(1).cpu() for amax in of_matrices if amax is not None])
         if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
             continue
         if share is None:
@@ -420,11 +420,14 @@ def _shared_amaxes(
     return shared
 
 
-def _several_formats(layers: Sequence[str], schemes: dict[str, Scheme]) -> str:
+def _check_one_format(layers: Sequence[str], schemes: dict[str, Scheme]) -> None:
+    """Raise ValueError, naming the layers, if servers merge layers of several schemes."""
+    if len({schemes.get(layer) for layer in layers}) <= 1:
+        return
     words = {layer: str(schemes.get(layer, "high precision")) for layer in layers}
     first = {word: layer for layer, word in reversed(words.items())}
     listed = ", ".join(f"{layer} ({word})" for word, layer in reversed(first.items()))
-    return (
+    raise ValueError(
         f"{listed} have formats of their own, and servers multiply {', '.join(layers[:6])} "
         f"{'..., ' * (len(layers) > 6)}as one layer with one; give them one by fq.set_recipe or "
         "skip=, or pass share_scales=False for a reader that keeps them apart"
@@ -440,20 +443,10 @@ def _tensor_amax(source: Source, matrix: int | None) -> Tensor | None:
     return statistics_of(values, source.layers[matrix or 0]).tensor_amax
 
 
-# Codes #
-
-
-def _codes(source: Source, whole: Tensor | Storage, matrix: int | None, shared: dict) -> Storage:
-    if isinstance(whole, Storage):
-        return whole
-    layer = source.layers[matrix or 0]
-    return encoded(matrix_of(source, whole, matrix), layer, shared.get((source, matrix)))
-
-
-def _decoded_in_one(source: Source, whole: Tensor, dtype: torch.dtype) -> Tensor:
+def _decoded_in_one(source: Source, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed matrices that the checkpoint stores as one tensor, dequantized."""
     values = [
-        encoded(matrix_of(source, whole, e), layer).dequantize(dtype)
+        encoded(matrix_of(source, weight, e), layer).dequantize(dtype)
         for e, layer in enumerate(source.layers)
     ]
     return torch.stack([v.t() if source.transposed else v for v in values])
@@ -467,15 +460,15 @@ def _config(
     dtype: torch.dtype | None,
 ) -> dict[str, dict]:
     """JSON files by name: the model's own configuration, if it has one, and how it is quantized."""
-    own = getattr(model, "config", None)
-    to_json = getattr(own, "to_json_string", None)
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
     config = {} if to_json is None else json.loads(to_json())
     config.pop("quantization_config", None)
     if config and not config.get("architectures"):
-        made_here = (c for c in type(model).__mro__ if issubclass(c, FSDPModule))
-        made_here = {*made_here, *(c for c in type(model).__mro__ if hasattr(c, "fused_as"))}
-        own_class = next(c for c in type(model).__mro__ if c not in made_here)
-        config["architectures"] = [own_class.__name__]
+        # but for the classes that fully_shard and our own modules derive from it
+        derived = {c for c in type(model).__mro__ if issubclass(c, FSDPModule)}
+        derived |= {c for c in type(model).__mro__ if hasattr(c, "fused_as")}
+        original = next(c for c in type(model).__mro__ if c not in derived)
+        config["architectures"] = [original.__name__]
     if config and dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..formats import FORMATS, ROWWISE, Format, format_of
 
@@ -77,8 +78,13 @@ class Kind:
         }
         return shapes.get(self.name, [blocks])
 
+    def has_scales(self, scale: Tensor, shape: tuple[int, int]) -> bool:
+        """Return whether a weight [N, K] in a file may have these scales."""
+        shapes = self.scale_shapes(shape)
+        return scale.dtype in self.scale_dtypes and tuple(scale.shape) in shapes
+
     def rows_per_scale(self, fmt: Format) -> int:
-        """Rows of a server's scales that one block row of `fmt`, a `written` format, becomes."""
+        """How many rows of scales a server needs for one block row of `fmt`."""
         return (fmt.block[0] or 1) // (self.format.block[0] or 1)
 
 

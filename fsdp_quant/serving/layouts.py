@@ -71,33 +71,41 @@ def tensors_of(
     if rows > 1:
         first = storage.row0 % rows
         scale = scale.repeat_interleave(rows, 0)[first : first + storage.shape[0]]
-    name, packed = kind.name, storage.fmt.bits == 4
+    packed = storage.fmt.bits == 4
     data = data if packed else data.view(torch.float8_e4m3fn)
-    scale = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale
-    found = {"weight_packed" if packed and target == "compressed-tensors" else "weight": data}
-    if target == "compressed-tensors":
-        found["weight_scale"] = scale.reshape(1) if name == "tensor" else scale
-    elif target == "fp8":
-        found["weight_scale_inv"] = scale
-    else:
-        if name == "tensor":
-            scale = scale.reshape(()) if input_amax else scale.reshape(1).expand(storage.shape[0])
-        elif name == "channel":
-            scale = scale[:, 0]
-        found["weight_scale"] = scale[:, None, :, None] if name == "block" else scale
-    encodes = (name, target) == ("nvfp4", "compressed-tensors")
+    scale = scale.view(torch.float8_e4m3fn) if kind.name == "nvfp4" else scale
+    codes = "weight_packed" if packed and target == "compressed-tensors" else "weight"
+    factor = "weight_scale_inv" if target == "fp8" else "weight_scale"
+    tensors = {codes: data, factor: _shaped(scale, kind, target, storage.shape[0], input_amax)}
+    encodes = (kind.name, target) == ("nvfp4", "compressed-tensors")
     if tensor_amax is not None and encodes:
-        found["weight_global_scale"] = reference.tensor_encode_scale(tensor_amax, storage.fmt)
+        tensors["weight_global_scale"] = reference.tensor_encode_scale(tensor_amax, storage.fmt)
     elif tensor_amax is not None:
         D = reference.tensor_decode_scale(tensor_amax, storage.fmt)
-        found["weight_scale_2"] = D.reshape(())
+        tensors["weight_scale_2"] = D.reshape(())
     if input_amax:
-        largest = E2M1.max * E4M3.max if name == "nvfp4" else E4M3.max
-        factor = largest / input_amax if encodes else input_amax / largest
-        shape = (1,) if target == "compressed-tensors" else ()
-        given = torch.full(shape, factor, dtype=torch.float32, device=data.device)
-        found["input_global_scale" if encodes else "input_scale"] = given
-    return found
+        largest = E2M1.max * E4M3.max if kind.name == "nvfp4" else E4M3.max
+        input_scale = torch.full(
+            (1,) if target == "compressed-tensors" else (),
+            largest / input_amax if encodes else input_amax / largest,
+            dtype=torch.float32,
+            device=data.device,
+        )
+        tensors["input_global_scale" if encodes else "input_scale"] = input_scale
+    return tensors
+
+
+def _shaped(scale: Tensor, kind: Kind, target: str, rows: int, input_amax: float | None) -> Tensor:
+    """Scales of a weight of `rows` rows in the shape that a target gives them."""
+    if kind.name == "tensor" and target == "modelopt":
+        return scale.reshape(()) if input_amax else scale.reshape(1).expand(rows)
+    if kind.name == "tensor" and target == "compressed-tensors":
+        return scale.reshape(1)
+    if kind.name == "channel" and target == "modelopt":
+        return scale[:, 0]
+    if kind.name == "block" and target == "modelopt":
+        return scale[:, None, :, None]
+    return scale
 
 
 # Reading #
@@ -145,34 +153,8 @@ def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None
     Raises ValueError, naming the tensor, for another shape or dtype than the format has, for
     negative and non-finite scales, and for tensors that the format lacks.
     """
-    _, codes = _either(name, tensors, CODES)
+    kind, shape = _kind_in_file(name, tensors, fmt)
     role, scale = _either(name, tensors, SCALES[:2])
-    packed = codes.dtype in (torch.uint8, torch.int8)
-    if codes.dim() != 2 or not (packed or codes.dtype is torch.float8_e4m3fn):
-        got = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors.items())
-        raise ValueError(
-            f"{name}: no format that this reads has {got}; it reads fp8 (e4m3), mxfp8, mxfp4 and "
-            "nvfp4"
-        )
-    shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
-    kinds = [kind for kind in KINDS.values() if (kind.format.bits == 4) == packed]
-    fits = [
-        kind
-        for kind in kinds
-        if scale.dtype in kind.scale_dtypes and tuple(scale.shape) in kind.scale_shapes(shape)
-    ]
-    if not fits:
-        wanted = [
-            f"{list(shapes[-1])} {kind.scale_dtypes[0]} ({kind.name})"
-            for kind in kinds
-            if (shapes := kind.scale_shapes(shape))
-        ]
-        raise ValueError(
-            f"{name}: {role} is {list(scale.shape)} {scale.dtype}, and a weight {list(shape)} of "
-            f"{codes.dtype} has scales {' or '.join(wanted)}"
-        )
-    # Of a small weight several kinds, which decode alike.
-    kind = fits[0] if fmt is None or (own := kind_of(fmt)) not in fits else own
     read = kind.format
     check_range(name, role, scale, above_zero=read.has_fp32_scales)
     scale = scale.float() if read.has_fp32_scales else scale.view(torch.uint8)
@@ -180,8 +162,8 @@ def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None
     if fmt is not None:
         read, scale = fmt, _scale_as(fmt, scale, kind, shape[0], name)
     if not kind.is_two_level:
-        if beside := [n for n in SCALES[2:] if n in tensors]:
-            raise ValueError(f"{name}: {kind.name} has no second-level scale, got {beside[0]}")
+        if unexpected := [n for n in SCALES[2:] if n in tensors]:
+            raise ValueError(f"{name}: {kind.name} has no second-level scale, got {unexpected[0]}")
         return Scales(read, shape, scale, None)
     role, second = _either(name, tensors, SCALES[2:])
     if second.numel() != 1 or second.dtype is not torch.float32:
@@ -192,14 +174,44 @@ def read_scales(name: str, tensors: dict[str, Tensor], fmt: Format | None = None
     return Scales(read, shape, scale, _amax_of(decode, read))
 
 
+def _kind_in_file(
+    name: str, tensors: dict[str, Tensor], fmt: Format | None
+) -> tuple[Kind, tuple[int, int]]:
+    """Return the kind of a weight in a file, and its [N, K]. Raises as `read_scales`."""
+    _, codes = _either(name, tensors, CODES)
+    role, scale = _either(name, tensors, SCALES[:2])
+    packed = codes.dtype in (torch.uint8, torch.int8)
+    if codes.dim() != 2 or not (packed or codes.dtype is torch.float8_e4m3fn):
+        listed = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors.items())
+        raise ValueError(
+            f"{name}: no format that this reads has {listed}; it reads fp8 (e4m3), mxfp8, mxfp4 "
+            "and nvfp4"
+        )
+    shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
+    kinds = [kind for kind in KINDS.values() if (kind.format.bits == 4) == packed]
+    fits = [kind for kind in kinds if kind.has_scales(scale, shape)]
+    if not fits:
+        shapes = ((kind, kind.scale_shapes(shape)) for kind in kinds)
+        accepted = [f"{list(s[-1])} {k.scale_dtypes[0]} ({k.name})" for k, s in shapes if s]
+        raise ValueError(
+            f"{name}: {role} is {list(scale.shape)} {scale.dtype}, and a weight {list(shape)} of "
+            f"{codes.dtype} has scales {' or '.join(accepted)}"
+        )
+    # Of a small weight several kinds, which decode alike.
+    kind = fits[0]
+    if fmt is not None and (written := kind_of(fmt)) in fits:
+        kind = written
+    return kind, shape
+
+
 def _either(name: str, tensors: dict[str, Tensor], roles: tuple[str, ...]) -> tuple[str, Tensor]:
     """The one tensor of these roles. Raises ValueError for none and for two."""
-    found = [role for role in roles if role in tensors]
-    if len(found) != 1:
+    present = [role for role in roles if role in tensors]
+    if len(present) != 1:
         raise ValueError(
             f"{name}: a weight has one of {' and '.join(roles)}, got {', '.join(tensors)}"
         )
-    return found[0], tensors[found[0]]
+    return present[0], tensors[present[0]]
 
 
 def check_range(name: str, role: str, scale: Tensor, above_zero: bool = False) -> None:
@@ -228,19 +240,19 @@ def _scale_as(fmt: Format, scale: Tensor, kind: Kind, rows: int, name: str) -> T
 
     Raises ValueError, naming the weight, for scales that the format excludes.
     """
-    own, tensor = kind_of(fmt), KINDS["tensor"]
+    written, tensor = kind_of(fmt), KINDS["tensor"]
     repeats = torch.equal(scale, scale[:1].expand_as(scale))
-    if own is tensor and kind is KINDS["channel"] and repeats:  # as modelopt's files have it
+    if written is tensor and kind is KINDS["channel"] and repeats:  # as modelopt's files have it
         kind, scale = tensor, scale[:1]
-    if own is not kind:
+    if written is not kind:
         raise ValueError(
             f"{name} is {kind.format} in the file and {fmt} in the recipe; give the layer the "
             "file's format"
         )
     block_rows = kind.rows_per_scale(fmt)
     if block_rows > 1:
-        whole, scale = scale, scale[::block_rows]
-        if not torch.equal(scale.repeat_interleave(block_rows, 0)[:rows], whole):
+        per_row, scale = scale, scale[::block_rows]
+        if not torch.equal(scale.repeat_interleave(block_rows, 0)[:rows], per_row):
             raise ValueError(
                 f"{name} has a scale per row in the file, and {fmt} of the recipe one per "
                 f"{block_rows} rows"

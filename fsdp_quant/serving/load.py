@@ -72,23 +72,23 @@ class Files:
 
     def described(self, named: dict[str, str]) -> dict[str, Tensor]:
         """The same, with values of scales alone: others are on the meta device."""
-        found = {}
+        tensors = {}
         for key, name in named.items():
-            part = self._file[name].get_slice(name)
-            dtype = _DTYPE_OF.get(part.get_dtype())
+            stored = self._file[name].get_slice(name)
+            dtype = _DTYPE_OF.get(stored.get_dtype())
             if key in (*layouts.SCALES, "scales"):
-                found[key] = self._file[name].get_tensor(name)
+                tensors[key] = self._file[name].get_tensor(name)
             elif dtype is None:
                 raise ValueError(
-                    f"{name} is {part.get_dtype()} in the file, which this does not read"
+                    f"{name} is {stored.get_dtype()} in the file, which this does not read"
                 )
             else:
-                found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-        return found
+                tensors[key] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+        return tensors
 
 
-# What the files have of each slice: names of tensors by role.
-Found = dict[Source, list[tuple[Slice, dict[str, str]]]]
+# The slices of a weight that the files have: names of tensors by role.
+Stored = list[tuple[Slice, dict[str, str]]]
 
 
 def from_pretrained_quantized(
@@ -128,27 +128,27 @@ def from_pretrained_quantized(
     read_all(_OPTIONS, frozen=frozen, strict=strict, names=names)
     files = Files(Path(path))
     sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile
-    where: Found = {}
+    stored: dict[Source, Stored] = {}
     for source in sources:
         for slices in (source.slices, source.matrices):
-            of = ((s, _tensors_of(s, files)) for s in slices)
-            where[source] = [(s, tensors) for s, tensors in of if tensors]
-            if where[source]:
+            pairs = ((s, _tensors_of(s, files)) for s in slices)
+            stored[source] = [(s, tensors) for s, tensors in pairs if tensors]
+            if stored[source]:
                 source.slices = slices
                 break
     keeps = {s for s in sources if frozen and s.layers and isinstance(s.owner, Linear)}
-    _check_names(model, files, where, strict)
+    _check_names(model, files, stored, strict)
     for source in sources:
-        _check_weight(source, where[source], source in keeps)
-        for piece, tensors in where[source]:
+        _check_weight(source, stored[source], source in keeps)
+        for piece, tensors in stored[source]:
             fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if source in keeps else None
             _check_tensors(source, piece, files.described(tensors), fmt)
     with torch.no_grad():
-        for source, found in where.items():
+        for source, slices in stored.items():
             if source in keeps:
-                _freeze(source, *found[0], files)
-            elif len(found) == len(source.slices):
-                _put(source, _values(source, found, files))
+                _freeze(source, *slices[0], files)
+            elif len(slices) == len(source.slices):
+                _put(source, _values(source, slices, files))
     return model
 
 
@@ -160,19 +160,20 @@ def _tensors_of(piece: Slice, files: Files) -> dict[str, str]:
     if layer == name:
         return {"weight": name} if name in files else {}
     named = {part: f"{layer}.{part}" for part in (*layouts.CODES, *layouts.SCALES)}
-    found = {part: name for part, name in named.items() if name in files}
-    return found if found.keys() & set(layouts.CODES) else {}
+    tensors = {part: name for part, name in named.items() if name in files}
+    return tensors if tensors.keys() & set(layouts.CODES) else {}
 
 
-def _check_names(model: nn.Module, files: Files, where: Found, strict: bool) -> None:
-    missing = [source.name for source, found in where.items() if len(found) < len(source.slices)]
-    used = {name for of in where.values() for _, found in of for name in found.values()}
-    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    tied = {in_state_dict(name) for name, _ in every}
+def _check_names(
+    model: nn.Module, files: Files, stored: dict[Source, Stored], strict: bool
+) -> None:
+    missing = [source.name for source, slices in stored.items() if len(slices) < len(source.slices)]
+    slices = [pair for pairs in stored.values() for pair in pairs]
+    used = {name for _, tensors in slices for name in tensors.values()}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    tied = {in_state_dict(name) for name, _ in named}
     unread = sorted(n for n in files.names - used - tied if n.rpartition(".")[2] not in _UNREAD)
-    quantized = {
-        s.name.removesuffix(".weight") for of in where.values() for s, f in of if len(f) > 1
-    }
+    quantized = {s.name.removesuffix(".weight") for s, tensors in slices if len(tensors) > 1}
     for name in sorted(files.names - used):
         layer, _, part = name.rpartition(".")
         if layer in quantized and part.startswith("weight_") and part not in _UNREAD:
@@ -185,8 +186,8 @@ def _check_names(model: nn.Module, files: Files, where: Found, strict: bool) -> 
             )
 
 
-def _check_weight(source: Source, found: list[tuple[Slice, dict[str, str]]], keeps: bool) -> None:
-    """keeps: its codes are to stay."""
+def _check_weight(source: Source, slices: Stored, keeps: bool) -> None:
+    """Raise ValueError unless the files' slices can be loaded. keeps: their codes stay."""
     tensor, name = source.tensor, source.name
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device; call to_empty() and initialize the model")
@@ -194,7 +195,7 @@ def _check_weight(source: Source, found: list[tuple[Slice, dict[str, str]]], kee
         raise ValueError(f"{name} holds codes for good (fq.freeze); load into a model before that")
     if not keeps:
         return
-    if not found or found[0][1].keys() == {"weight"}:
+    if not slices or slices[0][1].keys() == {"weight"}:
         raise ValueError(
             f"{name} is high precision in the files; load it with frozen=False, then call fq.freeze"
         )
@@ -242,10 +243,11 @@ def _check_tensors(
         )
 
 
-def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Files) -> Tensor:
-    """The whole tensor from all its slices."""
-    like, whole = source.tensor, None
-    for piece, tensors in found:
+def _values(source: Source, slices: Stored, files: Files) -> Tensor:
+    """The unsharded tensor from all slices."""
+    like = source.tensor
+    weight = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    for piece, tensors in slices:
         if "blocks" in tensors:
             values = _of_gpt_oss(**files.of(tensors), dtype=like.dtype)
         elif len(tensors) == 1:
@@ -254,12 +256,8 @@ def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Fi
             values = read_storage(piece.name, files.of(tensors), like.dtype, "cpu").dequantize()
         if (piece.matrix, piece.rows) == (None, None):
             return values.to(like.dtype)
-        if whole is None:
-            whole = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-        source.slice_of(whole, piece).copy_(values)
-    if whole is None:
-        raise ValueError(f"the file has no tensor of {source.name}")
-    return whole
+        source.slice_of(weight, piece).copy_(values)
+    return weight
 
 
 def _shape_of_gpt_oss(name: str, blocks: Tensor, scales: Tensor) -> tuple[int, ...]:
@@ -299,14 +297,14 @@ def _put(source: Source, values: Tensor) -> None:
     source.owner.load_state_dict({source.attribute: values}, strict=False)
 
 
-def _freeze(source: Source, piece: Slice, found: dict[str, str], files: Files) -> None:
+def _freeze(source: Source, piece: Slice, named: dict[str, str], files: Files) -> None:
     """Let the layer multiply the codes of the file."""
     layer, weight = source.layers[0], source.tensor
     plan, quantizer = layer.plan.on(weight.dtype, weight.device), layer._weight_state.quantizer
-    fmt, tensors = quantizer.rowwise.fmt, files.of(found)
+    fmt, tensors = quantizer.rowwise.fmt, files.of(named)
     rowwise = read_storage(piece.name, tensors, weight.dtype, weight.device, fmt)
     columnwise = quantizer.columnwise_of(rowwise)
     codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
-    laid = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
-    codes = QuantizedTensor(laid[ROWWISE], laid[COLUMNWISE], shape=rowwise.shape)
+    operands = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
+    codes = QuantizedTensor(operands[ROWWISE], operands[COLUMNWISE], shape=rowwise.shape)
     layer.weight = nn.Parameter(codes, requires_grad=False)

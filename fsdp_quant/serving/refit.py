@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +16,6 @@ from .shards import LocalTensors, Piece
 from .writer import in_files, size_of
 
 Bucket = list[tuple[str, Tensor]]
-
-
-@overload
-def refit(
-    model: nn.Module,
-    format: str = ...,
-    *,
-    sharded: Literal[True],
-    bucket_size: int | str = ...,
-    dtype: torch.dtype | None = ...,
-    input_amax: Mapping[str, float] | None = ...,
-    share_scales: bool | None = ...,
-    names: Callable[[str], str] | None = ...,
-) -> Iterator[list[Piece]]: ...
-
-
-@overload
-def refit(
-    model: nn.Module,
-    format: str = ...,
-    *,
-    sharded: Literal[False] = ...,
-    bucket_size: int | str = ...,
-    dtype: torch.dtype | None = ...,
-    input_amax: Mapping[str, float] | None = ...,
-    share_scales: bool | None = ...,
-    names: Callable[[str], str] | None = ...,
-) -> Iterator[Bucket]: ...
 
 
 def refit(
@@ -97,7 +68,8 @@ def refit(
         local.check(checkpoint)
         return _local_buckets(local.pieces(checkpoint), max_bytes)
     checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
-    return _buckets(checkpoint, [len(of) for of in in_files(checkpoint.planned, max_bytes)])
+    tensors, files = _tensors(checkpoint), in_files(checkpoint.planned, max_bytes)
+    return (list(itertools.islice(tensors, len(file))) for file in files)
 
 
 def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[list[Piece]]:
@@ -112,20 +84,13 @@ def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[l
         yield bucket
 
 
-def _buckets(checkpoint: Exported, sizes: list[int]) -> Iterator[Bucket]:
-    """Yield buckets. sizes: tensors per bucket."""
-    tensors = _tensors(checkpoint)
-    for size in sizes:
-        yield list(itertools.islice(tensors, size))
-
-
 def _tensors(checkpoint: Exported) -> Iterator[tuple[str, Tensor]]:
     for source in checkpoint.parts:
         with torch.no_grad():
-            whole = checkpoint.gathered(source)
-            aliases = isinstance(whole, Storage) or not source.layers
-            of = checkpoint.tensors(source, whole)
-            found = [(name, t.clone() if aliases else t.contiguous()) for name, t in of]
-        del whole, of
-        yield from found
-        del found
+            weight = checkpoint.gathered(source)
+            aliases = isinstance(weight, Storage) or not source.layers
+            pairs = checkpoint.tensors(source, weight)
+            tensors = [(name, t.clone() if aliases else t.contiguous()) for name, t in pairs]
+        del weight, pairs
+        yield from tensors
+        del tensors

@@ -83,7 +83,7 @@ class LocalTensors:
     @torch.no_grad()
     def pieces(self, checkpoint: Exported) -> Iterator[list[Piece]]:
         """The pieces of one weight of the checkpoint at a time, none where this rank has none."""
-        shapes = {of.name: tuple(of.shape) for planned in checkpoint.planned for of in planned}
+        shapes = {t.name: t.shape for planned in checkpoint.planned for t in planned}
         for source, parts in checkpoint.parts.items():
             storages: dict[int, Storage] = {}  # of the matrix of the part before
             for part in parts:
@@ -96,21 +96,19 @@ class LocalTensors:
                     if matrix not in storages:
                         storages = {matrix: self._storage(source, part.slice.matrix, checkpoint)}
                     aliases = self._weight(source, matrix).codes is not None
-                    found = _quantized(storages[matrix], part, checkpoint.format, shapes)
                     yield [
                         p._replace(tensor=p.tensor.clone() if aliases else p.tensor.contiguous())
-                        for p in found
+                        for p in _quantized(storages[matrix], part, checkpoint.format, shapes)
                     ]
 
     def _packed(self, source: Source, part: Part) -> list[Piece]:
         """Decoded matrices of a tensor [E, N, K]."""
-        found = []
-        for e in range(len(source.layers)):
-            storage = self._weight(source, e).storage(ROWWISE)
-            if storage.shape[0]:
-                values = storage.dequantize(part.dtype)[None]
-                found.append(Piece(part.slice.name, values, part.shape, (e, storage.row0, 0)))
-        return found
+        storages = (self._weight(source, e).storage(ROWWISE) for e in range(len(source.layers)))
+        return [
+            Piece(part.slice.name, s.dequantize(part.dtype)[None], part.shape, (e, s.row0, 0))
+            for e, s in enumerate(storages)
+            if s.shape[0]
+        ]
 
     def _weight(self, source: Source, matrix: int | None) -> LocalWeight:
         return self._weights[source.layers[matrix or 0]._weight_state]
@@ -119,8 +117,10 @@ class LocalTensors:
         weight, amax = self._weight(source, matrix), checkpoint.shared.get((source, matrix))
         if amax is not None:
             key, values = (weight.piece.state.name, ROWWISE), weight.piece.values
-            own = weight.statistics.get(key) or statistics_of(values, source.layers[matrix or 0])
-            weight = replace(weight, statistics={key: Statistics(own.amax, amax.to(values.device))})
+            layer = source.layers[matrix or 0]
+            blocks = (weight.statistics.get(key) or statistics_of(values, layer)).amax
+            statistics = {key: Statistics(blocks, amax.to(values.device))}
+            weight = replace(weight, statistics=statistics)
         return weight.storage(ROWWISE)
 
 
@@ -133,15 +133,11 @@ def _quantized(
     if start >= stop:
         return
     storage = storage.narrow(start - storage.row0, stop - start)
-    if part.kind is None:
-        values = storage.dequantize(part.dtype)
-        yield Piece(part.slice.name, values, part.shape, (start - first, 0))
-        return
-    for name, tensor in layouts.tensors_of(storage, part.kind, format, part.input_amax).items():
-        shape = shapes[f"{part.layer}.{name}"]
-        block = 1 if name in layouts.CODES else part.kind.format.block[0] or 1
+    for name, tensor in part.tensors_of(storage, format).items():
+        shape, is_scale = shapes[name], name.rpartition(".")[2] not in layouts.CODES
+        block = part.kind.format.block[0] or 1 if part.kind is not None and is_scale else 1
         row = 0 if tuple(tensor.shape) == shape else (start - first) // block
-        yield Piece(f"{part.layer}.{name}", tensor, shape, (row, 0, 0, 0)[: len(shape)])
+        yield Piece(name, tensor, shape, (row, 0, 0, 0)[: len(shape)])
 
 
 def _plain(source: Source, part: Part) -> list[Piece]:
@@ -155,25 +151,25 @@ def _plain(source: Source, part: Part) -> list[Piece]:
                 ceil_div(rows, ranks) * tensor.device_mesh.get_local_rank(axis), rows
             )
         tensor = tensor.to_local()
-    found = _cut(tensor, offsets, part.slice)
-    if found is None or not (found[0].numel() or 0 in part.shape):
+    cut = _cut(tensor, offsets, part.slice)
+    if cut is None or not (cut[0].numel() or 0 in part.shape):
         return []
-    values = found[0].to(part.dtype, copy=True, memory_format=torch.contiguous_format)
-    return [Piece(part.slice.name, values, part.shape, tuple(found[1]))]
+    values = cut[0].to(part.dtype, copy=True, memory_format=torch.contiguous_format)
+    return [Piece(part.slice.name, values, part.shape, tuple(cut[1]))]
 
 
-def _cut(tensor: Tensor, offsets: list[int], of: Slice) -> tuple[Tensor, list[int]] | None:
+def _cut(tensor: Tensor, offsets: list[int], piece: Slice) -> tuple[Tensor, list[int]] | None:
     """The intersection of a slice with the rectangle of `tensor` at `offsets`, relative to it."""
-    if of.matrix is not None:
-        index = of.matrix - offsets[0]
+    if piece.matrix is not None:
+        index = piece.matrix - offsets[0]
         if not 0 <= index < tensor.shape[0]:
             return None
         tensor, offsets = tensor[index], offsets[1:]
-    if of.rows is not None:
-        first, end = (min(max(row - offsets[0], 0), tensor.shape[0]) for row in of.rows)
+    if piece.rows is not None:
+        first, end = (min(max(row - offsets[0], 0), tensor.shape[0]) for row in piece.rows)
         if first >= end:
             return None
-        tensor, offsets = tensor[first:end], [offsets[0] + first - of.rows[0], *offsets[1:]]
+        tensor, offsets = tensor[first:end], [offsets[0] + first - piece.rows[0], *offsets[1:]]
     return tensor, offsets
 
 

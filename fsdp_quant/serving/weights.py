@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint import storage_tensors
 from ..counters import counters
-from ..formats import ROWWISE
+from ..formats import ROWWISE, Format
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.has_weight import saved_plain
 from ..modules.linear import Linear
@@ -84,9 +84,16 @@ class Source:
             return shape if piece.matrix is None else shape[1:]
         return (piece.rows[1] - piece.rows[0], *shape[1 if piece.matrix is None else 2 :])
 
-    def slice_of(self, whole: Tensor, piece: Slice) -> Tensor:
-        whole = whole if piece.matrix is None else whole[piece.matrix]
-        return whole if piece.rows is None else whole[slice(*piece.rows)]
+    def slice_of(self, tensor: Tensor, piece: Slice) -> Tensor:
+        tensor = tensor if piece.matrix is None else tensor[piece.matrix]
+        return tensor if piece.rows is None else tensor[slice(*piece.rows)]
+
+    def layer_of(self, piece: Slice) -> Linear:
+        return self.layers[piece.matrix or 0]
+
+    def format_of(self, piece: Slice) -> Format:
+        """The format of the rowwise codes, which the forward multiplies."""
+        return self.layer_of(piece).plan.weight.side(ROWWISE).fmt
 
 
 def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> list[Source]:
@@ -100,38 +107,38 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
         if isinstance(module, FSDPModule):
             module.reshard()
     quantized = {id(p): (layers, transposed) for p, layers, transposed in _quantized(model)}
-    found, seen = [], set()
+    sources, visited = [], set()
     for prefix, module in model.named_modules():
-        own, skipped = module._parameters | module._buffers, module._non_persistent_buffers_set
-        for attribute, tensor in own.items():
-            if tensor is None or attribute in skipped or id(tensor) in seen:
+        skipped = module._non_persistent_buffers_set
+        for attribute, tensor in (module._parameters | module._buffers).items():
+            if tensor is None or attribute in skipped or id(tensor) in visited:
                 continue
-            seen.add(id(tensor))
+            visited.add(id(tensor))
             name = in_state_dict(f"{prefix}.{attribute}".lstrip("."))
             layers, transposed = quantized.get(id(tensor), ([], False))
             is_parameter = attribute in module._parameters
-            found.append(Source(name, module, attribute, is_parameter, layers, transposed))
-    _name_slices(model, found)
+            sources.append(Source(name, module, attribute, is_parameter, layers, transposed))
+    _name_slices(model, sources)
     if rename is not None:
-        for source in found:
+        for source in sources:
             source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
             source.matrices = [s._replace(name=rename(s.name)) for s in source.matrices]
-    return found
+    return sources
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
     """(parameter, layers over its matrices, transposed) of quantized layers."""
     for module in model.modules():
         if isinstance(module, Linear):
-            of = module.weight, [module], False
+            weight = module.weight, [module], False
         elif isinstance(module, GroupedLinear) and module.packed:
-            of = module.weight, list(module.layers), module.transposed
+            weight = module.weight, list(module.layers), module.transposed
         elif isinstance(module, TransposedLinear):
-            of = getattr(module, module.source), [module.layer], module.source == "weight"
+            weight = getattr(module, module.source), [module.layer], module.source == "weight"
         else:
             continue
-        if of[1][0].plan.weight.side(ROWWISE).fmt.is_quantized:
-            yield of
+        if weight[1][0].plan.weight.side(ROWWISE).fmt.is_quantized:
+            yield weight
 
 
 # Names #
@@ -148,14 +155,13 @@ def _name_slices(model: nn.Module, sources: list[Source]) -> None:
     if revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained"):
         named = _as_transformers_saves(model, sources, revert)
     for source in sources:
-        own = named.get(source)
-        source.slices = own or [Slice(source.name)]
+        source.slices = named.get(source) or [Slice(source.name)]
         packed = source.is_parameter and source.tensor.dim() == 3 and not source.transposed
         if packed and len(source.slices) == 1:
             parent, _, part = source.slices[0].name.rpartition(".")
             part, count = part if part == "weight" else f"{part}.weight", source.tensor.shape[0]
             source.matrices = [Slice(f"{parent}.{e}.{part}".lstrip("."), e) for e in range(count)]
-            if source.layers and own is None:
+            if source.layers and source not in named:
                 source.slices = source.matrices
 
 
@@ -172,27 +178,27 @@ def _as_transformers_saves(
         numbers = torch.arange(first[-1], end, dtype=torch.int64, device="cpu")
         numbered[source.name] = numbers.view((*rows, *[1] * (len(shape) - len(rows))))
         first.append(end)
-    found: dict[Source, list[Slice]] = {}
+    slices: dict[Source, list[Slice]] = {}
     for name, numbers in revert(model, numbered).items():
         flat = numbers.flatten()
         start, count = int(flat[0]) if len(flat) else 0, len(flat)
         i = bisect.bisect_right(first, start) - 1
         source, start = sources[i], start - first[i]
-        whole, shape = numbered[source.name], source.tensor.shape
-        if not torch.equal(flat, whole.flatten()[start : start + count]):
+        expected, shape = numbered[source.name], source.tensor.shape
+        if not torch.equal(flat, expected.flatten()[start : start + count]):
             raise ValueError(
                 f"transformers saves {name} in another form than rows of {source.name}; export it "
                 "by its own means"
             )
-        if numbers.shape == whole.shape:
-            one = Slice(name)
+        if numbers.shape == expected.shape:
+            piece = Slice(name)
         elif len(shape) == 3 and numbers.shape[1:] == (1,):
             matrix, row = divmod(start, shape[1])
-            one = Slice(name, matrix, None if count == shape[1] else (row, row + count))
+            piece = Slice(name, matrix, None if count == shape[1] else (row, row + count))
         else:
-            one = Slice(name, None, (start, start + count))
-        found.setdefault(source, []).append(one)
-    return found
+            piece = Slice(name, None, (start, start + count))
+        slices.setdefault(source, []).append(piece)
+    return slices
 
 
 # Values #
@@ -230,8 +236,8 @@ def codes_of(source: Source) -> Storage | None:
         return None
     storage = weight.storage_for(ROWWISE)
     sharded = storage_tensors(storage, managed.registered, state.shape[0])
-    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sharded.items()}
-    return storage.with_buffers(whole, shape=tuple(state.shape), row0=0)
+    buffers = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sharded.items()}
+    return storage.with_buffers(buffers, shape=tuple(state.shape), row0=0)
 
 
 def has_codes_alone(source: Source) -> bool:
@@ -263,16 +269,16 @@ def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
         values = codes.dequantize()
     else:
         values = local_of(saved_plain(tensor, tensor.detach())).detach()
-    seen, is_finite = values, values.isfinite()
-    for layer in source.layers[:1]:
-        seen = seen.to(layer._weight_state.compute_dtype or seen.dtype)
-    is_too_large = is_finite & ~seen.to(dtype).isfinite()
+    is_finite = values.isfinite()
+    if source.layers:
+        values = values.to(source.layers[0]._weight_state.compute_dtype or values.dtype)
+    is_too_large = is_finite & ~values.to(dtype).isfinite()
     return torch.stack([(~is_finite).sum() * bool(source.layers), is_too_large.sum()])
 
 
-def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:
-    """One matrix [N, K] of a weight."""
-    values = whole if matrix is None else whole[matrix]
+def matrix_of(source: Source, weight: Tensor, matrix: int | None) -> Tensor:
+    """One matrix [N, K] of an unsharded weight."""
+    values = weight if matrix is None else weight[matrix]
     return values.t() if source.transposed else values
 
 
@@ -291,11 +297,11 @@ def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) ->
     tensor_amax:  fp32 [1], in place of that of the values.
     """
     state, device = layer._weight_state, values.device
-    encoding, found = state.quantizer.encodings[ROWWISE], None
+    encoding, statistics = state.quantizer.encodings[ROWWISE], None
     if tensor_amax is not None:
-        found = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
+        statistics = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
     with counters.uncounted():
-        shard = Shard(piece, ROWWISE, values.dtype, found, records=False)
+        shard = Shard(piece, ROWWISE, values.dtype, statistics, records=False)
         (codes,) = encode_shards([shard], device)
     return Storage.of(codes, encoding, values.shape, values.dtype)

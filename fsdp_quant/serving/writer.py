@@ -59,15 +59,15 @@ class Planned(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def size_of(text: int | str, of: str = "max_shard_size") -> int:
-    """Bytes of "5GB", "500MiB" or a number. Raises ValueError, naming `of`, for any other text."""
+def size_of(text: int | str, option: str = "max_shard_size") -> int:
+    """Bytes of "5GB", "500MiB" or a number. Raises ValueError, naming `option`, for other text."""
     number, unit = str(text).strip(), ""
     while number and not number[-1].isdigit():
         number, unit = number[:-1], number[-1] + unit
     factor = _UNITS.get(unit.strip().upper()) if unit else 1
     if factor is None or not number.replace(".", "", 1).isdigit() or float(number) * factor < 1:
         raise ValueError(
-            f"{of} must be a number of bytes, or a text such as '5GB' or '500MiB'; got {text!r}"
+            f"{option} must be a number of bytes, or a text such as '5GB' or '500MiB'; got {text!r}"
         )
     return int(float(number) * factor)
 
@@ -102,23 +102,23 @@ class Writer:
         Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
         and for a dtype that safetensors does not have.
         """
-        found = folder.glob("*.safetensors*") if folder.exists() else ()
-        taken = sorted(p.name for p in found if not p.name.startswith("."))
+        present = folder.glob("*.safetensors*") if folder.exists() else ()
+        taken = sorted(p.name for p in present if not p.name.startswith("."))
         if taken:
             raise ValueError(
                 f"{folder} holds {taken[0]}; export to a folder without a checkpoint, or delete "
                 "the old one"
             )
-        seen: set[str] = set()
-        for tensor in (t for of in files for t in of):
-            if tensor.name in seen:
+        tensors, written = [t for file in files for t in file], set()
+        for tensor in tensors:
+            if tensor.name in written:
                 raise ValueError(
                     f"two weights are named {tensor.name} in the checkpoint; check what names= "
                     "returns"
                 )
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
-            seen.add(tensor.name)
+            written.add(tensor.name)
         folder.mkdir(parents=True, exist_ok=True)
         # Names of files, in the order in which they appear.
         self._folder, self._names = folder, []
@@ -131,14 +131,14 @@ class Writer:
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         names = names if count > 1 else [SINGLE]
         index = {
-            "metadata": {"total_size": sum(t.nbytes for of in files for t in of)},
-            "weight_map": {t.name: name for name, of in zip(names, files) for t in of},
+            "metadata": {"total_size": sum(t.nbytes for t in tensors)},
+            "weight_map": {t.name: name for name, file in zip(names, files) for t in file},
         }
         try:
             for name, content in documents.items():
                 self._json(name, content)
-            for name, of in zip(names, files):
-                self._begin(name, of)
+            for name, file in zip(names, files):
+                self._begin(name, file)
             if count > 1:
                 self._json(INDEX, index)
         except BaseException:
@@ -158,8 +158,8 @@ class Writer:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._headers[path], self._digests[path] = header, {t.name: "0" * 16 for t in tensors}
         ends = [0]
-        of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-        for tensor in of:
+        tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+        for tensor in tensors:
             ends.append(ends[-1] + tensor.nbytes)
             header[tensor.name] = {
                 "dtype": DTYPES[tensor.dtype],
@@ -171,7 +171,7 @@ class Writer:
         with open(path, "wb") as file:
             file.write(text)
             file.truncate(len(text) + ends[-1])
-        for tensor, start in zip(of, ends):
+        for tensor, start in zip(tensors, ends):
             self._places[tensor.name] = tensor, path, len(text) + start
 
     def _header(self, path: Path) -> bytes:

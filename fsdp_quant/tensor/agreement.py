@@ -4,8 +4,8 @@ every rank raises the same sentence.
 
 [Note: one sentence]
 Facts are texts by name: of a weight, its shape and recipe. Each rank reduces a digest of its facts
-over the axes of a mesh, one after the other. If the digests differ, ranks exchange the first
-difference, and all of them raise that of the lowest rank that differs from the first rank.
+over the axes of a mesh, one after the other. If the digests differ, ranks exchange their facts, and
+all of them raise the first difference of the lowest rank that differs from the first rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
@@ -52,7 +52,7 @@ def agree(
     groups: Sequence[dist.ProcessGroup],
     error: Exception | None = None,
     remedy: str = _REMEDY,
-    what: str = "ranks disagree",
+    sentence: str = "ranks disagree",
 ) -> None:
     """Raise the same text on every rank of the groups if one of them has an error, other facts or
     another build of this library. Synchronizes with the device.
@@ -68,14 +68,14 @@ def agree(
             raise error
         return
     facts = {"fsdp_quant": build(), **facts}
-    own = [*_digest(facts), int(error is not None)]
-    reduced = own
+    digest = [*_digest(facts), int(error is not None)]
+    reduced = digest
     for group in groups:
         reduced = _maximum(reduced, group)
     if reduced[-1]:
         _raise_first(error, groups)
-    if reduced != own:
-        raise _AgreedError(f"{what}: {_difference(facts, groups)}; {remedy}")
+    if reduced != digest:
+        raise _AgreedError(f"{sentence}: {_difference(facts, groups)}; {remedy}")
 
 
 class _AgreedError(ValueError):
@@ -85,37 +85,26 @@ class _AgreedError(ValueError):
 def _raise_first(error: Exception | None, groups: Sequence[dist.ProcessGroup]) -> NoReturn:
     """Raise the error of the lowest rank that has one, unless all ranks have it."""
     text = None if error is None else str(error)
-    every = _gathered([_rank(groups), text, isinstance(error, _AgreedError)], groups)
-    if error is not None and all(other == text for _, other, _ in every):
+    texts = _gathered([text, isinstance(error, _AgreedError)], groups)
+    if error is not None and all(other == text for _, (other, _) in texts):
         raise error
-    rank, text, is_agreed = min((one for one in every if one[1] is not None), key=lambda r: r[0])
+    rank, (text, is_agreed) = next(entry for entry in texts if entry[1][0] is not None)
     text = text if is_agreed else f"rank {rank} cannot go on, so no rank does: {text}"
     raise _AgreedError(text) from error
 
 
 def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -> str:
-    """The first fact in which the lowest rank that differs from the first rank does so."""
-    first: Any = [_rank(groups), list(facts.items())]
-    mine = None
-    for group in groups:
-        first = _gathered(first, [group])[0]
-    for theirs, ours in itertools.zip_longest(first[1], map(list, facts.items())):
-        if theirs != ours:
-            mine = [_rank(groups), theirs, ours]
-            break
-    differing = [one for one in _gathered(mine, groups) if one is not None]
-    rank, (other, a, b) = first[0], min(differing, key=lambda one: one[0])
+    """Describe the first fact in which the lowest rank that differs from the first rank does so."""
+    (rank, first), *others = _gathered(list(facts.items()), groups)
+    other, theirs = next(entry for entry in others if entry[1] != first)
+    a, b = next(pair for pair in itertools.zip_longest(first, theirs) if pair[0] != pair[1])
     if a is not None and b is not None and a[0] == b[0]:
         return f"{a[0]} is {a[1]} on rank {rank} and {b[1]} on rank {other}"
-    a, b = ("nothing more" if one is None else f"{one[0]}, {one[1]}," for one in (a, b))
+    a, b = ("nothing more" if fact is None else f"{fact[0]}, {fact[1]}," for fact in (a, b))
     return f"rank {rank} has {a} where rank {other} has {b}"
 
 
 # Collectives; a trainer's own group needs no more than all-reduce and all-gather #
-
-
-def _rank(groups: Sequence[dist.ProcessGroup]) -> int:
-    return dist.get_rank() if dist.is_initialized() else groups[0].rank()
 
 
 def _maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -125,26 +114,20 @@ def _maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     return reduced.tolist()
 
 
-def _bytes_of(value: object, group: dist.ProcessGroup) -> Tensor:
-    """The value as JSON: uint8 of one size on every rank of the group."""
-    text = json.dumps(value).encode()
-    (size,) = _maximum([len(text)], group)
-    return torch.tensor(
-        list(text.ljust(size)), dtype=torch.uint8, device=torch_compat.device_of(group)
-    )
-
-
 def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
-    """The value of each rank of the groups."""
-    values = [value]
+    """Return [rank, value] of every rank of the groups, in the order of ranks; values are JSON."""
+    rank = dist.get_rank() if dist.is_initialized() else groups[0].rank()
+    entries = [[rank, value]]
     for group in groups:
-        sent = _bytes_of(values, group)
-        received = sent.new_empty(group.size() * sent.numel())
+        text = json.dumps(entries).encode()
+        (size,) = _maximum([len(text)], group)
+        sent = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+        sent = sent.to(torch_compat.device_of(group))
+        received = sent.new_empty(group.size() * size)
         torch_compat.all_gather(received, sent, group)
-        values = [
-            one for of in received.view(group.size(), -1).tolist() for one in json.loads(bytes(of))
-        ]
-    return values
+        rows = received.view(group.size(), -1).tolist()
+        entries = [entry for row in rows for entry in json.loads(bytes(row))]
+    return sorted(entries, key=lambda entry: entry[0])
 
 
 # What is compared #
@@ -156,12 +139,12 @@ def axes_of(model: nn.Module) -> list[tuple[dist.ProcessGroup, ...]]:
     sharded = [m.registered for m in torch_compat.managed_params_of(model)] + [
         p for p in model.parameters() if isinstance(p, DTensor)
     ]
-    found = dict.fromkeys(
+    axes = dict.fromkeys(
         tuple(mesh.get_all_groups()) for mesh in dict.fromkeys(p.device_mesh for p in sharded)
     )
     groups = (weight.state.tensor_group for weight in quantized_weights(model))
     parts = dict.fromkeys(group for group in groups if group is not None)
-    return [*found, *((group,) for group in parts if not any(group in groups for groups in found))]
+    return [*axes, *((group,) for group in parts if not any(group in mesh for mesh in axes))]
 
 
 @functools.cache
@@ -202,12 +185,9 @@ _NO_RECIPE = "no recipe"
 def recipe_text(module: nn.Module) -> str:
     """The text by which ranks compare what a module's weight is quantized by, now and later."""
     layers: Sequence[Any] = getattr(module, "_matrix_layers", ())
-    return ", ".join(dict.fromkeys(map(_text_of_layer, layers))) or _NO_RECIPE
-
-
-def _text_of_layer(layer: Any) -> str:
-    recipe, schedule = layer.runtime.recipe, layer.runtime.schedule
-    return text_of(recipe) if schedule is None else f"{text_of(recipe)} of {text_of(schedule)}"
+    recipes = ((layer.runtime.recipe, layer.runtime.schedule) for layer in layers)
+    texts = (" of ".join(text_of(r) for r in pair if r is not None) for pair in recipes)
+    return ", ".join(dict.fromkeys(texts)) or _NO_RECIPE
 
 
 def text_of(recipe: Any) -> str:

@@ -13,11 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from ..counters import counters
-from ..encoded_matrix import BUFFERS
 from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
-from ..ops.dispatch import Encoded
-from ..storage import Storage
 from .quantized_tensor import QuantizedTensor
 from .weight_state import WeightState, WeightTensor, encode_shards
 
@@ -48,8 +45,8 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
     if not isinstance(local, WeightTensor):  # the model was freed
         return
     source = direction if direction in state.quantizer.encodings else ROWWISE
-    whole = pair.storage(source)
-    if whole.is_freed:  # its GEMM reads a copy in another layout
+    gathered = pair.storage(source)
+    if gathered.is_freed:  # its GEMM reads a copy in another layout
         return
     for shard in state.gathered.shards(local, source):
         rows = shard.piece.values.shape[0]
@@ -58,18 +55,15 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         expected = local.state.own_codes(local, source)
         with counters.uncounted():
             expected = expected or encode_shards([shard._replace(records=False)], managed.device)[0]
-        _compare(state.name, whole.narrow(shard.piece.row0, rows), expected)
-
-
-def _compare(name: str, got: Storage, want: Encoded) -> None:
-    for field in BUFFERS:
-        buffers = getattr(got, field), getattr(want, field)
-        if buffers[0] is None:
-            continue
-        a, b = (t.contiguous().view(torch.uint8).flatten() for t in buffers)
-        if apart := int((a != b).sum()):
-            raise StaleWeightError(
-                f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a "
-                "product is about to read, are not those of the shard as it is now: the weight was "
-                "written after it was gathered, or its codes were"
+        codes = gathered.narrow(shard.piece.row0, rows)
+        for field, buffer in codes.buffers().items():
+            a, b = (
+                t.contiguous().view(torch.uint8).flatten()
+                for t in (buffer, getattr(expected, field))
             )
+            if apart := int((a != b).sum()):
+                raise StaleWeightError(
+                    f"{state.name}: {apart} of {a.nbytes} bytes of {source.value}.{field}, which a "
+                    "product is about to read, are not those of the shard as it is now: the weight "
+                    "was written after it was gathered, or its codes were"
+                )

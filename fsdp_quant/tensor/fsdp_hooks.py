@@ -38,6 +38,9 @@ class FSDPHooks(WeightTensor):
             root_statistics.check_model(managed)
         return PreHook(self)
 
+    def refresh_shard(self, managed: ManagedParam) -> None:
+        """Encode codes that the shard holds, if its values were written since."""
+
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
@@ -100,22 +103,24 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     begins = managed.in_forward and not torch_compat.backward_is_running()
     # a backward reads the operands that its forward saw
     if group is None or not group.is_of(registered) or (begins and not group.converts_as_read()):
-        group = GatherGroup(
-            registered,
-            [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in registered],
-        )
+        group = GatherGroup(registered, list(map(_member, registered)))
     root_statistics.before_gather(group.members)
     for member, tensor in zip(group.members, group.ours(registered)):
-        if member.state.holds_codes:
+        if isinstance(tensor, FSDPHooks):
             tensor.refresh_shard(member.managed)
     if begins:
         group.is_checkpointed = torch_compat.checkpoint_hook() is not None
     reads = list(zip(group.recomputed, (m.forward_reads_both for m in group.members)))
-    needed = {one: directions_needed(managed, *one) for one in set(reads)}
-    group.send(local, params, tuple(needed[one] for one in reads), managed.phase)
+    needed = {both: directions_needed(managed, *both) for both in set(reads)}
+    group.send(local, params, tuple(needed[both] for both in reads), managed.phase)
     if managed.in_forward and managed.stays_unsharded_after_forward:
         root_statistics.gather_again_in_training(group.members)
     return first
+
+
+def _member(local: Tensor) -> GatheredWeight | None:
+    """The unsharded side of a parameter; None if it is not gathered as codes."""
+    return gathered_weight(local) if isinstance(local, FSDPHooks) else None
 
 
 def directions_needed(

@@ -25,25 +25,24 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..gemm_operand import GemmOperand
 from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
 from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
-from .gathered_weight import GatheredWeight, GatherPass, gathered_size
-from .weight_state import Piece, Shard, encode_shards, held, values_of
+from .gathered_weight import GatheredWeight, gathered_directions, viewed_as
+from .torch_compat import RECOMPUTED_IN_GRAPHS
+from .weight_state import Shard, encode_shards, held, values_of
 
-# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward; layers share the
-# graph, so it cannot name them.
-RECOMPUTED_IN_GRAPHS: set = set()
+_T = TypeVar("_T")
 
 
 class GatherGroup:
@@ -57,36 +56,30 @@ class GatherGroup:
         gathered as codes."""
         self.members = [m for m in members if m is not None]
         self._local = list(map(weakref.ref, local))
-        places = [i for i, m in enumerate(members) if m is not None]
-        self.ours = (
-            operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
-        )
+        self._places = [i for i, m in enumerate(members) if m is not None]
         self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
-        self._layouts = [member.layouts for member in self.members]
-        self._operands = _Operands(self.members, self._layouts)
+        self._operands = _Operands(self.members)
         self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint
         for member in self.members:
             member.group = self
 
+    def ours(self, entries: Sequence[_T]) -> list[_T]:
+        """The entries of the members, of one per parameter of the group."""
+        return [entries[i] for i in self._places]
+
     def is_of(self, local: Sequence[Tensor]) -> bool:
         """It gathers these tensors, in their present formats."""
-        before = [tensor() for tensor in self._local]
-        now = [member.state.gathered for member in self.members]
+        gathered = [member.state.gathered for member in self.members]
         return (
-            len(before) == len(local)
-            and all(map(operator.is_, before, local))
-            and all(map(operator.is_, now, self.members))
+            len(self._local) == len(local)
+            and all(before() is tensor for before, tensor in zip(self._local, local))
+            and all(map(operator.is_, gathered, self.members))
         )
 
     def converts_as_read(self) -> bool:
         """The present GEMMs read the layouts of the operands: the guard moved none, and autocast is
         as it was."""
-        changed = [member for member in self.members if member.reader != member.laid_out_for]
-        if changed and self._layouts != [member.layouts for member in self.members]:
-            return False
-        for member in changed:
-            member.laid_out_for = member.reader
-        return True
+        return all(member.layouts == member.operand_layouts for member in self.members)
 
     @property
     def recomputed(self) -> list[bool]:
@@ -94,7 +87,7 @@ class GatherGroup:
         return [
             self.is_checkpointed
             or m.state.is_recomputed
-            or any(one.quantizer in RECOMPUTED_IN_GRAPHS for one in m.matrices)
+            or any(matrix.quantizer in RECOMPUTED_IN_GRAPHS for matrix in m.matrices)
             for m in self.members
         ]
 
@@ -119,6 +112,18 @@ class GatherGroup:
             counters.add("gather", (phase, direction, fmt), size)
 
 
+class _Asked(NamedTuple):
+    """One direction of a matrix that a gather sends.
+
+    member:  index of the weight; matrix: index of the matrix in its shard, None for a plain weight.
+    """
+
+    member: int
+    matrix: int | None
+    direction: Direction
+    shard: Shard
+
+
 class GatherPlan:
     """A gather for the directions that each weight of a group needs, and its buffers.
 
@@ -134,38 +139,36 @@ class GatherPlan:
         needs: tuple[frozenset[Direction], ...],
     ):
         self.members = members
-        self._chosen = [member.passes[n] for member, n in zip(members, needs)]
-        self.outputs = [chosen.outputs for chosen in self._chosen]
-        self.inner = [
-            chosen.inner_tensors + [t for d in n for t in operands.own[i][d]]
-            for i, (chosen, n) in enumerate(zip(self._chosen, needs))
-        ]
+        self._directions = [gathered_directions(m.quantizer, n) for m, n in zip(members, needs)]
+        filled = [m.filled_buffers(n) for m, n in zip(members, needs)]
+        self.outputs = [[t for b in buffers for t in b.outputs] for buffers in filled]
+        self.inner = [[t for b in buffers for t in b.inner_tensors.values()] for buffers in filled]
+        for inner, n, copies in zip(self.inner, needs, operands.copies):
+            inner += (t for d in n for t in copies[d])
         self.sizes: Counter[tuple[str, str]] = Counter()
-        for member, chosen in zip(members, self._chosen):
-            for d in chosen.directions:
-                size = gathered_size(member.wire[d], member.managed.world_size)
-                self.sizes[d.value, member.quantizer.encodings[d].fmt.name] += size
+        for member, directions in zip(members, self._directions):
+            self.sizes.update(member.gathered_sizes(directions))
         self._relayouts = operands.relayouts(needs)
-        self._deriving = [
-            m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
-        ]
+        self._derives = [m for m, n in zip(members, needs) if COLUMNWISE in n]
         # columnwise codes that the backward reads only in another layout
         self._unread = [
             (m, t)
             for m, t, n in zip(members, operands.unread, needs)
             if t is not None and n == {COLUMNWISE}
         ]
-        self._unpacked = [
-            i
-            for i, (m, c) in enumerate(zip(members, self._chosen))
-            if m.managed.world_size == 1 or any(m.buffers[d].inner_tensors for d in c.directions)
+        # (buffer, gathered rows, index of each logical row)
+        self._halos = [
+            (b.inner_tensors[name], *halo)
+            for buffers in filled
+            for b in buffers
+            for name, halo in b.halo.items()
         ]
-        self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
+        self._not_gathered: list[tuple[Tensor, Tensor]] = []
         self._recorded: _Sent | None = None
 
     def send(self, local: Sequence[Tensor]) -> None:
         """Encode the shards, and set `all_gather_inputs` of each weight."""
-        key = list(map(_facts, self.members, self._chosen, local))
+        key = list(map(_facts, self.members, self._directions, local))
         if self._recorded is None or not self._recorded.is_of(key):
             self._recorded = self._record(local, key)
         else:
@@ -173,79 +176,76 @@ class GatherPlan:
         sent = self._recorded
         for member, inputs in zip(self.members, sent.inputs):
             member.all_gather_inputs = inputs, self
-        self._metadata = sent.metadata
+        self._not_gathered = sent.not_gathered
         for targets, sources in sent.copies:
             torch_compat.foreach_copy_(targets, sources)
         if not sent.is_repeatable:
             self._recorded = None
 
     def _record(self, local: Sequence[Tensor], key: list) -> _Sent:
-        asked, whose = [], []
-        for i, (member, shard, chosen) in enumerate(zip(self.members, local, self._chosen)):
-            for d in chosen.directions:
-                for matrix, s in enumerate(member.shards(shard, d)):
-                    asked.append((i, d, s))
-                    whose.append((i, matrix if member.state.packed else None))
+        asked = [
+            _Asked(i, matrix if member.state.packed else None, d, shard)
+            for i, (member, directions) in enumerate(zip(self.members, self._directions))
+            for d in directions
+            for matrix, shard in enumerate(member.shards(local[i], d))
+        ]
         launches: list[tuple[RecordedEncode, list[int]]] = []
-        by_direction: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
-        for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
-            by_direction.setdefault((i, d), []).append((shard.piece, encoded))
-        copies, inputs, metadata = [], [], []
-        is_repeatable = sum(len(places) for _, places in launches) == len(asked)
-        for i, (member, chosen) in enumerate(zip(self.members, self._chosen)):
-            own_inputs, own_metadata = [], {}
-            for d in chosen.directions:
-                of = by_direction.get((i, d), [])
-                own = [e for piece, e in of if piece.values.shape[0] or not member.state.packed]
-                copies += member.replicated(d, own)
-                rows_sent = member.rows_sent(d, own)
-                is_repeatable &= len(of) == (len(local[i]) if member.state.packed else 1)
-                for buffer, rows in zip(member.wire[d], rows_sent):
-                    fields = [getattr(e, buffer.name) for e in own]
-                    if not all(_is_view(rows, field) for field in fields):
-                        pairs = member.copies_of_rows(buffer, fields, rows)
-                        copies += pairs
-                        sources_stay = all(
-                            _is_view(source, field) for (_, source), field in zip(pairs, fields)
-                        )
-                        # sources of "data" would not be freed
-                        is_repeatable &= sources_stay and buffer.name != "data"
-                for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
-                    # FSDP2 gathers the first input only
-                    if member.managed.world_size == 1 and (n > 0 or own_inputs):
-                        own_metadata[d, buffer.name] = rows
-                    else:
-                        own_inputs.append(rows)
-            inputs.append(tuple(own_inputs))
-            metadata.append(own_metadata)
-        places = [(launch, [whose[n] for n in at]) for launch, at in launches]
-        names = [(s.piece.state.name, d.value) for _, d, s in asked]
+        by_direction: dict[tuple[int, Direction], list[Encoded]] = {}
+        # empty matrices of other ranks are encoded for their histories, and not sent
+        is_repeatable = all(a.matrix is None or a.matrix < len(local[a.member]) for a in asked)
+        for a, encoded in zip(asked, self._encoded(local, asked, launches)):
+            fields = by_direction.setdefault((a.member, a.direction), [])
+            if a.matrix is None or a.shard.piece.values.shape[0]:
+                fields.append(encoded)
+        copies, inputs, not_gathered = [], [], []
+        is_repeatable &= sum(len(places) for _, places in launches) == len(asked)
+        for i, (member, directions) in enumerate(zip(self.members, self._directions)):
+            rows: dict[tuple[Direction, str], Tensor] = {}
+            for d in directions:
+                encoded = by_direction.get((i, d), [])
+                copies += member.replicated(d, encoded)
+                for buffer in member.wire[d]:
+                    rows[d, buffer.name], pairs = member.rows_sent(buffer, encoded)
+                    copies += pairs
+                    # "data" that is copied would not be freed
+                    is_repeatable &= not (pairs and buffer.name == "data")
+            # FSDP2 gathers the first input only
+            first = 1 if member.managed.world_size == 1 else len(rows)
+            inputs.append(tuple(rows.values())[:first])
+            unsent = list(rows.items())[first:]
+            not_gathered += ((member.buffer(*name), values) for name, values in unsent)
         return _Sent(
-            key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable
+            key,
+            [(launch, [asked[n][:2] for n in places]) for launch, places in launches],
+            [(a.shard.piece.state.name, a.direction.value) for a in asked],
+            inputs,
+            not_gathered,
+            torch_compat.by_dtype(copies),
+            is_repeatable,
         )
 
     def _encoded(
-        self, local: Sequence[Tensor], asked: Sequence[tuple[int, Direction, Shard]], launches: list
+        self, local: Sequence[Tensor], asked: Sequence[_Asked], launches: list
     ) -> list[Encoded]:
         """Codes of the shards: of quantized parameters, cached by `fq.hold`, else encoded now."""
         results: dict[int, Encoded] = {}
-        for n, (i, d, _) in enumerate(asked):
-            own = self.members[i].state.own_codes(local[i], d)
-            if own is not None:
-                results[n] = own
+        for n, a in enumerate(asked):
+            codes = self.members[a.member].state.own_codes(local[a.member], a.direction)
+            if codes is not None:
+                results[n] = codes
         missing = [n for n in range(len(asked)) if n not in results]
         device = self.members[0].managed.device
-        shards = [asked[n][2] for n in missing]
-        if all(self.members[asked[n][0]].state.held is None for n in missing):
+        shards = [asked[n].shard for n in missing]
+        states = [self.members[asked[n].member].state for n in missing]
+        if all(state.held is None for state in states):
             recorded = launches if len(missing) == len(asked) else None
             results.update(zip(missing, encode_shards(shards, device, recorded)))
         else:
-            for n, shard in zip(missing, shards):
-                i = asked[n][0]
+            for n, shard, state in zip(missing, shards, states):
                 results[n] = held(
-                    self.members[i].state,
+                    state,
                     _held_key(shard),
-                    local[i],
+                    local[asked[n].member],
                     lambda shard=shard: encode_shards([shard], device)[0],
                 )
         return [results[n] for n in range(len(asked))]
@@ -254,24 +254,21 @@ class GatherPlan:
     def receive(self) -> None:
         """Fill the buffers that NCCL did not, and convert codes to GEMM layouts, for all weights at
         once."""
-        if self._unpacked:
-            torch_compat.copy_all(
-                [
-                    copy
-                    for i in self._unpacked
-                    for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])
-                ]
-            )
-            self._metadata = [{} for _ in self.members]
+        copies = [(target, rows.index_select(0, index)) for target, rows, index in self._halos]
+        copies += self._not_gathered
+        self._not_gathered = []
+        for target, _ in copies:
+            torch_compat.alloc_storage(target)
+        torch_compat.copy_all([(target, viewed_as(target, source)) for target, source in copies])
         if self._recorded is not None:
             self._recorded.free()
-        for member in self._deriving:
+        for member in self._derives:
             member.derive()
         for relayout in self._relayouts:
             relayout()
         for member, codes in self._unread:
             # else the dtype was a guess, or the guard moved a GEMM since the forward's gather
-            if member.activation_dtype is not None and member.reader == member.laid_out_for:
+            if member.knows_activation_dtype and member.layouts == member.operand_layouts:
                 torch_compat.free_storage(codes)
 
 
@@ -285,14 +282,14 @@ def _held_key(shard: Shard) -> tuple:
 
 
 def _facts(
-    member: GatheredWeight, chosen: GatherPass, shard: Tensor
+    member: GatheredWeight, directions: tuple[Direction, ...], shard: Tensor
 ) -> tuple[tuple, tuple[Tensor | None, ...]]:
     """Key of the launches of a weight's gather: values that must be equal, and tensors that must be
     identical."""
     state = member.state
     delayed = () if state.packed else state.quantizer.delayed_directions
     same: tuple[Tensor | None, ...] = ()
-    for d in chosen.directions:
+    for d in directions:
         same += (state.statistics or {}).get((state.name, d)) or ()
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
@@ -308,17 +305,17 @@ class _Sent(NamedTuple):
     the gather has arrived.
 
     launches:      (launch, (member, matrix or None) of each shard that it encodes).
-    inputs:        all-gather inputs of each weight; metadata: buffers that FSDP2 does not gather at
-                   world size 1.
-    copies:        ([buffer], [source]) of replicated buffers.
-    is_repeatable: launches write all buffers.
+    inputs:        all-gather inputs of each weight.
+    not_gathered:  (buffer, its bytes) of what FSDP2 does not gather at world size 1.
+    copies:        ([buffer], [source]) of buffers that are not views of the codes.
+    is_repeatable: launches write all codes.
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
     launches: list[tuple[RecordedEncode, list[tuple[int, int | None]]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
-    metadata: list[dict[tuple[Direction, str], Tensor]]
+    not_gathered: list[tuple[Tensor, Tensor]]
     copies: list[tuple[list[Tensor], list[Tensor]]]
     is_repeatable: bool
 
@@ -340,88 +337,78 @@ class _Sent(NamedTuple):
             launch.free()
 
 
-def _is_view(rows: Tensor, buffer: Tensor) -> bool:
-    return (
-        buffer.numel() == 0
-        or rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-    )
-
-
 class _Operands:
     """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2.
 
     Packed weights have none: `expert_weights` converts the codes of all matrices in one
     call.
 
-    own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
+    copies:  per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
              inner tensors.
     unread:  per weight, the gathered columnwise codes if all GEMMs read copies of them; else None.
     """
 
-    def __init__(self, members: Sequence[GatheredWeight], layouts: Sequence[dict[Direction, str]]):
-        self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
+    def __init__(self, members: Sequence[GatheredWeight]):
+        self.members = members
+        self.copies: list[dict[Direction, list[Tensor]]] = [
+            {d: [] for d in Direction} for _ in members
+        ]
         self.unread: list[Tensor | None] = [None] * len(members)
-        self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
-        self._derived: list[tuple[int, Direction, Storage, GemmOperand]] = []
-        self._is_recorded = {d: True for d in Direction}
-        every = (b for m in members for b in (*m.buffers.values(), m.derived))
-        buffers = [b for b in every if b is not None]
+        self._launches: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
+        self._rewrites: dict[Direction, dict[int, Callable[[], None]]] = {d: {} for d in Direction}
+        self._is_recorded: dict[Direction, bool] = {}
+        buffers = [b for m in members for b in (*m.buffers.values(), m.derived) if b is not None]
         for b in buffers:
             b.alloc()
         for member in members:
-            member.laid_out_for = member.reader
+            member.operand_layouts = member.layouts
             if not member.state.packed:
                 member.pair.drop_operands()  # in the layouts of other GEMMs
         for d in Direction:
-            of: list[tuple[int, Storage, str]] = []
-            for i, member in enumerate(members):
-                if member.state.packed:
-                    continue
-                layout, storage = layouts[i].get(d, COMPACT), member.pair.get(d)
-                if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
-                    of.append((i, storage, layout))
-            operands = to_gemm_operands(
-                [(storage, layout) for _, storage, layout in of], calls=self._calls[d]
-            )
-            for (i, storage, layout), operand in zip(of, operands):
-                members[i].pair.cache_operand(d, layout, operand)
-                self._derived.append((i, d, storage, operand))
-                self.own[i][d] += _own_buffers(operand, storage)
-                if d is COLUMNWISE and any(t is operand.data for t in self.own[i][d]):
-                    self.unread[i] = storage.data
-        for d in Direction:
-            written = {id(t) for call in self._calls[d] for t in call.out}
-            self._is_recorded[d] = all(id(t) in written for own in self.own for t in own[d])
-        for tensors in self.own:
-            for t in (*tensors[ROWWISE], *tensors[COLUMNWISE]):
+            self._lay_out(d)
+        for copies in self.copies:
+            for t in (*copies[ROWWISE], *copies[COLUMNWISE]):
                 torch_compat.free_storage(t)
         for b in buffers:
             b.free()
+
+    def _lay_out(self, direction: Direction) -> None:
+        """Build the operands of one direction, and record the launches that write them."""
+        converted: dict[int, tuple[Storage, str]] = {}
+        for i, member in enumerate(self.members):
+            layout = member.operand_layouts.get(direction, COMPACT)
+            storage = None if member.state.packed else member.pair.get(direction)
+            if isinstance(storage, Storage) and layout != COMPACT and storage.fmt.is_quantized:
+                converted[i] = storage, layout
+        launches = self._launches[direction]
+        operands = to_gemm_operands(list(converted.values()), calls=launches)
+        for (i, (storage, layout)), operand in zip(converted.items(), operands):
+            self.members[i].pair.cache_operand(direction, layout, operand)
+            self._rewrites[direction][i] = functools.partial(_rewrite, storage, operand)
+            shared = {t.data_ptr() for t in storage.buffers().values()}
+            copies = [t for t in operand.buffers().values() if t.data_ptr() not in shared]
+            self.copies[i][direction] = copies
+            if direction is COLUMNWISE and any(t is operand.data for t in copies):
+                self.unread[i] = storage.data
+        written = {id(t) for launch in launches for t in launch.out}
+        self._is_recorded[direction] = all(
+            id(t) in written for copies in self.copies for t in copies[direction]
+        )
 
     def relayouts(self, needs: tuple[frozenset[Direction], ...]) -> list[Callable[[], None]]:
         """Calls that write the operands of the directions that each weight needs."""
         calls: list[Callable[[], None]] = []
         for d in Direction:
             if self._is_recorded[d] and all(d in n for n in needs):
-                calls += self._calls[d]
+                calls += self._launches[d]
             else:
-                calls += [
-                    functools.partial(_rewrite, storage, operand)
-                    for i, of, storage, operand in self._derived
-                    if of is d and d in needs[i]
-                ]
+                calls += [rewrite for i, rewrite in self._rewrites[d].items() if d in needs[i]]
         return calls
 
 
-def _rewrite(source: Storage, target: GemmOperand) -> None:
+def _rewrite(source: Storage, target: EncodedMatrix) -> None:
     """Convert a gathered storage into the buffers of its operand, without a recorded launch."""
     fresh = source.to_gemm_operand(target.layout).buffers()
     torch_compat.copy_all(
         [(t, fresh[n]) for n, t in target.buffers().items() if t.data_ptr() != fresh[n].data_ptr()]
     )
-
-
-def _own_buffers(operand: GemmOperand, codes: Storage) -> list[Tensor]:
-    """Buffers of `operand` that are not the memory of `codes`."""
-    shared = {t.data_ptr() for t in codes.buffers().values()}
-    return [t for t in operand.buffers().values() if t.data_ptr() not in shared]

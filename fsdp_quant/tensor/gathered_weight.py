@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..encoded_matrix import BUFFERS
@@ -21,7 +20,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
-from .weight_state import Shard, WeightState, values_of
+from .weight_state import Shard, WeightQuantizer, WeightState, values_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class DirectionBuffers:
     halo:       (gathered rows, index of each logical row) of buffers that the post hook re-indexes;
                 the index is never freed.
     storages:   of each matrix, over all of these.
-    whole:      the buffers that they view, by field of `Storage`: concatenated matrices.
+    concatenated: the buffers of all matrices that they view, by field of `Storage`.
     """
 
     outputs: list[Tensor]
@@ -99,7 +98,7 @@ class DirectionBuffers:
     replicated: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
-    whole: dict[str, Tensor]
+    concatenated: dict[str, Tensor]
 
     def alloc(self) -> None:
         for tensor in (*self.outputs, *self.inner_tensors.values()):
@@ -110,25 +109,14 @@ class DirectionBuffers:
             torch_compat.free_storage(tensor)
 
 
-class GatherPass(NamedTuple):
-    """The gather of one weight for the directions that a pass multiplies.
-
-    directions:  directions that are encoded and sent.
-    outputs:     all-gather outputs, in the order of the inputs.
-    inner_tensors: other buffers of the storages, freed with the outputs.
-    """
-
-    directions: tuple[Direction, ...]
-    outputs: list[Tensor]
-    inner_tensors: list[Tensor]
-
-
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
     """Bytes of the gathered output of one direction's buffers, on every rank."""
     return sum(world_size * b.rows * b.row_bytes for b in buffers)
 
 
-def gathered_directions(quantizer: Any, needs: frozenset[Direction]) -> tuple[Direction, ...]:
+def gathered_directions(
+    quantizer: WeightQuantizer, needs: frozenset[Direction]
+) -> tuple[Direction, ...]:
     """Encodings to gather for the directions that a pass multiplies; the rowwise one if a direction
     is not encoded itself."""
     return tuple(
@@ -157,10 +145,9 @@ class GatheredWeight:
         self.derived = None
         if self.quantizer.is_derived and not self.quantizer.decodes_columnwise:
             self.derived = self._allocate_derived()
-        self.passes = self._passes()
         self.records = True  # amaxes: a backward may follow the forward that gathers
         self.group: Any = None  # gather_group.GatherGroup
-        self.laid_out_for: Any = None  # the `reader` of the group's operands
+        self.operand_layouts: dict[Direction, str] = {}  # `layouts` of the group's operands
         # set by the group's gather until FSDP2 asks for them
         self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
         self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
@@ -179,21 +166,18 @@ class GatheredWeight:
             matrix.managed, matrix.gathered = managed, self
         self.pair = self.pairs[0]
         if state.packed:
-            buffers = ((d, *one) for d, of in self.buffers.items() for one in of.whole.items())
-            shown = {f"{d.value}_{name}": t for d, name, t in buffers}
+            shown = {
+                f"{d.value}_{name}": t
+                for d, buffers in self.buffers.items()
+                for name, t in buffers.concatenated.items()
+            }
             self.pair = StoragePair(owner=state, groups=self.pairs, shown=shown)
 
     @property
-    def activation_dtype(self) -> torch.dtype | None:
-        """The dtype of the activations that it multiplies: of the last eager forward; before one,
-        of a parameter that autocast leaves as it is. None: not known."""
-        of_parameter = None if self.dtype is torch.float32 else self.dtype
-        return self.state.activation_dtype or of_parameter
-
-    @property
-    def reader(self) -> tuple[torch.dtype | None, Any]:
-        """What decides `layouts`: the dtype of the activations, and the plan."""
-        return self.activation_dtype, self.state.plan
+    def knows_activation_dtype(self) -> bool:
+        """An eager forward has multiplied activations, or autocast leaves the parameter's dtype as
+        it is."""
+        return self.state.activation_dtype is not None or self.dtype is not torch.float32
 
     @property
     def layouts(self) -> dict[Direction, str]:
@@ -240,14 +224,16 @@ class GatheredWeight:
             else:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
                 replicated.pop(buffer.name, None)
-        found = inner | replicated | fields
-        whole: dict[str, Tensor] = {name: found[name] for name in BUFFERS if name in found}
-        of_each = [
-            (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
-            for t in whole.values()
-        ]
-        storages = [Storage.over(of, fmt, direction, shape, self.dtype) for of in zip(*of_each)]
-        buffers = DirectionBuffers(outputs, inner, replicated, halo, storages, whole)
+        fields |= inner | replicated
+        concatenated: dict[str, Tensor] = {name: fields[name] for name in BUFFERS if name in fields}
+        of_matrices = zip(
+            *(
+                (t,) if matrices == 1 else t.unflatten(0, (matrices, -1)).unbind()
+                for t in concatenated.values()
+            )
+        )
+        storages = [Storage.over(b, fmt, direction, shape, self.dtype) for b in of_matrices]
+        buffers = DirectionBuffers(outputs, inner, replicated, halo, storages, concatenated)
         buffers.free()
         return buffers
 
@@ -268,7 +254,8 @@ class GatheredWeight:
             shape = len(self.matrices), self.rows, self.cols
             like = torch.zeros(shape, dtype=self.dtype, device=self.managed.device)
             # an identity storage is a view
-            storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]
+            side = self.quantizer.side(COLUMNWISE)
+            storages = [side.storage(matrix.clone(), COLUMNWISE) for matrix in like]
         inner = {
             f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()
         }
@@ -276,18 +263,19 @@ class GatheredWeight:
         buffers.free()
         return buffers
 
-    def _passes(self) -> dict[frozenset[Direction], GatherPass]:
-        """By the directions that a pass multiplies."""
-        passes = {}
-        for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
-            directions = gathered_directions(self.quantizer, needs)
-            chosen = [self.buffers[d] for d in directions]
-            if self.derived is not None and COLUMNWISE in needs:
-                chosen.append(self.derived)
-            outputs = [t for b in chosen for t in b.outputs]
-            inner = [t for b in chosen for t in b.inner_tensors.values()]
-            passes[needs] = GatherPass(directions, outputs, inner)
-        return passes
+    def gathered_sizes(self, directions: tuple[Direction, ...]) -> dict[tuple[str, str], int]:
+        """(direction, format) -> gathered bytes."""
+        world, encodings = self.managed.world_size, self.quantizer.encodings
+        return {
+            (d.value, encodings[d].fmt.name): gathered_size(self.wire[d], world) for d in directions
+        }
+
+    def filled_buffers(self, needs: frozenset[Direction]) -> list[DirectionBuffers]:
+        """The buffers that a gather for these directions fills."""
+        buffers = [self.buffers[d] for d in gathered_directions(self.quantizer, needs)]
+        if self.derived is not None and COLUMNWISE in needs:
+            buffers.append(self.derived)
+        return buffers
 
     # The two halves of a gather #
 
@@ -308,58 +296,44 @@ class GatheredWeight:
         values = local if is_codes else values_of(local)
         shared = self.state.statistics or {}
         pieces = self.state.pieces(values, self.cuts, self.managed.rank)
-        known = ((p, shared.get((p.state.name, direction))) for p in pieces)
-        return [Shard(p, direction, self.dtype, of, None, self.records) for p, of in known]
+        statistics = (shared.get((p.state.name, direction)) for p in pieces)
+        return [
+            Shard(p, direction, self.dtype, s, None, self.records)
+            for p, s in zip(pieces, statistics)
+        ]
 
-    def rows_sent(self, direction: Direction, encoded: Sequence[Encoded]) -> list[Tensor]:
-        """uint8 [rows, bytes] of every wire buffer; encoded: codes of each matrix with rows on this
-        rank."""
-        sent = []
-        for buffer in self.wire[direction]:
-            fields = [getattr(e, buffer.name) for e in encoded]
-            rows = _as_bytes(fields, buffer.row_bytes, self.managed.device)
-            missing = buffer.rows - rows.shape[0]
-            sent.append(F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows)
-        return sent
+    def rows_sent(
+        self, buffer: WireBuffer, encoded: Sequence[Encoded]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """uint8 [rows, bytes] of a wire buffer, a view of the codes where their memory allows it;
+        and the (target, source) copies that fill it otherwise.
 
-    def copies_of_rows(
-        self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(slice of `rows`, source) of each matrix; rows: a copy of the fields, from
-        `rows_sent`."""
-        each = [_as_bytes([field], buffer.row_bytes, self.managed.device) for field in fields]
-        sizes = list(map(len, each))
-        return list(zip(rows[: sum(sizes)].split(sizes), each))
+        encoded:  codes of each matrix with rows on this rank.
+        """
+        fields = [_as_bytes(getattr(e, buffer.name), buffer.row_bytes) for e in encoded]
+        rows = adjoining(fields) if fields else None
+        if rows is not None and len(rows) == buffer.rows:
+            return rows, []
+        shape, device = (buffer.rows, buffer.row_bytes), self.managed.device
+        rows, sizes = torch.zeros(shape, dtype=torch.uint8, device=device), list(map(len, fields))
+        return rows, list(zip(rows[: sum(sizes)].split(sizes), fields))
 
     def replicated(
         self, direction: Direction, encoded: Sequence[Encoded]
     ) -> list[tuple[Tensor, Tensor]]:
         """(buffer, source) of the replicated buffers."""
         buffers = self.buffers[direction].replicated.items()
-        return [(target, _seen_as(target, getattr(encoded[0], name))) for name, target in buffers]
+        return [(target, viewed_as(target, getattr(encoded[0], name))) for name, target in buffers]
 
-    def unpack(
-        self, chosen: GatherPass, metadata: dict[tuple[Direction, str], Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, source) of the buffers that neither NCCL nor the pre hook fills: rows of cut
-        blocks in order, and what `metadata` brings."""
-        copies = []
-        for direction in chosen.directions:
-            buffers = self.buffers[direction]
-            for name, target in buffers.inner_tensors.items():
-                if name in buffers.halo:
-                    rows, index = buffers.halo[name]
-                    source = rows.index_select(0, index)
-                else:
-                    source = metadata[direction, name]
-                copies.append((target, _seen_as(target, source)))
-            if (direction, "data") in metadata:  # a world of one: the second direction's codes
-                torch_compat.alloc_storage(buffers.outputs[0])
-                copies.append((buffers.outputs[0], metadata[direction, "data"].view(-1)))
-        return copies
+    def buffer(self, direction: Direction, name: str) -> Tensor:
+        """The buffer behind a field of the storages."""
+        buffers = self.buffers[direction]
+        return buffers.outputs[0] if name == "data" else buffers.inner_tensors[name]
 
     def derive(self) -> None:
-        """Quantize the columnwise storage from the gathered rowwise one."""
+        """Quantize the columnwise storage from the gathered rowwise one, if it is derived."""
+        if self.derived is None:
+            return
         for pair in self.pairs:
             rowwise, columnwise = pair.storage(ROWWISE), pair.storage(COLUMNWISE)
             fresh = self.quantizer.derive_columnwise(rowwise, self.state.compute_dtype)
@@ -377,18 +351,13 @@ def cuts_and_rank(managed: ManagedParam | None, rows: int) -> tuple[RowCuts, int
     return (RowCuts((0, rows)), 0) if managed is None else (cuts_of(managed), managed.rank)
 
 
-def _seen_as(target: Tensor, source: Tensor) -> Tensor:
+def viewed_as(target: Tensor, source: Tensor) -> Tensor:
+    """Bytes in the dtype and shape of a buffer; values as they are."""
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
-def _as_bytes(tensors: list[Tensor], row_bytes: int, device: torch.device) -> Tensor:
-    """A rank's rows of each matrix as uint8 [rows, row_bytes]; views if their memory allows it."""
-    if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
-        return whole.view(torch.uint8).view(-1, row_bytes)
-    if len(tensors) != 1:
-        empty = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
-        return torch.cat([empty, *(_as_bytes([t], row_bytes, device) for t in tensors)])
-    (rows,) = tensors
+def _as_bytes(rows: Tensor, row_bytes: int) -> Tensor:
+    """A matrix's rows as uint8 [rows, row_bytes]; a view if they are contiguous."""
     if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
         return rows
     return rows.contiguous().view(torch.uint8).reshape(rows.shape[0], row_bytes)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .torch_compat import ManagedParam
-from .weight_state import WeightState, WeightTensor
+from .weight_state import WeightState
 
 
 class ModelWeight(NamedTuple):
@@ -65,11 +65,6 @@ class ModelWeight(NamedTuple):
     def local(self) -> Tensor:
         """This rank's local tensor of the parameter."""
         return torch_compat.local_of(self.parameter)
-
-    @property
-    def is_gathered_as_values(self) -> bool:
-        """FSDP2 gathers it in high precision: it is transposed, or torch's attention reads it."""
-        return self.managed is not None and not isinstance(self.local, WeightTensor)
 
 
 def quantized_weights(model: nn.Module) -> list[ModelWeight]:

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import ROWWISE, Direction
+from ..ops import opaque
 from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
 from .aten_table import AtenTable, aten
 from .storage_pair import StoragePair, name_in_graphs
 from .traced import NoDynamoGuard, stable_text
-from .weight_state import WeightState
+from .weight_state import WeightQuantizer, WeightState
 
 _TABLE = AtenTable()
 
@@ -94,7 +95,7 @@ class QuantizedTensor(Tensor):
                 f"the storages of one tensor must agree in shape and dtype, got {storages}"
             )
         shape = torch.Size(first.shape if shape is None else shape)
-        rows = sum(one.first.shape[0] for one in pairs)
+        rows = sum(p.first.shape[0] for p in pairs)
         if prod(shape) != rows * first.shape[1] or (shape[-1:] != (first.shape[1],)):
             raise ValueError(
                 f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}"
@@ -108,13 +109,13 @@ class QuantizedTensor(Tensor):
 
     @property
     def rowwise(self) -> EncodedMatrix | None:
-        """What forwards multiply: a `Storage`, a `GemmOperand` of a frozen weight, or None."""
-        return self._pair.rowwise
+        """What forwards multiply: a `Storage`, a GEMM operand of a frozen weight, or None."""
+        return self._current().rowwise
 
     @property
     def columnwise(self) -> EncodedMatrix | None:
         """What backwards multiply, or None."""
-        return self._pair.columnwise
+        return self._current().columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
         """The compact storage of that direction; raises as `matrix_for` does."""
@@ -125,26 +126,42 @@ class QuantizedTensor(Tensor):
 
         Raises ValueError if the tensor has none, StaleWeightError if it was freed.
         """
-        storage = self._pair.get(direction)
-        if storage is None:
-            raise ValueError(
-                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
-                f"({self!r})"
-            )
-        return self._readable(storage)
+        return self._readable(self._current().matrix(direction, self))
 
     def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._pair.owner
-        if owner is not None and owner.weight_sync is not None:
+        # a graph that is traced may read the direction later
+        if owner is not None and owner.weight_sync is not None and not opaque.is_tracing():
             owner.weight_sync.check_ready(owner.name, storage.direction)
         return storage.readable("" if owner is None else owner.name)
 
-    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
-        """`matrix_for` in the layout (`ops.layout`) that a GEMM reads."""
-        cached = self._pair.operands.get((direction, layout))
-        if cached is None:
-            return to_layout(self.matrix_for(direction), layout)
-        return self._readable(cached)
+    def operand_for(
+        self,
+        direction: Direction,
+        layout: str,
+        quantizer: WeightQuantizer | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> EncodedMatrix:
+        """The codes of a direction in the layout (`ops.layout`) that a GEMM reads. A graph that is
+        traced reads the buffers when it runs, after FSDP2 filled them.
+
+        quantizer:  derives columnwise codes that are not stored (`HybridQuantizer.columnwise_of`).
+
+        Raises as `matrix_for` does.
+        """
+        pair = self._current()
+        matrix = pair.operands.get((direction, layout)) or pair.get(direction)
+        if matrix is None and quantizer is not None:
+            if quantizer.is_derived or quantizer.shares_storage:
+                rowwise = self.storage_for(ROWWISE)
+                matrix = quantizer.columnwise_of(rowwise, compute_dtype=compute_dtype)
+        if matrix is None:
+            matrix = self.matrix_for(direction)
+        return to_layout(self._readable(matrix), layout)
+
+    def _current(self) -> StoragePair:
+        """The storages to read."""
+        return self._pair
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage unless it is freed.
@@ -184,7 +201,7 @@ class QuantizedTensor(Tensor):
 
     def _memory(self) -> list[Tensor]:
         """Every buffer, to be shared between processes."""
-        return [*_buffers(self)]
+        return _buffers(self)
 
     def _groups(self) -> list[QuantizedTensor]:
         return [QuantizedTensor(pair=part) for part in self._pair.groups]
@@ -223,14 +240,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
 
     def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
-        """`operand_for` while a graph is traced: FSDP2 may fill the buffers when the graph runs."""
-        pair = self._pair
-        cached, storage = pair.operands.get((direction, layout)), pair.get(direction)
-        if cached is not None:
-            return cached
-        if storage is None:
-            storage = hybrid.columnwise_of(pair.storage(ROWWISE))
-        return to_layout(storage, layout)
+        return self.operand_for(direction, layout, hybrid)
 
     def _shown_buffers(self) -> dict[str, Tensor]:
         if self._pair.shown is None:
@@ -289,8 +299,8 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter, pair = isinstance(self, torch.nn.Parameter), self._pair.map(lambda s: s)
-        of = tuple(self.shape), self.requires_grad, is_parameter
-        return _rebuild, (pair.rowwise, pair.columnwise, *of)
+        sides = pair.rowwise, pair.columnwise
+        return _rebuild, (*sides, tuple(self.shape), self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
@@ -343,8 +353,8 @@ class _Decode(torch.autograd.Function):
 
 def _named(args: Sequence) -> str:
     """The first QuantizedTensor of the arguments, by the name of its weight if it has one."""
-    given = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
-    codes = next((t for t in given if isinstance(t, QuantizedTensor)), None)
+    tensors = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
+    codes = next((t for t in tensors if isinstance(t, QuantizedTensor)), None)
     pair = None if codes is None else codes.__dict__.get("_pair")
     if pair is None or pair.owner is None:
         return "a QuantizedTensor"
@@ -502,34 +512,26 @@ def _copy_(func, target, source, non_blocking=False):
             "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that encoded "
             "it, or write to what dequantize() returns"
         )
-    for into, of in _buffer_pairs(target, source):
-        into.copy_(of, non_blocking=non_blocking)
-    target._pair.drop_operands()
-    return target
-
-
-def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
-    """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes,
-    parts, formats or layouts."""
-    into, out_of = ([(key, s.geometry) for key, s in _storages(t)] for t in (target, source))
-    if target.shape != source.shape or target._pair.owner is not None or into != out_of:
+    geometries = [[s.geometry for s in _storages(t)] for t in (target, source)]
+    are_equal = target.shape == source.shape and geometries[0] == geometries[1]
+    if not are_equal or target._pair.owner is not None:
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
             "into it with HybridQuantizer.update(tensor, source.dequantize())"
         )
-    return [*zip(_buffers(target), _buffers(source))]
+    for into, buffer in zip(_buffers(target), _buffers(source)):
+        into.copy_(buffer, non_blocking=non_blocking)
+    target._pair.drop_operands()
+    return target
 
 
-def _storages(tensor: QuantizedTensor) -> Iterator[tuple[tuple[int, Direction], EncodedMatrix]]:
-    """((part, direction), storage) of every readable storage."""
-    for part, pair in enumerate((tensor._pair, *tensor._pair.groups)):
-        for storage in pair.readable:
-            yield (part, storage.direction), storage
+def _storages(tensor: QuantizedTensor) -> list[EncodedMatrix]:
+    """Every readable storage, of all parts."""
+    return [s for pair in (tensor._pair, *tensor._pair.groups) for s in pair.readable]
 
 
-def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
-    for _, storage in _storages(tensor):
-        yield from storage.buffers().values()
+def _buffers(tensor: QuantizedTensor) -> list[Tensor]:
+    return [buffer for s in _storages(tensor) for buffer in s.buffers().values()]
 
 
 @_TABLE.implements(aten.record_stream.default)

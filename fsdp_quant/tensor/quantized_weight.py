@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops import opaque
 from ..ops.layout import COMPACT
 from ..storage import to_storage
 from . import torch_compat
@@ -39,12 +40,10 @@ _TABLE = AtenTable()
 class QuantizedWeightState(CodesState):
     """The state of a `QuantizedWeight`."""
 
-    def wrapped(self, values: Tensor) -> QuantizedWeight:
-        return _wrapped(self, values, values.dtype)
-
-
-def _wrapped(state: CodesState, values: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    return QuantizedWeight(WeightContent(state, values), values.shape, dtype, values.device)
+    def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """A weight of these values, in their dtype if `dtype` is None."""
+        content = WeightContent(self, values)
+        return QuantizedWeight(content, values.shape, dtype or values.dtype, values.device)
 
 
 class QuantizedWeight(WeightCodes):
@@ -84,8 +83,8 @@ class QuantizedWeight(WeightCodes):
     def _current(self) -> StoragePair:
         """The codes to read: of a whole weight encoded again if its values changed; of a shard
         those of the last event."""
-        whole = self.dim() == 2 and self.shape[0] == self.state.shape[0]
-        if not whole or self.state.weight_sync is not None:
+        is_shard = self.dim() != 2 or self.shape[0] != self.state.shape[0]
+        if is_shard or self.state.weight_sync is not None or opaque.is_tracing():
             return self._pair
         version = self.version
         if self.is_current(ROWWISE, version) and self.is_current(COLUMNWISE, version):
@@ -103,18 +102,6 @@ class QuantizedWeight(WeightCodes):
             refresh_codes([t for t in shards if isinstance(t, QuantizedWeight) and t.state.pending])
         encode_stale([(self, managed)])
 
-    @property
-    def rowwise(self) -> EncodedMatrix | None:
-        return self._current().rowwise
-
-    @property
-    def columnwise(self) -> EncodedMatrix | None:
-        return self._current().columnwise
-
-    def matrix_for(self, direction: Direction) -> EncodedMatrix:
-        self._current()
-        return super().matrix_for(direction)
-
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         """Of a shard that is to be encoded with those of other ranks: the values themselves."""
         self._current()
@@ -122,10 +109,10 @@ class QuantizedWeight(WeightCodes):
             return super()._decoded(dtype)
         return self.read().to(dtype or self.dtype)
 
-    def operand_for(self, direction: Direction, layout: str) -> EncodedMatrix:
+    def operand_for(self, direction: Direction, layout: str, *derivation) -> EncodedMatrix:
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
-        pair, operand = self._current(), super().operand_for(direction, layout)
-        if layout != COMPACT and operand.fmt.is_quantized:
+        pair, operand = self._current(), super().operand_for(direction, layout, *derivation)
+        if layout != COMPACT and operand.fmt.is_quantized and not opaque.is_tracing():
             pair.cache_operand(direction, layout, operand)
         return operand
 
@@ -164,7 +151,7 @@ class QuantizedWeight(WeightCodes):
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:
                 rows = self.inner.narrow(0, start, length)
-                return _wrapped(self.state, rows, rows.dtype)
+                return self.state.wrapped(rows)
         return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
 
     def __tensor_flatten__(self):
@@ -194,17 +181,18 @@ class QuantizedWeight(WeightCodes):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """A copy with its own values, even if an optimizer holds these."""
-        of = copy.deepcopy(self.state, memo), isinstance(self, torch.nn.Parameter)
+        state, is_parameter = copy.deepcopy(self.state, memo), isinstance(self, torch.nn.Parameter)
         values = self.inner.detach().clone()
-        memo[id(self)] = copied = _rebuild(values, *of, self.requires_grad, self.dtype)
+        copied = _rebuild(values, state, is_parameter, self.requires_grad, self.dtype)
+        memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol):
         """A parameter, which a module holds, is pickled as one; others as their values."""
         if not isinstance(self, torch.nn.Parameter):
             return self.saved.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-        of = self.state, True, self.requires_grad, self.dtype
-        return _rebuild, (self.inner.detach(), *of)
+        values = self.inner.detach()
+        return _rebuild, (values, self.state, True, self.requires_grad, self.dtype)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (
@@ -237,7 +225,7 @@ def _rebuild(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """dtype: of the weight, whose values may be an fp32 master; None: theirs."""
-    weight = _wrapped(state, values, dtype or values.dtype)
+    weight = state.wrapped(values, dtype)
     return as_parameter(weight, is_parameter, requires_grad)
 
 
@@ -273,8 +261,8 @@ def _on_values(func, *args, **kwargs):
 @register_sharding(aten.dequantize.self)
 def _dequantize_rows(x: Tensor) -> list[tuple[list[Placement], list[Placement]]]:
     """Each rank decodes its part of a DTensor."""
-    kept = [Replicate(), *(Shard(dim) for dim in range(x.ndim))]
-    return [([placement], [placement]) for placement in kept]
+    placements = [Replicate(), *(Shard(dim) for dim in range(x.ndim))]
+    return [([placement], [placement]) for placement in placements]
 
 
 @_TABLE.implements(aten.dequantize.self)

@@ -42,13 +42,13 @@ class Sharded(NamedTuple):
 
     local:    the local tensor.
     managed:  None without `fully_shard` (tensor parallelism alone).
-    found:    known statistics of this rank's rows, by direction.
+    known:    statistics that a kernel computed of this rank's rows, by direction.
     """
 
     local: Tensor
     state: WeightState
     managed: ManagedParam | None
-    found: dict[Direction, Statistics] | None = None
+    known: dict[Direction, Statistics] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +81,7 @@ class _Root:
         self.collectives: dict[tuple, Collective] = {}
         local = (m.local for m in torch_compat.managed_params_of_root(managed))
         states = [s for t in local if isinstance(t, WeightTensor) for s in t.state.matrices]
-        self._forward_begins = {s.forward_begins for s in states} - {None}
+        self._forward_begins = {s.forward_begins for s in states if s.forward_begins is not None}
         torch_compat.watch_forwards(managed, self.begin)
 
     def begin(self, module: nn.Module, is_root: bool, args: tuple) -> None:
@@ -173,11 +173,11 @@ def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
 
 
 @torch.no_grad()
-def reduce_statistics(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
+def reduce_statistics(weights: Sequence[Sharded], collectives: dict[tuple, Collective]) -> None:
     """Share statistics of these weights over all ranks that hold them: one MAX all-reduce per shard
     group, also for the parts of tensor parallelism if one group contains all their ranks.
 
-    kept:  collectives of the last call, by their groups, whose memory is written again: captured
+    collectives:  those of the last call, by their groups, whose memory is written again: captured
            steps read it.
 
     Every rank must call it with the same weights, also with empty shards.
@@ -185,10 +185,10 @@ def reduce_statistics(weights: Sequence[Sharded], kept: dict[tuple, Collective])
     by_groups: dict[tuple, list[Sharded]] = {}
     for weight in weights:
         by_groups.setdefault(_groups(weight), []).append(weight)
-    for groups, of in by_groups.items():
-        last = kept.get(groups)
-        if last is None or not last.replay(of):
-            kept[groups] = Collective(of, groups)
+    for groups, sharded in by_groups.items():
+        last = collectives.get(groups)
+        if last is None or not last.replay(sharded):
+            collectives[groups] = Collective(sharded, groups)
 
 
 def _groups(weight: Sharded) -> tuple[dist.ProcessGroup, ...]:
@@ -220,15 +220,14 @@ class Collective:
 
     def __init__(self, weights: Sequence[Sharded], groups: tuple[dist.ProcessGroup, ...]):
         self._key = _key(weights)
-        self._shared: list[SharedStatistics] = []
         pieces = [(piece, weight) for weight in weights for piece in weight.pieces()]
-        fragments = [_fragment(*of) for of in pieces]
-        places = [i for i, f in enumerate(fragments) if any(map(f.shares_statistics, f.encodings))]
-        self._crossing = [fragments[i] for i in places]
+        fragments = [(_fragment(piece, weight), piece, weight) for piece, weight in pieces]
+        crossing = [f for f in fragments if any(map(f[0].shares_statistics, f[0].encodings))]
+        self._crossing = [fragment for fragment, *_ in crossing]
         # (weight, matrix) of each, without tensors
-        self._of = [(pieces[i][1].state, pieces[i][0].state) for i in places]
-        self._groups = groups if places else ()
-        for group in self._groups:
+        self._states = [(weight.state, piece.state) for _, piece, weight in crossing]
+        self._shared: list[SharedStatistics] = []
+        for group in groups if crossing else ():
             self._shared.append(SharedStatistics(self._crossing, group))
             self._pass_on(self._shared[-1])
         self._hand_over(weights)
@@ -236,13 +235,13 @@ class Collective:
     def replay(self, weights: Sequence[Sharded]) -> bool:
         """Reduce the statistics of the same weights again. Returns False, before any collective, if
         more than values differs."""
-        if self._key != _key(weights) or any(state.packed for state, _ in self._of):
+        if self._key != _key(weights) or any(state.packed for state, _ in self._states):
             return False
-        by_state = {id(weight.state): weight for weight in weights}
-        for fragment, (state, _) in zip(self._crossing, self._of):
-            weight = by_state[id(state)]
+        by_state = {weight.state: weight for weight in weights}
+        for fragment, (state, _) in zip(self._crossing, self._states):
+            weight = by_state[state]
             fragment.values = values_of(weight.local).to(weight.device)
-            fragment.found = _found(weight)
+            fragment.known_amaxes = _known(weight)
         for shared in self._shared:
             if not shared.replay(self._crossing, torch_compat.copy_all):
                 return False
@@ -251,31 +250,28 @@ class Collective:
         return True
 
     def _pass_on(self, shared: SharedStatistics) -> None:
+        """Let the next group start from the results of this one."""
         counters.add("amax all-reduce", "weights")
-        # the next group starts from the results of this one
-        if len(self._groups) > 1:
-            for fragment, own in zip(self._crossing, shared.results):
-                fragment.found = tuple(s or t for s, t in zip(own, fragment.found or own))
+        for fragment, results in zip(self._crossing, shared.results):
+            known_amaxes = fragment.known_amaxes or results
+            fragment.known_amaxes = tuple(s or t for s, t in zip(results, known_amaxes))
 
     def _hand_over(self, weights: Sequence[Sharded]) -> None:
         by_state: dict[WeightState, dict] = {weight.state: {} for weight in weights}
         results = self._shared[-1].results if self._shared else []
-        for (state, matrix), fragment, of in zip(self._of, self._crossing, results):
-            by_state[state] |= {
-                (matrix.name, e.direction): one for e, one in zip(fragment.encodings, of)
-            }
-            fragment.values = _NOTHING  # do not keep a replaced weight alive
+        for (state, matrix), fragment, shared in zip(self._states, self._crossing, results):
+            directions = [(matrix.name, e.direction) for e in fragment.encodings]
+            by_state[state].update(zip(directions, shared))
         for state, statistics in by_state.items():
             state.statistics = statistics
+        for fragment in self._crossing:
+            fragment.values = _NOTHING  # do not keep a replaced weight alive
 
 
 def _key(weights: Sequence[Sharded]) -> list:
     states = (weight.state for weight in weights)
     formats = [(m.quantizer, m.compute_dtype) for state in states for m in state.matrices]
-    return [
-        *formats,
-        *(x for w in weights for x in (w.state, w.identity, w.local.dtype, _found(w) is None)),
-    ]
+    return formats + [(w.state, w.identity, w.local.dtype, not w.known) for w in weights]
 
 
 def _fragment(piece: Piece, weight: Sharded) -> Fragment:
@@ -286,10 +282,10 @@ def _fragment(piece: Piece, weight: Sharded) -> Fragment:
         piece.cuts,
         piece.rank,
         state.compute_dtype,
-        _found(weight),
+        _known(weight),
         state.part if state.spans_parts else (0, 1),
     )
 
 
-def _found(weight: Sharded) -> tuple[Statistics | None, ...] | None:
-    return tuple(map(weight.found.get, weight.state.quantizer.encodings)) if weight.found else None
+def _known(weight: Sharded) -> tuple[Statistics | None, ...] | None:
+    return tuple(map(weight.known.get, weight.state.quantizer.encodings)) if weight.known else None

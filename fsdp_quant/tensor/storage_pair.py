@@ -63,12 +63,14 @@ class StoragePair:
         """The compact storage of a direction. Raises ValueError if there is none."""
         return to_storage(self.matrix(direction))
 
-    def matrix(self, direction: Direction) -> EncodedMatrix:
-        """The storage or operand of a direction. Raises ValueError if there is none."""
+    def matrix(self, direction: Direction, tensor: object = None) -> EncodedMatrix:
+        """The storage or operand of a direction. Raises ValueError, naming the tensor, if there is
+        none."""
         matrix = self.get(direction)
         if matrix is None:
             raise ValueError(
-                f"there is no {direction.value} storage: it was dropped or never encoded"
+                f"this tensor has no {direction.value} storage: it was dropped or never encoded "
+                f"({self if tensor is None else tensor!r})"
             )
         return matrix
 
@@ -132,10 +134,10 @@ class StoragePair:
         if self.owner is not None and self.owner.gathered is not None and torch_compat.is_fake():
             laid_out = [s for (direction, _), s in self.operands.items() if direction is ROWWISE]
             return [*laid_out, *storages][:1]
-        there = [s for s in storages if not s.is_freed]
-        if storages and not there:
+        readable = [s for s in storages if not s.is_freed]
+        if storages and not readable:
             storages[0].readable("" if self.owner is None else self.owner.name)
-        return there
+        return readable
 
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each readable storage, for the same owner; a shared storage is mapped once."""

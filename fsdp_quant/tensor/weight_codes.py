@@ -44,18 +44,24 @@ class CodesState(WeightState):
 
     holds_codes = True
 
+    pending = True
+    statistics_version: object = None  # of the values that `statistics` describe
+    computed: tuple[object, dict[Direction, Statistics]] = (None, {})
+    of_process = WeightState.of_process | {
+        "pending",
+        "statistics_version",
+        "computed",
+        "collectives",
+    }
+
     def __init__(self, *args):
         super().__init__(*args)
-        self.pending, self.stale_codes = True, 0
-
-    def __getstate__(self) -> dict:
-        return super().__getstate__() | {"pending": True}
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.statistics_version: object = None  # of the values that `statistics` describe
-        self.computed: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self.stale_codes = 0
         self.collectives: dict = {}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.collectives = {}
 
     def set_quantizer(self, quantizer) -> None:
         super().set_quantizer(quantizer)
@@ -75,6 +81,9 @@ class CodesState(WeightState):
         counter."""
         self.pending, self.computed = True, (None, {})
         self.drop_codes()
+
+    def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> WeightCodes:
+        raise NotImplementedError
 
     def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
         if not self.quantizer.encodings[direction].fmt.is_quantized:
@@ -187,9 +196,9 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         if not self.has_values:
             return content.versions.get(ROWWISE)
         inner = self.inner
-        own = (*content.writes, 0 if inner.is_inference() else inner._version)
+        version = (*content.writes, 0 if inner.is_inference() else inner._version)
         source, when_copied = content.copied
-        return source if own == when_copied else own
+        return source if version == when_copied else version
 
     def detach_master(self, owner: object = None) -> Tensor:
         """Return the fp32 master [rows, cols], which `owner`, an optimizer, keeps from now on, and
@@ -225,9 +234,9 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
                 "model before making its optimizer"
             )
         if self._content.master is not None or self.state.weight_sync is not None:
-            who = "optimizer" if self.state.weight_sync is None else "weight sync"
+            holder = "optimizer" if self.state.weight_sync is None else "weight sync"
             raise ValueError(
-                f"another {who} holds the master of {self.state.name}; give each weight to one "
+                f"another {holder} holds the master of {self.state.name}; give each weight to one "
                 "optimizer"
             )
 
@@ -236,7 +245,7 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         master, owner = self._content.master, self._content.owner
         if master is None or owner is None or master() is None:
             return False
-        return any(one is owner() for one in optimizers)
+        return any(optimizer is owner() for optimizer in optimizers)
 
     def _memory(self) -> list[Tensor]:
         return [*super()._memory(), *([self.inner] if self.has_values else [])]
@@ -308,11 +317,11 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         """The codes of this direction are those of the current values and quantizer.
 
         version: of the values, if the caller has it."""
-        content, now = self._content, self._quantizer
-        then = content.quantizer
-        if not self.has_values and then is not None:  # they cannot be encoded again
-            then, now = then[:2], now[:2]
-        return then == now and content.versions.get(direction) == (version or self.version)
+        content, present = self._content, self._quantizer
+        encoder = content.quantizer
+        if not self.has_values and encoder is not None:  # they cannot be encoded again
+            encoder, present = encoder[:2], present[:2]
+        return encoder == present and content.versions.get(direction) == (version or self.version)
 
     @property
     def _quantizer(self) -> tuple:

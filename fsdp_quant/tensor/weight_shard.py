@@ -101,10 +101,10 @@ class WeightShard(FSDPHooks, Tensor):
     def _alias(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make(self)`, cached while the shard has this memory: dynamo guards on the identity of
         parameters."""
-        own = vars(self)
-        if "_traced" in own:
-            return own["_traced"]
-        alias = own.get(name)
+        fields = vars(self)
+        if "_traced" in fields:
+            return fields["_traced"]
+        alias = fields.get(name)
         if (
             alias is None
             or alias.data_ptr() != self.data_ptr()
@@ -112,7 +112,7 @@ class WeightShard(FSDPHooks, Tensor):
             or alias.stride() != self.stride()
             or alias.dtype is not self.dtype
         ):
-            alias = own[name] = make(self)
+            alias = fields[name] = make(self)
         return alias
 
     def numpy(self, *, force: bool = False):
@@ -167,7 +167,7 @@ def _mapped(kind: type[_T], fn: Callable[[_T], object], value: object) -> Any:
     if isinstance(value, kind):
         return fn(value)
     if isinstance(value, (list, tuple)):
-        return [fn(one) if isinstance(one, kind) else one for one in value]
+        return [fn(entry) if isinstance(entry, kind) else entry for entry in value]
     return value
 
 

@@ -13,7 +13,8 @@ import contextlib
 import contextvars
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ROWWISE, Direction, Encoding
-from ..gemm import StaleWeightError
+from ..encoded_matrix import EncodedMatrix, StaleWeightError
+from ..formats import ROWWISE, Direction, Encoding, Format
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
@@ -32,6 +33,49 @@ from .torch_compat import ManagedParam, autocast_dtype, local_of
 
 _T = TypeVar("_T")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
+
+
+class SideQuantizer(Protocol):
+    """What a weight needs of a `Quantizer`, which is above this module."""
+
+    @property
+    def fmt(self) -> Format: ...
+    @property
+    def scaling(self) -> Any: ...
+    @property
+    def is_delayed(self) -> bool: ...
+    def encoding(self, direction: Direction) -> Encoding: ...
+    def storage(self, x: Tensor, direction: Direction) -> Storage: ...
+
+
+class WeightQuantizer(Protocol):
+    """What a weight needs of a `HybridQuantizer`, which is above this module."""
+
+    @property
+    def rowwise(self) -> Any: ...
+    @property
+    def columnwise(self) -> Any: ...
+    @cached_property
+    def sides(self) -> Mapping[Direction, SideQuantizer]: ...
+    @cached_property
+    def encodings(self) -> dict[Direction, Encoding]: ...
+    @cached_property
+    def delayed_directions(self) -> tuple[Direction, ...]: ...
+    @cached_property
+    def is_stochastic(self) -> bool: ...
+    @cached_property
+    def shares_storage(self) -> bool: ...
+    @property
+    def is_derived(self) -> bool: ...
+    @property
+    def decodes_columnwise(self) -> bool: ...
+    def side(self, direction: Direction) -> SideQuantizer: ...
+    def columnwise_of(
+        self, rowwise: EncodedMatrix, *, compute_dtype: torch.dtype | None = None
+    ) -> Storage: ...
+    def derive_columnwise(
+        self, rowwise: EncodedMatrix, compute_dtype: torch.dtype | None = None
+    ) -> Storage: ...
 
 
 class WeightSync(Protocol):
@@ -71,16 +115,28 @@ class WeightState:
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
 
-    forward_begins: Any = None
+    forward_begins: Callable[[Any, bool, bool], None] | None = None
+
+    # Gathers, syncs and holds belong to this process: neither copies nor files have them.
+    gathered: Any = None  # gathered_weight.GatheredWeight
+    managed: ManagedParam | None = None
+    weight_sync: WeightSync | None = None
+    held: Held | None = None
+    statistics: dict[tuple[str, Direction], Statistics | None] | None = None
+    activation_dtype: torch.dtype | None = None
+    of_process = frozenset(
+        ("gathered", "managed", "weight_sync", "held", "statistics", "activation_dtype")
+    )
 
     def __init__(
         self,
         name: str,
-        quantizer: Any,  # HybridQuantizer is above this module
+        quantizer: WeightQuantizer | None,
         shape: Sequence[int],
         compute_dtype: torch.dtype | None,
     ):
-        self.name, self.quantizer, self.compute_dtype = name, quantizer, compute_dtype
+        self.name, self.compute_dtype = name, compute_dtype
+        self.quantizer: WeightQuantizer = quantizer  # pyright: ignore[reportAttributeAccessIssue]
         self.shape = tuple(shape)
         self.plan: Any = None
         self.recomputes = False
@@ -88,26 +144,14 @@ class WeightState:
         self.tensor_group: dist.ProcessGroup | None = None
         self.tensor_dim = 0
         self.histories: dict[tuple, AmaxHistory] = {}
-        self._reset()
         ALL_STATES.add(self)
 
-    def _reset(self) -> None:
-        """Forget what belongs to this process: gathers, syncs, holds."""
-        self.gathered: Any = None  # gathered_weight.GatheredWeight
-        self.managed: ManagedParam | None = None
-        self.weight_sync: WeightSync | None = None
-        self.held: Held | None = None
-        self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
-        self.activation_dtype: torch.dtype | None = None
-
     def __getstate__(self) -> dict:
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_PROCESS} | {
-            "tensor_group": None
-        }
+        fields = {k: v for k, v in self.__dict__.items() if k not in self.of_process}
+        return fields | {"tensor_group": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._reset()
         ALL_STATES.add(self)
 
     def __deepcopy__(self, memo) -> WeightState:
@@ -117,7 +161,7 @@ class WeightState:
         )
         return copied
 
-    def set_quantizer(self, quantizer: Any) -> None:
+    def set_quantizer(self, quantizer: WeightQuantizer) -> None:
         """Set the quantizer of another recipe; discard histories, held codes and gather buffers."""
         self.quantizer = quantizer
         self.histories.clear()
@@ -151,7 +195,9 @@ class WeightState:
             and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
         )
 
-    def history(self, name: str, slot: str, direction: Direction, quantizer: Any) -> AmaxHistory:
+    def history(
+        self, name: str, slot: str, direction: Direction, quantizer: SideQuantizer
+    ) -> AmaxHistory:
         """The amax history of a delayed side: of a module's slot, or of the weight itself."""
         # under autocast a slot may have several quantizers
         key = (name, slot, direction, quantizer)
@@ -162,7 +208,7 @@ class WeightState:
         return self.histories[key]
 
     def delayed_history(
-        self, direction: Direction, device: torch.device, quantizer: Any = None
+        self, direction: Direction, device: torch.device, quantizer: WeightQuantizer | None = None
     ) -> AmaxHistory | None:
         """The history that scales this direction of the weight, on `device`; None without delayed
         scaling."""
@@ -223,15 +269,9 @@ class WeightState:
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
             # nothing before the rank that holds it
             ends = [rows if e < end else 0 for end in cuts.bounds[1:]]
-            of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
-            pieces.append(Piece(self.packed[e], matrix, of, at))
+            rows_of_ranks = RowCuts((0, *ends) if everywhere else (0, rows))
+            pieces.append(Piece(self.packed[e], matrix, rows_of_ranks, rank * everywhere))
         return pieces
-
-
-# Fields that neither copies nor files have.
-_OF_PROCESS = frozenset(
-    {"gathered", "managed", "weight_sync", "held", "statistics", "activation_dtype"}
-)
 
 
 class WeightTensor(Tensor):
@@ -299,6 +339,9 @@ class Shard(NamedTuple):
     into: tuple[Tensor, Tensor] | None = None
     records: bool = True
 
+    def statistics_on(self, device: torch.device) -> Statistics | None:
+        return None if self.statistics is None else self.statistics.to(device)
+
 
 def encode_shards(
     shards: Sequence[Shard],
@@ -311,37 +354,39 @@ def encode_shards(
               replayed.
     """
     results: dict[int, Encoded] = {}
-    alike: dict[tuple, list[int]] = {}
+    by_encoding: dict[tuple, list[int]] = {}
     for i, (piece, direction, high_precision, statistics, *_) in enumerate(shards):
         encoding = piece.state.quantizer.encodings[direction]
         dtype = piece.state.encoded_dtype(encoding, high_precision)
-        alike.setdefault((encoding, dtype, piece.values.dtype, statistics is None), []).append(i)
-    for (encoding, dtype, *_), places in alike.items():
-        of = [shards[i] for i in places]
-        repeatable: list[RecordedEncode] = []
-        histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
+        key = encoding, dtype, piece.values.dtype, statistics is None
+        by_encoding.setdefault(key, []).append(i)
+    for (encoding, dtype, *_), places in by_encoding.items():
+        group = [shards[i] for i in places]
+        recorded: list[RecordedEncode] = []
+        histories = [s.piece.state.delayed_history(s.direction, device) for s in group]
+        records = (h if s.records else None for h, s in zip(histories, group))
         codes = dispatch.multi_tensor_encode(
-            [s.piece.values.to(device) for s in of],
+            [s.piece.values.to(device) for s in group],
             encoding,
-            [None if s.statistics is None else s.statistics.to(device) for s in of],
-            [s.piece.row0 for s in of],
-            [None if h is None else h.encode_scale for h in histories],
+            [s.statistics_on(device) for s in group],
+            [s.piece.row0 for s in group],
+            [h and h.encode_scale for h in histories],
             dtype,
-            [s.into for s in of],
-            [h.amaxes if h is not None and s.records else None for h, s in zip(histories, of)],
-            None if launches is None else repeatable,
+            [s.into for s in group],
+            [h and h.amaxes for h in records],
+            None if launches is None else recorded,
         )
-        if launches is not None and repeatable:
-            launches.append((repeatable[0], places))
-        for i, s, encoded in zip(places, of, codes):
-            results[i] = encoded
-            if encoding.fmt.is_quantized:
-                counters.add("weight encode", (s.piece.state.name, s.direction.value))
-    return [results[i] for i in range(len(shards))]
+        if launches is not None:
+            launches += ((launch, places) for launch in recorded)
+        results.update(zip(places, codes))
+        if encoding.fmt.is_quantized:
+            names = [(s.piece.state.name, s.direction.value) for s in group]
+            counters.add_each("weight encode", names)
+    return list(map(results.__getitem__, range(len(shards))))
 
 
 def storage_of(
-    quantizer: Any,
+    quantizer: WeightQuantizer,
     direction: Direction,
     compute_dtype: torch.dtype | None,
     encode: Callable[[Direction], Storage],
@@ -405,8 +450,8 @@ def held(state: WeightState | None, key: tuple, values: Tensor, encode: Callable
 
 
 def share_over_tensor_group(
-    found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup
+    statistics: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup
 ) -> list[Statistics]:
     """Statistics of whole tensors from those of each rank's part; every rank must call it."""
     counters.add("amax all-reduce", "weights")
-    return share_amaxes(found, group)
+    return share_amaxes(statistics, group)

@@ -59,31 +59,37 @@ def cast_master_weights(
     shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
     casts: dict[tuple[int, int], Cast] = {}
-    alike: dict[tuple, list[tuple[int, int]]] = {}
+    by_encoding: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
-            alike.setdefault((encoding, fragment.dtype, fragment.values.dtype), []).append((f, e))
-    for (encoding, dtype, _), at in alike.items():
-        of = [fragments[f] for f, _ in at]
-        encs = [factors[f][e] for f, e in at]
-        stats = [
-            _of_rows(shared[f][e], fragments[f].block_rows(encoding), whole_scales) for f, e in at
+            key = encoding, fragment.dtype, fragment.values.dtype
+            by_encoding.setdefault(key, []).append((f, e))
+    for (encoding, dtype, _), places in by_encoding.items():
+        equal = [fragments[f] for f, _ in places]
+        encode_scales = [factors[f][e] for f, e in places]
+        statistics = [shared[f][e] for f, e in places]
+        of_rows = [
+            Statistics(s.amax[f.block_rows(encoding)], s.tensor_amax)
+            if whole_scales and s is not None and s.amax is not None
+            else s
+            for s, f in zip(statistics, equal)
         ]
         encoded = dispatch.multi_tensor_encode(
-            [f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype
+            [f.rows for f in equal],
+            encoding,
+            of_rows,
+            [f.row0 for f in equal],
+            encode_scales,
+            dtype,
         )
-        for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
+        for i, (place, fragment) in enumerate(zip(places, equal)):
             run = fragment.start, fragment.values.numel(), fragment.rows.shape[1]
-            codes = flat_codes.codes_of_run(one.data, encoding.fmt.bits, *run)
-            stats = shared[f][e]
-            scale = one.scale
-            if whole_scales and stats is not None:
-                scale = dispatch.scales(stats, encoding, enc)
-            casts[f, e] = Cast(codes, scale, one.tensor_amax, one.amax)
-    return [[casts[f, e] for e in range(len(one.encodings))] for f, one in enumerate(fragments)]
-
-
-def _of_rows(stats: Statistics | None, block_rows: slice, whole: bool) -> Statistics | None:
-    if stats is None or stats.amax is None or not whole:
-        return stats
-    return Statistics(stats.amax[block_rows], stats.tensor_amax)
+            codes = flat_codes.codes_of_run(encoded[i].data, encoding.fmt.bits, *run)
+            scale, amaxes = encoded[i].scale, statistics[i]
+            if whole_scales and amaxes is not None:
+                scale = dispatch.scales(amaxes, encoding, encode_scales[i])
+            casts[place] = Cast(codes, scale, encoded[i].tensor_amax, encoded[i].amax)
+    return [
+        [casts[f, e] for e in range(len(fragment.encodings))]
+        for f, fragment in enumerate(fragments)
+    ]

@@ -49,7 +49,7 @@ class _Side:
     other blocks' amaxes.
 
     rows:         [first, end) that the piece overlaps.
-    own:          [first, end) rows of blocks that no cut divides; early: those that the first
+    undivided:    [first, end) rows of blocks that no cut divides; early: those that the first
                   launch encodes.
     cut:          block row that a cut divides -> first element of its amaxes.
     amaxes:       offset of block row 0, if amaxes of whole rows, or all, are collected; else None.
@@ -77,20 +77,20 @@ class _Side:
         unit = self.height * cols
         lo = ceil_div(self.start, unit)
         hi = ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit
-        self.own = (
+        self.undivided = (
             (0, 0)
             if fmt.dims(direction)[0] is None and cut
             else (lo * self.height, min(max(hi, lo) * self.height, rows))
         )
-        self.early = self.own if self.in_one_launch else (0, 0)
+        self.early = self.undivided if self.in_one_launch else (0, 0)
 
     def collect(self, reserve: Callable[[int, int], int]) -> None:
         """Lay out the collected amaxes; reserve(elements, among) returns the same offset on every
         rank that shares them."""
         fmt, across, blocks = self.encoding.fmt, self.across, RANKS if self.cuts.is_sharded else OWN
-        whole = PARTS if self.weight.spans_parts(self.encoding) else blocks
-        self.tensor_amax = reserve(1, whole) if fmt.tensor_scale else None
-        blocks = blocks if fmt.tensor_scale else whole
+        tensor = PARTS if self.weight.spans_parts(self.encoding) else blocks
+        self.tensor_amax = reserve(1, tensor) if fmt.tensor_scale else None
+        blocks = blocks if fmt.tensor_scale else tensor
         if self.all_shared:
             self.amaxes = reserve(self.block_rows * across, blocks)
             self.cut = {r: self.amaxes + r * across for r in self.cut_rows}
@@ -107,41 +107,37 @@ class _Side:
 
     def work(self, second: bool) -> list[int]:
         """Work of a launch per tile row of the piece, for this side."""
-        found = []
+        works = []
         for tile_row in range(self.rows[0] // TILE, ceil_div(self.rows[1], TILE)):
             first = max(tile_row * TILE, self.rows[0])
             end = min((tile_row + 1) * TILE, self.rows[1])
-            is_early = self.early[0] <= first and end <= self.early[1]
             if second:
-                found.append(0 if is_early or self.weight.gathers_values else ENCODE)
-            else:
-                collects = (
-                    not self.in_one_launch
-                    or self.all_shared
-                    or first < self.own[0]
-                    or end > self.own[1]
-                )
-                encodes = first < self.early[1] and end > self.early[0]
-                found.append(COLLECT * collects | ENCODE * encodes)
-        return found
+                is_early = self.early[0] <= first and end <= self.early[1]
+                works.append(0 if is_early or self.weight.gathers_values else ENCODE)
+                continue
+            is_undivided = self.undivided[0] <= first and end <= self.undivided[1]
+            collects = not self.in_one_launch or self.all_shared or not is_undivided
+            encodes = first < self.early[1] and end > self.early[0]
+            works.append(COLLECT * collects | ENCODE * encodes)
+        return works
 
     def scale_runs(self, synced: tuple[int, int]) -> list[tuple[int, int, int]]:
         """(first element in the arena, first scale, scales) of scales from collected amaxes.
 
-        synced:     [first, end) of the wanted scales.
+        synced:     [first, end) of the scales to write.
         """
-        found: list[tuple[int, int, int]]
+        runs: list[tuple[int, int, int]]
         if self.amaxes is not None and (self.all_shared or (self.spans and self.block_rows == 1)):
-            found = [(self.amaxes, 0, self.block_rows * self.across)]
+            runs = [(self.amaxes, 0, self.block_rows * self.across)]
         else:
-            found = [(at, r * self.across, (r + 1) * self.across) for r, at in self.cut.items()]
+            runs = [(a, r * self.across, (r + 1) * self.across) for r, a in self.cut.items()]
             if self.spans and self.amaxes is not None:
-                first, end = (ceil_div(row, self.height) * self.across for row in self.own)
-                found.append((self.amaxes + first, first, end))
+                first, end = (ceil_div(row, self.height) * self.across for row in self.undivided)
+                runs.append((self.amaxes + first, first, end))
         clipped = [
-            (at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found
+            (amax - first, max(first, synced[0]), min(end, synced[1])) for amax, first, end in runs
         ]
-        return [(at + lo - first, lo, hi - lo) for at, first, lo, hi in clipped if lo < hi]
+        return [(amax + lo, lo, hi - lo) for amax, lo, hi in clipped if lo < hi]
 
 
 class _Group:
@@ -164,21 +160,22 @@ class _Group:
         for second in (False, True):
             parts = [torch.empty(0, 4, dtype=torch.int32, device="cpu")]
             for index, sides in enumerate(self.sides):
-                one = next(s for s in sides if s is not None)
-                if one.start == one.end:
+                side = next(s for s in sides if s is not None)
+                if side.start == side.end:
                     continue
-                sides_work = [
+                works = [
                     [w << 2 * d for w in s.work(second)]
                     for d, s in enumerate(sides)
                     if s is not None
                 ]
-                counts = [sum(of) for of in zip(*sides_work)]
-                work = torch.tensor(counts, dtype=torch.int32, device="cpu")
-                rows, cols = _in_order(len(work), ceil_div(one.weight.shape[1], TILE))
-                laid = torch.stack(
-                    (torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1
+                work = torch.tensor(works, dtype=torch.int32, device="cpu").sum(
+                    0, dtype=torch.int32
                 )
-                parts.append(laid[laid[:, 3] != 0])
+                rows, cols = _in_order(len(work), ceil_div(side.weight.shape[1], TILE))
+                tiles = torch.stack(
+                    (torch.full_like(rows, index), rows + side.rows[0] // TILE, cols, work[rows]), 1
+                )
+                parts.append(tiles[tiles[:, 3] != 0])
             tiles = torch.cat(parts)
             self.works[second] = [
                 e if (tiles[:, 3] >> 2 * d & 3).any() else None
@@ -304,7 +301,7 @@ class CastPlan:
         for weight in weights:
             for direction, encoding in weight.quantizer.encodings.items():
                 reason = native.unsupported_pieces_reason(
-                    encoding, weight.seen[direction], weight.shape[1]
+                    encoding, weight.encoded_dtypes[direction], weight.shape[1]
                 )
                 if weight.gathers_values and weight.wire_dtype not in native.PIECE_VALUES:
                     reason = f"values travel in {weight.wire_dtype}"
@@ -322,7 +319,7 @@ class CastPlan:
             and [m.data_ptr() for m in masters] == self._pointers
         )
 
-    def _at(self, index: int | None) -> int:
+    def _amax_address(self, index: int | None) -> int:
         return 0 if index is None else self._arena.data_ptr() + FP32 * index
 
     def _scale_base(self, side: _Side) -> tuple[int, tuple[int, int]]:
@@ -330,7 +327,7 @@ class CastPlan:
         weight, direction = side.weight, side.encoding.direction
         if weight.gathers_values:
             return 0, (0, 0)
-        scale = weight.staged[direction].scale
+        scale = weight.staged[direction].get("scale")
         if scale is not None:
             return scale.data_ptr(), (0, side.block_rows * side.across)
         first, end = weight.wire_tensors[direction, "scale"].map.run(self._rank)
@@ -350,9 +347,9 @@ class CastPlan:
         pointers = [
             data,
             scale,
-            self._at(side.amaxes),
-            *(self._at(at) for _, at in cut),
-            self._at(side.tensor_amax),
+            self._amax_address(side.amaxes),
+            *(self._amax_address(offset) for _, offset in cut),
+            self._amax_address(side.tensor_amax),
             0 if history is None else history.encode_scale.data_ptr(),
             side.start,
             side.end,
@@ -364,7 +361,7 @@ class CastPlan:
             length,
             side.across,
             *(r for r, _ in cut),
-            *side.own,
+            *side.undivided,
             *side.early,
             *side.rows,
             side.all_shared,
@@ -381,8 +378,8 @@ class CastPlan:
         for group in self._groups.values():
             rows = []
             for index, sides in zip(group.masters, group.sides):
-                one = next(s for s in sides if s is not None)
-                head = [0, one.start, one.end, *_packed(*self._weights[index].shape, 0, 0)]
+                side = next(s for s in sides if s is not None)
+                head = [0, side.start, side.end, *_packed(*self._weights[index].shape, 0, 0)]
                 rows.append(head + self._side_row(sides[0]) + self._side_row(sides[1]))
             table = torch.tensor(rows, dtype=torch.int64, device="cpu")
             self._tables.append((group, table, table))
@@ -390,8 +387,8 @@ class CastPlan:
             self._lay_scales(side)
         for index, weight in enumerate(self._weights):
             for (direction, part), wire in weight.wire_tensors.items():
-                dtype = weight.wire_dtype if part == "values" else weight.seen[direction]
-                if part == "values" or (
+                dtype = weight.wire_dtype if direction is None else weight.encoded_dtypes[direction]
+                if direction is None or (
                     part == "codes" and not weight.quantizer.encodings[direction].fmt.is_quantized
                 ):
                     start, end = wire.map.run(self._rank)
@@ -411,18 +408,19 @@ class CastPlan:
             delayed["enc"] = history.encode_scale.data_ptr()
             delayed["record"] = history.amaxes.data_ptr()
         scale_runs = side.scale_runs(synced)
-        for at, first, count in scale_runs:
+        tensor_amax = self._amax_address(side.tensor_amax)
+        for amax, first, count in scale_runs:
             out = base + first * fmt.scale_bytes
-            runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
+            runs.add(self._amax_address(amax), out, count, side.encoding, tensor_amax, **delayed)
         # another rank writes the scale; every rank keeps the history
         if delayed and not scale_runs:
-            runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
-        kept = weight.amaxes.get(direction)
+            runs.add(self._amax_address(side.amaxes), 0, 1, side.encoding, **delayed)
+        staged = weight.amaxes.get(direction)
         if not weight.gathers_values:
-            kept = weight.staged[direction].tensor_amax
-        if kept is not None:
+            staged = weight.staged[direction].get("tensor_amax")
+        if staged is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
-            runs.add(self._at(source), kept.data_ptr(), 1)
+            runs.add(self._amax_address(source), staged.data_ptr(), 1)
 
     def _point_at(self, masters: Sequence[Tensor]) -> None:
         """Write the masters' addresses into the tables, and copy the tables to the device."""
@@ -478,24 +476,20 @@ class CastPlan:
         self._update(masters)
         self._arena.zero_()
         for second in (False, True):
-            for of, shared in ((group, self._shared), (parts, self._of_parts)) if second else ():
-                if shared and of is not None and of.size() > 1:
+            for ranks, shared in ((group, self._shared), (parts, self._of_parts)) if second else ():
+                if shared and ranks is not None and ranks.size() > 1:
                     counters.add("amax all-reduce", "sync")
                     dist.all_reduce(
-                        self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of
+                        self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=ranks
                     )
-            for of, _, table in self._tables:
-                if len(of.tiles[second]):
-                    row, col = of.works[second]
-                    native.cast_pieces(table, of.tiles[second], row, col, second, skip)
+            for weights, _, table in self._tables:
+                if len(weights.tiles[second]):
+                    row, col = weights.works[second]
+                    native.cast_pieces(table, weights.tiles[second], row, col, second, skip)
         for runs in self._runs:
             if runs.rows:
                 native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
-        for of, *_ in self._tables:
-            for encoding in of.encodings:
-                if encoding is not None:
-                    counters.add(
-                        "quantize",
-                        (encoding.fmt.name, encoding.direction.value, "native"),
-                        len(of.masters),
-                    )
+        for weights, *_ in self._tables:
+            for encoding in filter(None, weights.encodings):
+                detail = encoding.fmt.name, encoding.direction.value, "native"
+                counters.add("quantize", detail, len(weights.masters))

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_weight_sync`: check the weights on every rank, and agree on one plan."""
+"""`plan_weight_sync`: check the weights on every rank, and agree on one plan. `describe` and
+`token_alignment`: what a trainer needs to know before it lays out its buffers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..formats import COLUMNWISE
+from ..recipe import Recipe, Role, as_recipe
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 from ..tensor.quantized_weight import QuantizedWeight
 from .cast_plan import CastPlan
 from .sync import WeightSync
-from .synced_weight import SyncedWeight, SyncItem
+from .synced_weight import SyncedWeight, SyncItem, bits_of
 
 TRANSPORTS, STATISTICS = ("auto", "codes", "highprec"), ("dense", "halo")
 _REMEDY = "give every rank of a group the same items, options and build of fsdp_quant"
@@ -67,14 +72,14 @@ def plan_weight_sync(
     kernels = CastPlan.unsupported_reason(weights, device) or "with kernels"
     same = {"the sync": f"from {compute_dtype}, {kernels}"}
     of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
-    own = {
+    plans = {
         w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, "
         f"{'values' if w.gathers_values else 'codes'} travel"
         for w in weights
     }
-    own |= {"transport": transport, "stats": stats}
-    for of, facts in ((group, own), (tensor_group, of_parts)):
-        groups = [] if of is None else [of]
+    plans |= {"transport": transport, "stats": stats}
+    for ranks, facts in ((group, plans), (tensor_group, of_parts)):
+        groups = [] if ranks is None else [ranks]
         try:
             agree(facts | same, groups, error, _REMEDY, "ranks plan other weight syncs")
         except (ValueError, TypeError) as caught:  # the other group compares too
@@ -100,59 +105,16 @@ def _checked(
             f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} "
             f"and {stats!r}"
         )
-    world, seen, params = 1 if group is None else group.size(), set(), []
-    for name, weight, shards, is_part in items:
-        if isinstance(weight, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
-                "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
-                "not to both"
-            )
-        if not isinstance(weight, QuantizedWeight):
-            raise ValueError(
-                f"{name}: {type(weight).__name__} is no quantized parameter; build the model under "
-                "fq.quantized_model_init"
-            )
-        quantizer, state = weight.state.quantizer, weight.state
-        if (
-            weight.dim() != 2
-            or tuple(weight.shape) != state.shape
-            or not weight.numel()
-            or weight.device != device
-        ):
-            raise ValueError(
-                f"{name}: wanted a whole weight of two dims on {device}, where the first one is, "
-                f"got {list(weight.shape)} on {weight.device}"
-            )
-        if seen & {id(state), name}:
+    world, planned, params = 1 if group is None else group.size(), set(), []
+    for item in items:
+        weight = _checked_weight(item, device, world, part)
+        name, state = item.name, weight.state
+        if planned & {id(state), name}:
             raise ValueError(
                 f"{name}: the weight, or its name, is in the items twice; a tied weight is "
                 "published once"
             )
-        seen |= {id(state), name}
-        weight.check_not_taken()
-        if shards.numel != weight.numel() or shards.ranks != world:
-            raise ValueError(
-                f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; "
-                f"wanted {weight.numel()} on {world}"
-            )
-        if state.spans_parts and (not is_part or state.part != part):
-            formats = ", ".join(
-                f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor
-            )
-            raise ValueError(
-                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole "
-                f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
-            )
-        for d, encoding in quantizer.encodings.items():
-            if encoding.fmt.rotated or quantizer.is_stochastic:
-                what = "rounded stochastically"
-                if encoding.fmt.rotated:
-                    what = "rotated, which mixes elements of two owners"
-                raise ValueError(
-                    f"{name}.{d.value} is {quantizer}, {what}; do so with activations and "
-                    "gradients only"
-                )
+        planned |= {id(state), name}
         if state.compute_dtype != compute_dtype:
             raise ValueError(
                 f"{name}: its recipe quantizes from {state.compute_dtype}, and "
@@ -160,3 +122,107 @@ def _checked(
             )
         params.append(weight)
     return params
+
+
+def _checked_weight(
+    item: SyncItem, device: torch.device, world: int, part: tuple[int, int]
+) -> QuantizedWeight:
+    """The parameter of an item. Raises ValueError, naming the weight, if it cannot be planned."""
+    name, weight, shards, is_part = item
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
+            "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
+            "not to both"
+        )
+    if not isinstance(weight, QuantizedWeight):
+        raise ValueError(
+            f"{name}: {type(weight).__name__} is no quantized parameter; build the model under "
+            "fq.quantized_model_init"
+        )
+    quantizer, state = weight.state.quantizer, weight.state
+    if (
+        weight.dim() != 2
+        or tuple(weight.shape) != state.shape
+        or not weight.numel()
+        or weight.device != device
+    ):
+        raise ValueError(
+            f"{name}: wanted a whole weight of two dims on {device}, where the first one is, "
+            f"got {list(weight.shape)} on {weight.device}"
+        )
+    weight.check_not_taken()
+    if shards.numel != weight.numel() or shards.ranks != world:
+        raise ValueError(
+            f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; "
+            f"wanted {weight.numel()} on {world}"
+        )
+    if state.spans_parts and (not is_part or state.part != part):
+        formats = ", ".join(
+            f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor
+        )
+        raise ValueError(
+            f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole "
+            f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
+        )
+    for d, encoding in quantizer.encodings.items():
+        if encoding.fmt.rotated or quantizer.is_stochastic:
+            kind = "rounded stochastically"
+            if encoding.fmt.rotated:
+                kind = "rotated, which mixes elements of two owners"
+            raise ValueError(
+                f"{name}.{d.value} is {quantizer}, {kind}; do so with activations and "
+                "gradients only"
+            )
+    return weight
+
+
+# Formats, wire bits and alignments #
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """Formats and wire size of a parameter, for a trainer that lays out buffers.
+
+    formats:     by direction; says whether a direction shares or derives its storage.
+    wire_bits:   bits per element of codes, by encoded direction; without scales.
+    """
+
+    is_quantized: bool
+    shape: tuple[int, ...]
+    formats: dict[str, str]
+    wire_bits: dict[str, int]
+
+
+def describe(param: Tensor) -> WeightFacts:
+    """Formats and wire bits of a parameter, or that it is not quantized."""
+    weight = torch_compat.local_of(param)
+    if not isinstance(weight, QuantizedWeight):
+        return WeightFacts(False, tuple(param.shape), {}, {})
+    quantizer = weight.state.quantizer
+    formats = {d.value: repr(q.fmt) for d, q in quantizer.sides.items()}
+    if quantizer.shares_storage:
+        formats[COLUMNWISE.value] += " (the rowwise storage)"
+    elif quantizer.is_derived:
+        formats[COLUMNWISE.value] += " (of the decoded rowwise storage)"
+    bits = {d.value: bits_of(e, weight.dtype) for d, e in quantizer.encodings.items()}
+    return WeightFacts(True, tuple(weight.shape), formats, bits)
+
+
+def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
+    """Multiple of tokens per group (expert, sequence shard) such that no block of an activation or
+    gradient crosses into the next group.
+
+    role:  role of any tensor of the module, or the module's name.
+    """
+    recipe = as_recipe(recipe, "token_alignment", Recipe)
+    kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
+    sizes = [1]
+    for tensor_type in ("input", "grad_output"):
+        hybrid = recipe.hybrid(Role(kind, tensor_type, name))
+        sizes += [
+            size
+            for d, q in ({} if hybrid is None else hybrid.sides).items()
+            for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
+        ]
+    return math.lcm(*sizes)

@@ -14,6 +14,7 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -76,8 +77,8 @@ class ShardMap:
             """Number of blocks whose first element is before the cut."""
             row, col = divmod(min(cut, rows * cols - 1), cols)
             block_row, inside = divmod(row, b0)
-            own = across if inside or cut == rows * cols else ceil_div(col, b1)
-            return block_row * across + own
+            in_row = across if inside or cut == rows * cols else ceil_div(col, b1)
+            return block_row * across + in_row
 
         return ShardMap(tuple(map(before, self.cuts)))
 
@@ -121,23 +122,27 @@ class Segments:
         """Sort key: the order of a flat buffer, from its first rank to its last."""
         return [-cut / wire.map.numel for cut in wire.map.cuts]
 
-    @cached_property
-    def _packed(self) -> list[list[int]]:
-        """`offsets` of concatenated runs."""
+    def _offsets(self, places: Sequence[int] | None) -> list[list[int]]:
+        """`offsets` of runs whose wire tensors begin at `places` in the concatenated segments;
+        None: of concatenated runs."""
         per_rank = []
         for rank in range(self.ranks):
             offsets, used = [], 0
-            for wire in self.wire_tensors:
+            for p, wire in enumerate(self.wire_tensors):
                 first, end = wire.span(rank)
-                offsets.append(used + (first - used) % ALIGNMENT)
-                used = offsets[-1] + end - first
+                if places is None:
+                    used += (first - used) % ALIGNMENT
+                elif first < end:
+                    used = places[p] + first - rank * self.size
+                offsets.append(used)
+                used += end - first
             per_rank.append([*offsets, used])
         return per_rank
 
     @cached_property
     def size(self) -> int:
         """Bytes of a segment."""
-        return round_up(max(at[-1] for at in self._packed), ALIGNMENT)
+        return round_up(max(offsets[-1] for offsets in self._offsets(None)), ALIGNMENT)
 
     @cached_property
     def in_place_offsets(self) -> list[int] | None:
@@ -146,20 +151,17 @@ class Segments:
 
         Only a rank's last wire tensor may continue in the next segment, where it must come first.
         """
-        spans = [[wire.span(rank) for rank in range(self.ranks)] for wire in self.wire_tensors]
-        if self.ranks == 1 or any((end - first) % PLACE for of in spans for first, end in of):
-            return None
         places, used = [], 0
-        for wire, of in zip(self.wire_tensors, spans):
-            runs = [
-                (rank * self.size, first, end)
-                for rank, (first, end) in enumerate(of)
-                if first < end
-            ]
+        for wire in self.wire_tensors:
+            spans = [(rank * self.size, *wire.span(rank)) for rank in range(self.ranks)]
+            runs = [(segment, first, end) for segment, first, end in spans if first < end]
+            if self.ranks == 1 or any((end - first) % PLACE for _, first, end in runs):
+                return None
             segment, _, cut = runs[0]
             place = max(used, segment) if len(runs) == 1 else segment + self.size - cut
             if place < used or any(
-                not at <= place + first <= place + end <= at + self.size for at, first, end in runs
+                not start <= place + first <= place + end <= start + self.size
+                for start, first, end in runs
             ):
                 return None
             places.append(place)
@@ -170,45 +172,7 @@ class Segments:
     def offsets(self) -> list[list[int]]:
         """Per rank: the offset of each wire tensor's run in the segment, then the number of used
         bytes."""
-        if self.in_place_offsets is None:
-            return self._packed
-        per_rank = []
-        for rank in range(self.ranks):
-            offsets, used = [], 0
-            for wire, place in zip(self.wire_tensors, self.in_place_offsets):
-                first, end = wire.span(rank)
-                offsets.append(place + first - rank * self.size if first < end else used)
-                used = offsets[-1] + end - first
-            per_rank.append([*offsets, used])
-        return per_rank
-
-    def validate(self) -> None:
-        """Raise ValueError unless the byte ranges contain every element once, from its owner."""
-        for p, wire in enumerate(self.wire_tensors):
-            found = 0  # bits of the wire tensor that were found, in order
-            for rank in range(self.ranks):
-                start, end = wire.map.run(rank)
-                first, last = wire.span(rank)
-                at = self.offsets[rank][p]
-                if start == end:
-                    continue
-                inside = (at - first) % ALIGNMENT == 0 and at + last - first <= self.offsets[rank][
-                    p + 1
-                ] <= self.size
-                whole = (
-                    8 * first <= start * wire.bits < 8 * (first + 1)
-                    and 8 * (last - 1) < end * wire.bits <= 8 * last
-                )
-                if found != start * wire.bits or not inside or not whole:
-                    raise ValueError(
-                        f"{wire.name}: rank {rank} owns elements [{start}, {end}), but sends others"
-                    )
-                found = end * wire.bits
-            if found != wire.map.numel * wire.bits:
-                raise ValueError(
-                    f"{wire.name}: elements from {found // wire.bits} on have no owner, of "
-                    f"{wire.map.numel}"
-                )
+        return self._offsets(self.in_place_offsets)
 
 
 def scale_count(encoding: Encoding, shape: tuple[int, int]) -> int:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import Direction, canonical_text
+from ..formats import Direction, Encoding, canonical_text
 from ..gemm import StaleWeightError
 from ..modules.passes import roll
 from ..ops import native
+from ..scaling import Fragment
 from ..tensor import torch_compat
-from .cast import cast_master_weights
+from .cast import Cast, cast_master_weights
 from .cast_plan import CastPlan
 from .shard_map import ALIGNMENT, Segments
 from .synced_weight import BOTH, GatherBuffer, SyncedWeight
@@ -61,15 +62,15 @@ class WeightSync:
         by_serves: dict[frozenset[Direction], list] = {}
         for weight in weights:
             for (direction, part), wire in weight.wire_tensors.items():
-                of = by_serves.setdefault(weight.serves(direction), [])
-                of.append(((weight.name, direction, part), wire))
+                wires = by_serves.setdefault(weight.serves(direction), [])
+                wires.append(((weight.name, direction, part), wire))
         self._channels = []
-        for serves, found in by_serves.items():
-            found.sort(key=lambda one: Segments.in_order(one[1]))
-            segments = Segments(tuple(wire for _, wire in found), self.world)
-            segments.validate()
-            own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
-            self._channels.append(GatherBuffer(serves, [key for key, _ in found], segments, own))
+        for serves, wires in by_serves.items():
+            wires.sort(key=lambda entry: Segments.in_order(entry[1]))
+            segments = Segments(tuple(wire for _, wire in wires), self.world)
+            segment = torch.zeros(segments.size, dtype=torch.uint8, device=device)
+            keys = [key for key, _ in wires]
+            self._channels.append(GatherBuffer(serves, keys, segments, segment))
         self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
         self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
         self._plan = None
@@ -83,10 +84,10 @@ class WeightSync:
 
     def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
         channel, p = self._places[name, direction, part]
-        return channel.own.data_ptr() + channel.segments.offsets[self.rank][p]
+        return channel.segment.data_ptr() + channel.segments.offsets[self.rank][p]
 
     def _segment_addresses(self) -> list[int]:
-        return [channel.own.data_ptr() for channel in self._channels]
+        return [channel.segment.data_ptr() for channel in self._channels]
 
     @property
     def fingerprint(self) -> str:
@@ -111,29 +112,31 @@ class WeightSync:
         Raises ValueError, and binds nothing, for memory that is too small, misaligned, overlapping
         or on another device.
         """
-        wanted = self.buffers()
-        if len(buffers) != len(wanted):
+        requests = self.buffers()
+        if len(buffers) != len(requests):
             raise ValueError(
-                f"bind wants {len(wanted)} buffers, as buffers() says, got {len(buffers)}"
+                f"bind wants {len(requests)} buffers, as buffers() says, got {len(buffers)}"
             )
-        for i, (buffer, want) in enumerate(zip(buffers, wanted)):
-            got = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+        for i, (buffer, request) in enumerate(zip(buffers, requests)):
+            text = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
             if (
                 buffer.dtype is not torch.uint8
                 or buffer.stride() != (1,)
                 or buffer.device != self._device
             ):
                 raise ValueError(
-                    f"{got}; wanted contiguous uint8 [{want.nbytes}] on {self._device}"
+                    f"{text}; wanted contiguous uint8 [{request.nbytes}] on {self._device}"
                 )
-            if buffer.numel() < want.nbytes:
-                raise ValueError(f"{got}, which is too small: wanted at least {want.nbytes} bytes")
-            if buffer.data_ptr() % want.alignment:
+            if buffer.numel() < request.nbytes:
                 raise ValueError(
-                    f"{got}, at an address that is no multiple of {want.alignment}; align it"
+                    f"{text}, which is too small: wanted at least {request.nbytes} bytes"
+                )
+            if buffer.data_ptr() % request.alignment:
+                raise ValueError(
+                    f"{text}, at an address that is no multiple of {request.alignment}; align it"
                 )
         spans = sorted(
-            (b.data_ptr(), b.data_ptr() + want.nbytes) for b, want in zip(buffers, wanted)
+            (b.data_ptr(), b.data_ptr() + request.nbytes) for b, request in zip(buffers, requests)
         )
         if any(end > start for (_, end), (start, _) in zip(spans, spans[1:])):
             raise ValueError(
@@ -239,8 +242,7 @@ class WeightSync:
 
     @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
-        for channel in self._channels:
-            channel.wait()
+        Work(self._channels).wait()
         if self._plan is None:
             self._cast_rows(masters, skip)
         else:
@@ -249,64 +251,74 @@ class WeightSync:
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         """Cast each piece as the rows that cover it, without kernels."""
-
-        def write(target: Tensor, values: Tensor) -> None:
-            target.copy_(values if skip is None else torch.where(skip, target, values))
-
-        fragments, owners = [], []
-        for weight, master in zip(self._weights, masters):
-            fragments += (of := weight.fragments(master, self.rank))
-            owners += [weight] * len(of)
-        factors = [[w.factor(e.direction) for e in f.encodings] for w, f in zip(owners, fragments)]
-        if self.world > 1 and any(
-            self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings
-        ):
-            counters.add("amax all-reduce", "sync")
-        if any(w.spans_parts(e) for w, f in zip(owners, fragments) for e in f.encodings):
-            counters.add("amax all-reduce", "sync")
-        pieces: dict[tuple[str, Direction | None, str], Tensor] = {}
-        by_fragment = cast_master_weights(
-            fragments, self.group, factors, self._dense, self._tensor_group
+        pairs = [
+            (weight, fragment)
+            for weight, master in zip(self._weights, masters)
+            for fragment in weight.fragments(master, self.rank)
+        ]
+        crosses = self.world > 1 and any(
+            self._dense or f.cuts.shares_statistics(e) for _, f in pairs for e in f.encodings
         )
-        for weight, fragment, casts in zip(owners, fragments, by_fragment):
+        spans = any(w.spans_parts(e) for w, f in pairs for e in f.encodings)
+        counters.add_each("amax all-reduce", ["sync"] * (crosses + spans))
+        by_fragment = cast_master_weights(
+            [fragment for _, fragment in pairs],
+            self.group,
+            [[w.factor(e.direction) for e in f.encodings] for w, f in pairs],
+            self._dense,
+            self._tensor_group,
+        )
+        copies: list[tuple[Tensor, Tensor]] = []
+        for (weight, fragment), casts in zip(pairs, by_fragment):
             for encoding, cast in zip(fragment.encodings, casts):
-                direction, scale = encoding.direction, cast.scale
-                amax = cast.amax if cast.tensor_amax is None else cast.tensor_amax
-                history, whole = weight.history(direction), weight.amaxes.get(direction)
-                if history is not None and amax is not None:
-                    history.record(amax if skip is None else torch.where(skip, 0.0, amax))
-                if whole is not None and amax is not None:
-                    write(whole, amax.view_as(whole))
-                if weight.gathers_values:
-                    continue
-                staged = weight.staged[direction]
-                pieces[weight.name, direction, "codes"] = cast.codes
-                for target, fresh in zip(staged, (scale, cast.tensor_amax)):
-                    if target is not None and fresh is not None:
-                        write(target, fresh)
-                if scale is not None and (direction, "scale") in weight.wire_tensors:
-                    start, end = weight.wire_tensors[direction, "scale"].map.run(self.rank)
-                    before = fragment.block_rows(encoding).start * scale.shape[1]
-                    own = scale.reshape(-1)[start - before : end - before]
-                    pieces[weight.name, direction, "scale"] = own.view(torch.uint8)
+                copies += self._copies(weight, fragment, encoding, cast, skip)
         for weight, master in zip(self._weights, masters):
             if weight.gathers_values:
-                pieces[weight.name, None, "values"] = master.to(weight.wire_dtype).view(torch.uint8)
-        for channel in self._channels:
-            write(channel.own, self._packed(channel, pieces))
+                values = master.to(weight.wire_dtype).view(torch.uint8)
+                copies.append((self._run(weight.name, None, "values"), values))
+        for target, values in copies:
+            target.copy_(values if skip is None else torch.where(skip, target, values))
 
-    def _packed(self, channel: GatherBuffer, pieces: dict) -> Tensor:
-        offsets, parts, at = channel.segments.offsets[self.rank], [], 0
-        for key, offset in zip(channel.keys, offsets):
-            parts += [pieces[key].new_zeros(offset - at), pieces[key]]
-            at = offset + pieces[key].numel()
-        return torch.cat([*parts, channel.own.new_zeros(channel.segments.size - at)])
+    def _copies(
+        self,
+        weight: SyncedWeight,
+        fragment: Fragment,
+        encoding: Encoding,
+        cast: Cast,
+        skip: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of what one encoding of a piece writes; records its amax."""
+        direction, scale = encoding.direction, cast.scale
+        amax = cast.amax if cast.tensor_amax is None else cast.tensor_amax
+        history, copies = weight.history(direction), []
+        if history is not None and amax is not None:
+            history.record(amax if skip is None else torch.where(skip, 0.0, amax))
+        if direction in weight.amaxes and amax is not None:
+            copies.append((weight.amaxes[direction], amax.view_as(weight.amaxes[direction])))
+        if weight.gathers_values:
+            return copies
+        copies.append((self._run(weight.name, direction, "codes"), cast.codes))
+        copies += (
+            (target, getattr(cast, name)) for name, target in weight.staged[direction].items()
+        )
+        if scale is not None and (direction, "scale") in weight.wire_tensors:
+            start, end = weight.wire_tensors[direction, "scale"].map.run(self.rank)
+            before = fragment.block_rows(encoding).start * scale.shape[1]
+            run = scale.reshape(-1)[start - before : end - before].view(torch.uint8)
+            copies.append((self._run(weight.name, direction, "scale"), run))
+        return copies
+
+    def _run(self, name: str, direction: Direction | None, part: str) -> Tensor:
+        """uint8: this rank's run of a wire tensor in its segment."""
+        channel, p = self._places[name, direction, part]
+        first, end = channel.segments.wire_tensors[p].span(self.rank)
+        return channel.segment[channel.segments.offsets[self.rank][p] :][: end - first]
 
     def _channels_of(self, directions: Iterable[Direction]) -> list[GatherBuffer]:
-        wanted = frozenset(directions)
-        if not wanted or not wanted <= BOTH:
+        served = frozenset(directions)
+        if not served or not served <= BOTH:
             raise ValueError(f"directions are fq.ROWWISE and fq.COLUMNWISE, got {directions}")
-        return [c for c in self._channels if c.serves & wanted]
+        return [c for c in self._channels if c.serves & served]
 
     def gather(
         self, directions: Sequence[Direction] = tuple(Direction), async_op: bool = False
@@ -357,24 +369,22 @@ class WeightSync:
                 f"finish({[d.value for d in directions]}) before their gather of generation "
                 f"{self.generation}; call gather(), or gathered() after an all-gather of your own"
             )
-        for channel in channels:
-            channel.wait()
-        pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
+        Work(channels).wait()
         for channel in needed:
             channel.allocate_codes()
-            for p, (name, direction, part) in enumerate(
-                channel.keys if not channel.is_in_place else ()
-            ):
-                pieces[name][direction, part] = channel.pieces(p)
-        torch_compat.copy_all(
-            [pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])]
-        )
+        copied = (c for c in needed if not c.is_in_place)
+        pieces = {key: c.pieces(p) for c in copied for p, key in enumerate(c.keys)}
+        torch_compat.copy_all([pair for w in self._weights for pair in w.writes(late, pieces)])
         for weight in self._weights:
             weight.derive(late)
         self._ready.update(dict.fromkeys(late, self.generation))
         for channel in channels:
-            if all(self._ready[d] == self.generation for d in channel.serves):
+            if self._are_of(channel.serves, self.generation):
                 channel.drop()
+
+    def _are_of(self, directions: Iterable[Direction], generation: int) -> bool:
+        """The codes of these directions are those of a cast; 0: they are released."""
+        return all(self._ready[d] == generation for d in directions)
 
     def release(self, directions: Sequence[Direction] = tuple(Direction)) -> None:
         """Free the codes of these directions until the next gather and finish."""
@@ -385,25 +395,21 @@ class WeightSync:
             channel.gathered = 0
         self._ready.update(dict.fromkeys(directions, 0))
         for channel in channels:
-            if all(self._ready[d] == 0 for d in channel.serves):
+            if self._are_of(channel.serves, 0):
                 channel.free()
         for weight in self._weights:
-            weight.weight.free(
-                [d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))]
-            )
+            weight.weight.free([d for d in Direction if self._are_of(weight.shares(d), 0)])
 
     def check_ready(self, name: str, direction: Direction) -> None:
         """Raise StaleWeightError unless the codes of a direction are those of the last cast."""
         if self.generation == 0 or self._ready[direction] != self.generation:
-            done = "cast" if self.generation else "planned"
-            if self.generation and all(
-                c.gathered == self.generation for c in self._channels_of((direction,))
-            ):
-                done = "gathered"
+            is_gathered = all(c.gathered == self.generation for c in self._channels_of([direction]))
+            state = "gathered" if is_gathered else "cast"
             raise StaleWeightError(
                 f"{name}: the {direction.value} codes are of generation {self._ready[direction]} "
-                f"and generation {self.generation} is {done}, not finished; call gather and finish "
-                f"for {direction.value}, or refresh, before a product reads it"
+                f"and generation {self.generation} is {state if self.generation else 'planned'}, "
+                f"not finished; call gather and finish for {direction.value}, or refresh, before a "
+                "product reads it"
             )
 
     # Checkpoints and text #

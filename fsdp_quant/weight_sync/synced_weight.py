@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops import dispatch, flat_codes
+from ..ops.dispatch import Encoded
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
@@ -42,33 +43,12 @@ def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
     return encoding.fmt.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
 
 
-class StagedScales(NamedTuple):
-    """Scales of one encoding that every rank computes, until `finish`.
-
-    scale:        of the whole tensor, with dense statistics.
-    tensor_amax:  fp32 [1] of a two-level format.
-    """
-
-    scale: Tensor | None
-    tensor_amax: Tensor | None
-
-    @staticmethod
-    def zeros(
-        encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
-    ) -> StagedScales:
-        fmt, scale, tensor_amax = encoding.fmt, None, None
-        scale_shape = fmt.scale_shape(shape, encoding.direction)
-        if dense and scale_shape is not None:
-            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        if fmt.tensor_scale:
-            tensor_amax = torch.zeros(1, dtype=torch.float32, device=device)
-        return StagedScales(scale, tensor_amax)
-
-
 class SyncedWeight:
     """One weight of a sync: its wire tensors, and how they become storages.
 
     part:     (tensor-parallel rank, size).
+    staged:   buffers of each encoding that every rank computes, until `finish`: with dense
+              statistics the scale of the whole tensor, and of two-level formats the tensor amax.
     amaxes:   of the whole tensor, if values of a part are gathered and scales span all parts.
     """
 
@@ -85,20 +65,17 @@ class SyncedWeight:
         self.state, self.shape, self.device = weight.state, (rows, cols), weight.device
         self.quantizer, self.dense, self.part = self.state.quantizer, dense, part
         self.cuts = Cuts(item.shards.cuts, self.shape[1])
-        self.seen = {
+        self.encoded_dtypes = {
             d: self.state.encoded_dtype(e, self.weight.dtype)
             for d, e in self.quantizer.encodings.items()
         }
-        dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
+        dtypes = {dtype or torch.float32 for dtype in self.encoded_dtypes.values()}
         self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.wire_tensors: dict[WireKey, WireTensor] = self._code_tensors()
         if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
             values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
             self.wire_tensors = {(None, "values"): values}
-        self.staged = {
-            d: StagedScales.zeros(e, self.shape, self.device, dense)
-            for d, e in self.encoded.items()
-        }
+        self.staged = {d: self._staged_buffers(e) for d, e in self.encoded.items()}
         self.amaxes = {
             d: torch.zeros(
                 (1,) if e.fmt.tensor_scale else (1, 1), dtype=torch.float32, device=self.device
@@ -106,6 +83,15 @@ class SyncedWeight:
             for d, e in self.quantizer.encodings.items()
             if self.gathers_values and self.spans_parts(e)
         }
+
+    def _staged_buffers(self, encoding: Encoding) -> dict[str, Tensor]:
+        fmt, buffers = encoding.fmt, {}
+        scale_shape = fmt.scale_shape(self.shape, encoding.direction)
+        if self.dense and scale_shape is not None:
+            buffers["scale"] = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=self.device)
+        if fmt.tensor_scale:
+            buffers["tensor_amax"] = torch.zeros(1, dtype=torch.float32, device=self.device)
+        return buffers
 
     @property
     def gathers_values(self) -> bool:
@@ -156,16 +142,15 @@ class SyncedWeight:
 
     def fragments(self, values: Tensor, rank: int) -> list[Fragment]:
         """The values that a cast reads, one fragment per dtype that encoders see."""
-        wanted = self.encoded
-        if self.gathers_values:  # amaxes of histories and of other parts
-            asking = *self.quantizer.delayed_directions, *self.amaxes
-            wanted = {d: e for d, e in self.quantizer.encodings.items() if d in asking}
+        # of gathered values: amaxes of histories and of other parts
+        measured = self.encoded or (*self.quantizer.delayed_directions, *self.amaxes)
         by_dtype: dict[torch.dtype | None, list[Encoding]] = {}
-        for d, encoding in wanted.items():
-            by_dtype.setdefault(self.seen[d], []).append(encoding)
+        for d, encoding in self.quantizer.encodings.items():
+            if d in measured:
+                by_dtype.setdefault(self.encoded_dtypes[d], []).append(encoding)
         return [
-            Fragment(values, tuple(of), self.cuts, rank, dtype, part=self.part)
-            for dtype, of in by_dtype.items()
+            Fragment(values, tuple(encodings), self.cuts, rank, dtype, part=self.part)
+            for dtype, encodings in by_dtype.items()
         ]
 
     def history(self, direction: Direction) -> AmaxHistory | None:
@@ -177,41 +162,42 @@ class SyncedWeight:
         return None if history is None else history.encode_scale
 
     def writes(
-        self, directions: list[Direction], pieces: dict[WireKey, Pieces]
+        self, directions: list[Direction], pieces: dict[tuple, Pieces]
     ) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies that build the storages of these directions from gathered
-        wire tensors, in any order."""
+        wire tensors, in any order.
+
+        pieces:  by (weight's name, direction, part); without those that are gathered in place.
+        """
         copies, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
-            room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
+            buffers, encoding = self.weight.allocate_codes(source).buffers(), encodings[source]
             if self.gathers_values:
-                values = pieces[None, "values"].joined()
-                encoding = encodings[source]
-                seen = self.seen[source]
-                values, stats = values.view(self.wire_dtype).view(self.shape), None
-                if source in self.amaxes:
-                    (own,) = dispatch.statistics(values, (encoding,), 0, seen)
-                    stats = [with_amax(encoding, own, self.amaxes[source])]
-                (whole,) = dispatch.encode(
-                    values, [encoding], stats, encode_scales=[self.factor(source)], dtype=seen
-                )
-                copies += [(into, getattr(whole, name)) for name, into in room.items()]
+                encoded = self._encoded(pieces[self.name, None, "values"].joined(), encoding)
+                copies += [(into, getattr(encoded, name)) for name, into in buffers.items()]
                 continue
-            scales, codes = self.staged[source], pieces.get((source, "codes"))
-            if codes is None:
-                pass  # gathered in place
-            elif self.shape[1] % fmt.element.packing[0]:  # rows begin inside packed bytes
-                copies.append(
-                    (room["data"], flat_codes.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
-                )
-            else:
-                copies += codes.writes(room["data"])
-            for name, staged in scales._asdict().items():
-                if (source, name) in pieces:
-                    copies += pieces[source, name].writes(room[name])
-                elif name in room and staged is not None:
-                    copies.append((room[name], staged.view_as(room[name])))
+            codes = pieces.get((self.name, source, "codes"))
+            if codes is not None and self.shape[1] % encoding.fmt.element.packing[0]:
+                # rows begin inside packed bytes
+                rows = flat_codes.rows_of_codes(codes.joined(), encoding.fmt.bits, *self.shape)
+                copies.append((buffers["data"], rows))
+            elif codes is not None:
+                copies += codes.writes(buffers["data"])
+            if (self.name, source, "scale") in pieces:
+                copies += pieces[self.name, source, "scale"].writes(buffers["scale"])
+            for name, staged in self.staged[source].items():
+                copies.append((buffers[name], staged.view_as(buffers[name])))
         return copies
+
+    def _encoded(self, gathered: Tensor, encoding: Encoding) -> Encoded:
+        """Codes of the weight from its gathered values, uint8."""
+        direction, dtype = encoding.direction, self.encoded_dtypes[encoding.direction]
+        values, stats = gathered.view(self.wire_dtype).view(self.shape), None
+        if direction in self.amaxes:
+            (of_part,) = dispatch.statistics(values, (encoding,), 0, dtype)
+            stats = [with_amax(encoding, of_part, self.amaxes[direction])]
+        factors = [self.factor(direction)]
+        return dispatch.encode(values, [encoding], stats, encode_scales=factors, dtype=dtype)[0]
 
     def derive(self, directions: list[Direction]) -> None:
         """Encode a derived columnwise storage from the rowwise one."""
@@ -230,10 +216,10 @@ class GatherBuffer:
     """The wire tensors that serve the same directions, gathered as one buffer.
 
     keys:      per wire tensor: (weight's name, direction, part), or a key of the caller's.
-    own:       uint8 [segment], which `cast_` writes.
+    segment:   uint8 [segment], which `cast_` writes.
     buffer:    uint8 [ranks * segment], from a gather until all directions that it serves are
                finished; permanent if bound.
-    is_bound:  the buffer belongs to the trainer, and `own` is a slice of it.
+    is_bound:  the buffer belongs to the trainer, and `segment` is a slice of it.
     codes:     uint8 [ranks * segment] that GEMMs read in place, and that gathers fill unless a
                buffer is bound; None if some wire tensor is not contiguous there and must be copied.
     """
@@ -241,7 +227,7 @@ class GatherBuffer:
     serves: frozenset[Direction]
     keys: Sequence[tuple[str, Direction | None, str]]
     segments: Segments
-    own: Tensor
+    segment: Tensor
     buffer: Tensor | None = None
     is_bound: bool = False
     gathered: int = 0
@@ -273,7 +259,7 @@ class GatherBuffer:
             w.allocate_codes(d).data.nbytes != p.nbytes for (w, d), p in zip(codes, wire_tensors)
         ):
             return  # rows are padded
-        self.codes = self.own.new_zeros(self.nbytes)
+        self.codes = self.segment.new_zeros(self.nbytes)
         for (weight, direction), place in zip(codes, places):
             weight.alias_codes_into(self.codes, place, direction)
 
@@ -292,8 +278,8 @@ class GatherBuffer:
 
     def bind(self, buffer: Tensor, rank: int) -> None:
         self.wait()
-        own = buffer[rank * self.segments.size :][: self.segments.size].copy_(self.own)
-        self.own, self.buffer, self.is_bound, self.gathered = own, buffer[: self.nbytes], True, 0
+        self.segment = buffer[rank * self.segments.size :][: self.segments.size].copy_(self.segment)
+        self.buffer, self.is_bound, self.gathered = buffer[: self.nbytes], True, 0
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
         self.wait()
@@ -301,9 +287,11 @@ class GatherBuffer:
             self.allocate_codes()
             self.buffer = self.codes
         elif self.buffer is None:
-            self.buffer = self.own if self.segments.ranks == 1 else self.own.new_empty(self.nbytes)
+            self.buffer = (
+                self.segment if self.segments.ranks == 1 else self.segment.new_empty(self.nbytes)
+            )
         if self.segments.ranks > 1:
-            self.work = torch_compat.all_gather(self.buffer, self.own, group, async_op=True)
+            self.work = torch_compat.all_gather(self.buffer, self.segment, group, async_op=True)
 
     def drop(self) -> None:
         """Release the gathered bytes."""
@@ -314,31 +302,31 @@ class GatherBuffer:
         """The ranks' pieces of wire tensor p. Raises RuntimeError before a gather."""
         if self.buffer is None:
             raise RuntimeError("nothing was gathered")
-        wire, found = self.segments.wire_tensors[p], []
+        wire, pieces = self.segments.wire_tensors[p], []
         for rank in range(wire.map.ranks):
             first, end = wire.span(rank)
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
             if first < end:
                 piece = self.buffer[offset : offset + end - first]
-                found.append((first, piece, wire.shares_first_byte(rank)))
-        return Pieces(found, wire.nbytes)
+                pieces.append((first, piece, wire.shares_first_byte(rank)))
+        return Pieces(pieces, wire.nbytes)
 
 
 class Pieces(NamedTuple):
     """A gathered wire tensor.
 
-    of:  per piece, in order: (first byte, uint8 bytes, whether the first byte is shared with the
-         piece before).
+    ranges:  per piece, in order: (first byte, uint8 bytes, whether the piece before also has bits
+             of that byte).
     """
 
-    of: list[tuple[int, Tensor, bool]]
+    ranges: list[tuple[int, Tensor, bool]]
     nbytes: int
 
     def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(target, source) copies of the wire tensor into `into`. Merges a byte that two pieces
         share."""
         flat, copies = into.reshape(-1).view(torch.uint8), []
-        for first, piece, shares in self.of:
+        for first, piece, shares in self.ranges:
             if shares:
                 target, before = copies.pop()
                 end = target.numel() - 1
@@ -348,9 +336,10 @@ class Pieces(NamedTuple):
         return [(target, source) for target, source in copies if target.numel()]
 
     def joined(self) -> Tensor:
-        """The whole bytes."""
-        if len(self.of) == 1:
-            return self.of[0][1]
-        whole = self.of[0][1].new_empty(self.nbytes)
-        torch_compat.copy_all(self.writes(whole))
-        return whole
+        """The wire tensor's bytes."""
+        first = self.ranges[0][1]
+        if len(self.ranges) == 1:
+            return first
+        joined = first.new_empty(self.nbytes)
+        torch_compat.copy_all(self.writes(joined))
+        return joined

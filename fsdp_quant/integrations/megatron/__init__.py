@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM: the linear layers that its specs take, the backend that hands them out, and the
-arguments that fit them.
+# pyright: reportUnsupportedDunderAll=false
+"""Megatron-LM: its linear layers with quantized GEMMs, the backend that returns them to its specs,
+and the arguments that fit them.
 
 [Note: who writes the weights]
-Parameters stay what they are to Megatron: plain tensors, which its DDP moves into flat buffers, and
-which optimizer and collectives write there. Each forward quantizes the values that it finds; where
-a weight sync gathers codes, a `WeightProxy` replaces the parameter. Between an optimizer's
-step and the gather of parameters that follows it no layer runs: Megatron's hooks see to that.
+Parameters stay what they are to Megatron: plain tensors, which its layers allocate and initialize,
+its DDP moves into flat buffers, and its optimizer and collectives write there. Each forward
+quantizes the current values; where a weight sync gathers codes, a `WeightProxy` replaces the
+parameter. Between an optimizer's step and the gather of parameters that follows it no layer runs:
+Megatron's hooks see to that.
 
 [Note: the shapes]
     column  W [N / R, K], x [S, B, K] or a piece [S / R, B, K], y [S, B, N / R]
@@ -14,28 +16,36 @@ step and the gather of parameters that follows it no layer runs: Megatron's hook
 Both return (y, bias), the bias where Megatron adds it itself (skip_bias_add). What crosses ranks
 are codes (`fq.parallel`). Experts never communicate here: Megatron's dispatchers move their tokens.
 
-Importing this module needs no Megatron; what needs it raises ImportError, saying why it could not
-be imported.
+Importing this module needs no Megatron: layers and specs import it at their first use.
 """
+
+import pkgutil
+from typing import Any
 
 from .command_line import add_arguments, arguments, recipe_of
 from .config import check_config
-from .experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear, weight_proxies
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .specs import SpecProvider, gpt_layer_spec
-from .weights import WeightProxy
 
-__all__ = [
-    "ColumnParallelGroupedLinear",
-    "ColumnParallelLinear",
-    "RowParallelGroupedLinear",
-    "RowParallelLinear",
-    "SpecProvider",
-    "WeightProxy",
-    "add_arguments",
-    "arguments",
-    "check_config",
-    "gpt_layer_spec",
-    "recipe_of",
-    "weight_proxies",
-]
+_MODULES = {
+    "ColumnParallelGroupedLinear": "experts",
+    "ColumnParallelLinear": "linear",
+    "RowParallelGroupedLinear": "experts",
+    "RowParallelLinear": "linear",
+    "SpecProvider": "specs",
+    "WeightProxy": "linear",
+    "gpt_layer_spec": "specs",
+    "weight_proxies": "experts",
+}
+
+__all__ = [*_MODULES, "add_arguments", "arguments", "check_config", "recipe_of"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return pkgutil.resolve_name(f"{__name__}.{_MODULES[name]}:{name}")
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs Megatron-LM (megatron.core, and what it imports itself), which could "
+            f"not be imported: {error}; put the checkout on PYTHONPATH"
+        ) from error

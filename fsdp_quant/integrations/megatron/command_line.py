@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,30 +18,27 @@ _OPTION = "--fsdp-quant-recipe"
 
 
 def arguments(recipe: Recipe | str, *, gathers_codes: bool = False) -> list[str]:
-    """Megatron's command line for layers of this recipe: its own flags, and `--fsdp-quant-recipe`.
+    """Return Megatron's command line for layers of a recipe: its flags and `--fsdp-quant-recipe`.
 
     gathers_codes:  add the flags that `gather.gather_codes` needs.
     Raises ValueError for a recipe that names and numbers do not describe; pass that one to
     `gpt_layer_spec`.
     """
     chosen = as_recipe(recipe, "arguments", Recipe)
-    own = ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
-    own += (
-        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-        if gathers_codes
-        else []
-    )
-    given = dict(chosen.arguments)
+    flags = ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
+    if gathers_codes:
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    options = dict(chosen.arguments)
     if chosen.name != "hybrid":
-        given = {k: v for k, v in given.items() if k not in ("forward", "backward")}
-    if "delayed" in given:
-        given |= vars(given.pop("delayed"))
-    given |= {
+        options = {k: v for k, v in options.items() if k not in ("forward", "backward")}
+    if "delayed" in options:
+        options |= vars(options.pop("delayed"))
+    options |= {
         f.name: getattr(chosen, f.name)
         for f in fields(chosen)[3:]
         if getattr(chosen, f.name) != f.default
     }
-    written = [chosen.name, *(f"{k}={v}" for k, v in given.items())]
+    written = [chosen.name, *(f"{k}={v}" for k, v in options.items())]
     try:
         same = _recipe(written) == chosen
     except (ValueError, TypeError):
@@ -51,7 +48,7 @@ def arguments(recipe: Recipe | str, *, gathers_codes: bool = False) -> list[str]
             f"{chosen!r} cannot be written as arguments; pass it to gpt_layer_spec in a file for "
             "--spec"
         )
-    return [*own, _OPTION, *written]
+    return [*flags, _OPTION, *written]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,19 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The recipe of parsed arguments. Raises ValueError for names that no recipe has."""
+    """Return the recipe of parsed arguments. Raises ValueError for names that no recipe has."""
     return _recipe(args.fsdp_quant_recipe)
 
 
 def _recipe(written: Sequence[str]) -> Recipe:
-    name, options = written[0], dict(pair.split("=", 1) for pair in written[1:])
-    make: Callable[..., Recipe] = recipes.hybrid
-    if name != "hybrid":
-        make = partial(recipes.by_name, name)
-    return make(**{key: _value(text) for key, text in options.items()})
+    name, pairs = written[0], (pair.split("=", 1) for pair in written[1:])
+    options = {key: _value(text) for key, text in pairs}
+    return recipes.hybrid(**options) if name == "hybrid" else recipes.by_name(name, **options)
 
 
-def _value(text: str) -> object:
+def _value(text: str) -> Any:
     if text.startswith("torch."):
         return getattr(torch, text.removeprefix("torch."))
     try:

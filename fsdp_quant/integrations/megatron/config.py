@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Megatron that these layers honour; every other value is refused by name."""
+"""Settings of Megatron that these layers and gathers honour; every other value is refused by
+name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 _OUR_FORMATS = "formats come from the recipe: leave it out"
+_OUR_WGRAD = "the backward computes gradients of weights: leave it out"
 _UNTESTED = "it was not tested with these layers: leave it out"
 # Field of the config -> (values that these layers honour, what to do about others). A field that a
 # config lacks is fine.
@@ -22,11 +27,8 @@ HONOURED: dict[str, tuple[tuple, str]] = {
         (False,),
         "the recipe's statistics do not see that the loss scaler skips a step: train in bf16",
     ),
-    "delay_wgrad_compute": ((False,), "the backward computes gradients of weights: leave it out"),
-    "overlap_dispatch_backward_with_experts_wgrad": (
-        (False,),
-        "the backward computes gradients of weights: leave it out",
-    ),
+    "delay_wgrad_compute": ((False,), _OUR_WGRAD),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), _OUR_WGRAD),
     "cuda_graph_impl": (
         (None, "none"),
         "Megatron's graphs were not tried: pass --cuda-graph-impl none",
@@ -51,21 +53,39 @@ HONOURED: dict[str, tuple[tuple, str]] = {
         "moe_paged_stash",
     )
 }
+# Options of a layer, alike.
+_OPTIONS: dict[str, tuple[tuple, str]] = {
+    "keep_master_weight_for_test": ((False,), "no second copy of a weight is kept"),
+    "skip_weight_param_allocation": (
+        (False,),
+        "a weight has one recipe, that of its own layer: use Megatron's layer where weights are "
+        "shared",
+    ),
+    "embedding_activation_buffer": ((None,), _OUR_WGRAD),
+    "grad_output_buffer": ((None,), _OUR_WGRAD),
+}
 
 
 def check_config(config: Any, name: str = "config") -> None:
     """Raise ValueError for the first field of a TransformerConfig that these layers do not
     honour."""
-    for field, (honoured, remedy) in HONOURED.items():
-        value = getattr(config, field, honoured[0])
-        if value not in honoured:
+    check_fields({f: getattr(config, f) for f in HONOURED if hasattr(config, f)}, HONOURED, name)
+
+
+def check_options(options: Mapping[str, Any], dtype: torch.dtype, name: str) -> None:
+    """Raise ValueError for the first option of a layer of `dtype` that these layers do not
+    honour."""
+    honoured = _OPTIONS | {"output_dtype": ((dtype, None), "y has the input's dtype")}
+    check_fields(options, honoured, name)
+
+
+def check_fields(
+    values: Mapping[str, Any], honoured: Mapping[str, tuple[tuple, str]], name: str
+) -> None:
+    for field, (accepted, remedy) in honoured.items():
+        value = values.get(field, accepted[0])
+        if value not in accepted:
             raise ValueError(
-                f"{name}: {field}={value!r}; wanted {' or '.join(map(repr, honoured))}, because "
+                f"{name}: {field}={value!r}; wanted {' or '.join(map(repr, accepted))}, because "
                 f"{remedy}"
             )
-
-
-def check_arguments(name: str, wanted: dict[str, tuple[object, object, str]]) -> None:
-    for argument, (got, want, remedy) in wanted.items():
-        if got is not want and got != want:
-            raise ValueError(f"{name}: {argument}={got!r}; wanted {want!r}, because {remedy}")

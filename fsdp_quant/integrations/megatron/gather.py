@@ -8,7 +8,7 @@ a subclass:
                                         owns -> all-gather, with the values of parameters that are
                                         not quantized (norms, embeddings)
     finish_param_sync, _post_param_sync the layers' weights are READY
-    start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then the codes
+    start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then this one
 Between forced syncs the values of a quantized parameter are current only where this rank owns them.
 GEMMs read codes, and a state dict of stale values is refused.
 
@@ -34,9 +34,9 @@ from ...weight_sync.shard_map import Segments, ShardMap, WireTensor
 from ...weight_sync.sync import WeightSync, Work
 from ...weight_sync.synced_weight import BOTH, GatherBuffer, SyncItem
 from .experts import weight_proxies
-from .weights import WeightProxy
+from .linear import WeightProxy
 
-_REFUSED_OF_DDP = {  # field -> the value that was tested
+_TESTED_DDP = {  # field -> the value that was tested
     "use_distributed_optimizer": True,
     "overlap_param_gather": True,
     "num_distributed_optimizer_instances": 1,
@@ -49,7 +49,7 @@ _REFUSED_OF_DDP = {  # field -> the value that was tested
     "align_param_gather": False,
     "delay_wgrad_compute": False,
 }
-_REFUSED_OF_OPTIMIZER = {
+_TESTED_OPTIMIZER = {
     "use_precision_aware_optimizer": False,
     "optimizer_cpu_offload": False,
     "overlap_param_gather_with_optimizer_step": False,
@@ -78,37 +78,33 @@ class _Values:
     """The parameters of a bucket group that are gathered as values."""
 
     def __init__(self, params: list[tuple[object, nn.Parameter]], group: dist.ProcessGroup):
-        self._params, self._group = params, group
+        self._params, self._group = [param for _, param in params], group
         wire_tensors = tuple(
             WireTensor(f"value {i}", 8 * p.itemsize, shard_map(b, p, group.size()))
             for i, (b, p) in enumerate(params)
         )
         segments = Segments(wire_tensors, group.size())
-        segments.validate()
-        own = torch.zeros(segments.size, dtype=torch.uint8, device=params[0][1].device)
+        buffer = torch.zeros(segments.size, dtype=torch.uint8, device=self._params[0].device)
         self._channel = GatherBuffer(
-            BOTH, [(p.name, None, "values") for p in wire_tensors], segments, own
+            BOTH, [(wire.name, None, "values") for wire in wire_tensors], segments, buffer
         )
 
     def gather(self) -> GatherBuffer:
         channel, rank = self._channel, self._group.rank()
-        for (_, param), wire, offset in zip(
-            self._params, channel.segments.wire_tensors, channel.segments.offsets[rank]
-        ):
+        segments = channel.segments
+        wires = zip(self._params, segments.wire_tensors, segments.offsets[rank])
+        for param, wire, offset in wires:
             start, end = wire.map.run(rank)
             run = param.detach().view(-1)[start:end].view(torch.uint8)
-            channel.own[offset : offset + run.numel()].copy_(run)
+            channel.segment[offset : offset + run.numel()].copy_(run)
         channel.gather(self._group)
         return channel
 
     def finish(self) -> None:
-        torch_compat.copy_all(
-            [
-                written
-                for p, (_, param) in enumerate(self._params)
-                for written in self._channel.pieces(p).writes(param.detach())
-            ]
-        )
+        writes = []
+        for i, param in enumerate(self._params):
+            writes += self._channel.pieces(i).writes(param.detach())
+        torch_compat.copy_all(writes)
         self._channel.drop()
 
 
@@ -126,88 +122,78 @@ class GroupCodes:
         **options,
     ):
         self._rank = group.rank()
-        plain = [(bucket, param) for bucket, param, weight_proxy in params if weight_proxy is None]
+        plain = [(bucket, param) for bucket, param, proxy in params if proxy is None]
         self._values = _Values(plain, group) if plain else None
-        self._weights, items, parts = [], [], None
-        for bucket, param, weight_proxy in params:
-            if weight_proxy is not None:
-                shards = shard_map(bucket, param, group.size())
-                synced = _synced(param, weight_proxy)
-                own = weight_proxy.state.tensor_group
-                # one of a bucket group; Megatron's experts, if they are cut, have scales of their
-                # own
-                parts = own or parts
-                items.append(SyncItem(synced.state.name, synced, shards, own is not None))
-                self._weights.append((synced.state.name, param, shards, weight_proxy, synced))
-        self.sync: WeightSync = plan_weight_sync(items, group, tensor_group=parts, **options)
-        self._begun, self._whole_at = False, STEP.weight_events
-        self._gathered: _Values | None = None  # in the gather that has begun
+        self._items: list[tuple[SyncItem, nn.Parameter]] = []
+        self._synced: list[tuple[WeightProxy, QuantizedWeight]] = []
+        tensor_group = None
+        for bucket, param, proxy in params:
+            if proxy is not None:
+                shards, ranks = shard_map(bucket, param, group.size()), proxy.state.tensor_group
+                synced = _synced_weight(param, proxy)
+                item = SyncItem(proxy.state.name, synced, shards, ranks is not None)
+                self._items.append((item, param))
+                self._synced.append((proxy, synced))
+                # one per bucket group; Megatron's experts, if they are cut, have their own scales
+                tensor_group = ranks or tensor_group
+        self.sync: WeightSync = plan_weight_sync(
+            [item for item, _ in self._items], group, tensor_group=tensor_group, **options
+        )
+        self._is_gathering = False
+        self.values_event = STEP.weight_events  # as Megatron gathered the values last
 
     def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes."""
-        for *_, weight_proxy, synced in self._weights:
-            weight_proxy.synced, weight_proxy.state.weight_sync = synced, self.sync
+        for proxy, synced in self._synced:
+            proxy.synced, proxy.state.weight_sync = synced, self.sync
 
     def _masters(self) -> list[Tensor]:
-        """fp32 elements that this rank owns of each weight, in Megatron's optimizer."""
+        """Return the fp32 elements that this rank owns of each weight, in Megatron's optimizer."""
         masters = []
-        for name, param, shards, *_ in self._weights:
-            start, end = shards.run(self._rank)
+        for item, param in self._items:
+            start, end = item.shards.run(self._rank)
             master = getattr(param, "main_param", None)
             if master is None and end > start:
                 raise RuntimeError(
-                    f"{name}: the optimizer keeps no main_param of the elements [{start}, {end}) "
-                    "that this rank owns; create Megatron's distributed optimizer, not a "
+                    f"{item.name}: the optimizer keeps no main_param of the elements [{start}, "
+                    f"{end}) that this rank owns; create Megatron's distributed optimizer, not a "
                     "precision-aware one, before the first forward"
                 )
-            masters.append(
-                param.new_empty(0, dtype=torch.float32) if master is None else master.detach()
-            )
+            empty = param.new_empty(0, dtype=torch.float32)
+            masters.append(empty if master is None else master.detach())
         return masters
 
     @torch.no_grad()
-    def start(self, values: bool = True) -> Work:
-        """Cast the masters and start the all-gather.
-
-        values:  also gather the parameters that are not quantized.
-        """
+    def start(self) -> Work:
+        """Cast the masters and start the all-gather."""
         self.sync.cast_(self._masters())
-        self._begun = True
-        self._gathered = self._values if values else None
+        self._is_gathering = True
         codes = self.sync.gather(async_op=True)
         channels = [] if codes is None else codes.channels
-        if self._gathered is not None:
-            channels = [*channels, self._gathered.gather()]
-        return Work(channels)
+        return Work(channels if self._values is None else [*channels, self._values.gather()])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Let the layers read the gathered codes; no-op after the first call."""
-        if not self._begun:
-            return
-        self.sync.finish()
-        if self._gathered is not None:
-            self._gathered.finish()
-        self._begun = False
+        if self._is_gathering:
+            self.sync.finish()
+            if self._values is not None:
+                self._values.finish()
+        self._is_gathering = False
 
-    def note_whole(self) -> None:
-        """Record that Megatron gathered the values."""
-        self._whole_at = STEP.weight_events
-
-    def check_whole(self, module: nn.Module, *_) -> None:
+    def check_values(self, module: nn.Module, *_) -> None:
         """Raise StaleWeightError if a state dict would hold stale values."""
-        if self._whole_at != STEP.weight_events:
+        if self.values_event != STEP.weight_events:
             raise StaleWeightError(
                 f"{name_of(module)}: its codes were gathered since the last step, not its values, "
-                "so "
-                "this rank's state dict would be stale; call start_param_sync(force_sync=True) of "
-                "Megatron's DDP first"
+                "so this rank's state dict would be stale; call start_param_sync(force_sync=True) "
+                "of Megatron's DDP first"
             )
 
 
-def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
-    """A quantized weight for the sync to write. Raises ValueError without an fp32 master."""
-    state = weight_proxy.state
+def _synced_weight(param: nn.Parameter, proxy: WeightProxy) -> QuantizedWeight:
+    """Return a weight for the sync to write. Raises ValueError without an fp32 master."""
+    state = proxy.state
     if not hasattr(param, "main_param"):
         raise ValueError(
             f"{state.name} has no main_param; create Megatron's distributed optimizer before "
@@ -218,9 +204,9 @@ def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
             f"{state.name} is {param.dtype}; gather_codes was tested with parameters in bf16 that "
             "have fp32 masters"
         )
-    own = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
-    own.tensor_group = state.tensor_group
-    return own.wrapped(param.detach())
+    synced = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+    synced.tensor_group = state.tensor_group
+    return synced.wrapped(param.detach())
 
 
 class GathersCodes:
@@ -238,8 +224,8 @@ class GathersCodes:
             self.param_gather_handle = None
         codes.finish()
         super().start_param_sync(force_sync=True)  # pyright: ignore[reportAttributeAccessIssue]
-        codes.note_whole()
-        codes.start(values=False).wait()
+        codes.values_event = STEP.weight_events
+        codes.start().wait()
         codes.finish()
 
     def _post_param_sync(self) -> None:
@@ -259,44 +245,27 @@ def gather_codes(
 
     Raises ValueError, and changes nothing, for settings that were not tested, naming them.
     """
-    chained = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    for what, configs, tested in (
-        ("ddp_config", [chunk.ddp_config for chunk in model_chunks], _REFUSED_OF_DDP),
-        ("the optimizer's config", [one.config for one in chained], _REFUSED_OF_OPTIMIZER),
-    ):
-        for config in configs:
-            for field, want in tested.items():
-                if (got := getattr(config, field, want)) != want:
-                    raise ValueError(
-                        f"{what}.{field}={got!r} was not tested with gathers of codes; wanted "
-                        f"{want!r}"
-                    )
-    planned = []
     for chunk in model_chunks:
-        found = weight_proxies(chunk)
+        _check_tested(chunk.ddp_config, _TESTED_DDP, "ddp_config")
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        _check_tested(part.config, _TESTED_OPTIMIZER, "the optimizer's config")
+    planned: list[tuple[Any, list, list[nn.Module]]] = []
+    for chunk in model_chunks:
+        proxies = weight_proxies(chunk)
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            params = [
-                (bucket, p, found.get(p, (None, None))[1])
-                for bucket in group.buckets
-                for p in bucket.params_list
-            ]
-            for _, p, _ in params:
-                if getattr(p, "is_managed_by_layer_wise_optimizer", False):
-                    raise ValueError(
-                        "is_managed_by_layer_wise_optimizer of a parameter was not tested with "
-                        "gathers of codes"
+            params, modules = [], []
+            for bucket in group.buckets:
+                for param in bucket.params_list:
+                    _check_tested(
+                        param, {"is_managed_by_layer_wise_optimizer": False}, "a parameter"
                     )
-            if any(weight_proxy is not None for *_, weight_proxy in params):
-                planned.append(
-                    (group, params, [found[p][0] for _, p, s in params if s is not None])
-                )
-    for module in (m for *_, modules in planned for m in modules):
-        plans = [layer.plan for layer in getattr(module, "layers", [module])]
-        if any(plan.is_delayed or plan.weight.delayed_directions for plan in plans):
-            raise ValueError(
-                f"{name_of(module)}: delayed scaling was not tested with gathers of codes; use "
-                "current scaling"
-            )
+                    module, proxy = proxies.get(param, (None, None))
+                    params.append((bucket, param, proxy))
+                    modules += [] if module is None else [module]
+            if modules:
+                planned.append((group, params, list(dict.fromkeys(modules))))
+    for *_, modules in planned:
+        _check_scaling(modules)
     if not planned:
         raise ValueError(
             "gather_codes found no weights of our layers in Megatron's buckets; build the model "
@@ -311,5 +280,23 @@ def gather_codes(
         codes.attach()
         group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
         group.fsdp_quant_codes = codes
-        for module in dict.fromkeys(modules):
-            module.register_state_dict_pre_hook(codes.check_whole)
+        for module in modules:
+            module.register_state_dict_pre_hook(codes.check_values)
+
+
+def _check_tested(settings: Any, tested: dict[str, Any], name: str) -> None:
+    for field, value in tested.items():
+        if (setting := getattr(settings, field, value)) != value:
+            raise ValueError(
+                f"{name}.{field}={setting!r} was not tested with gathers of codes; wanted {value!r}"
+            )
+
+
+def _check_scaling(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        plans = [layer.plan for layer in getattr(module, "layers", [module])]
+        if any(plan.is_delayed or plan.weight.delayed_directions for plan in plans):
+            raise ValueError(
+                f"{name_of(module)}: delayed scaling was not tested with gathers of codes; use "
+                "current scaling"
+            )

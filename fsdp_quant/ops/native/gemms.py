@@ -104,33 +104,40 @@ def gemm(
 ) -> Tensor:
     """Compute alpha * a b^T + bias; with `accumulate`, add it to `out`. Partial sums of 8-bit codes
     are promoted to fp32."""
-    m, n, codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
-    if codes:
+    m, n, has_codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
+    if has_codes:
         a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
     fits = (a.data.shape[0], b.data.shape[0]) == (m, n)
     out_dtype = out.dtype if out is not None else out_dtype
     # Only our kernels multiply scales of 512. They write bf16 and fp32, and accumulate into fp32.
-    ours = codes and a.fmt.block[1] == 512
-    wide = ours and (out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32))
-    later = None  # a bias that the GEMM's epilogue cannot add
-    if bias is not None and (
-        not fits or wide or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)
+    is_ours = has_codes and a.fmt.block[1] == 512
+    writes_fp32 = is_ours and (
+        out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32)
+    )
+    fused_bias, later_bias = bias, None
+    if bias is not None and not (
+        fits and not writes_fp32 and _is_fused_bias(bias, out_dtype, has_codes)
     ):
-        bias, later = None, bias
-    if bias is not None and bias.storage_offset() * bias.element_size() % 16:
-        bias = bias.clone()
+        fused_bias, later_bias = None, bias
+    elif bias is not None and bias.storage_offset() * bias.element_size() % 16:
+        fused_bias = bias.clone()
     operands = (a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt))
-    if out is not None and fits and later is None and not wide:
-        _ops.gemm_out(out, *operands, accumulate, bias, alpha)
+    writes_fp32 = writes_fp32 or later_bias is not None
+    if out is not None and fits and not writes_fp32:
+        _ops.gemm_out(out, *operands, accumulate, fused_bias, alpha)
         return out
-    y = _ops.gemm(*operands, torch.float32 if wide or later is not None else out_dtype, bias, alpha)
-    if not fits:
-        y = y[:m, :n].contiguous()
-    if later is not None:
-        y = (y + later.float()).to(out_dtype)
+    y = _ops.gemm(*operands, torch.float32 if writes_fp32 else out_dtype, fused_bias, alpha)
+    y = y if fits else y[:m, :n].contiguous()
+    if later_bias is not None:
+        y = (y + later_bias.float()).to(out_dtype)
     if out is None:
         return y.to(out_dtype)
     return out.add_(y) if accumulate else out.copy_(y)
+
+
+def _is_fused_bias(bias: Tensor, out_dtype: torch.dtype, has_codes: bool) -> bool:
+    """Return whether the GEMM's epilogue adds a bias of this dtype."""
+    return bias.dtype is out_dtype and not (has_codes and out_dtype is torch.float32)
 
 
 def grouped_operand_code(o: Operand) -> int:

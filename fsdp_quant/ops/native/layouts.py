@@ -30,9 +30,9 @@ def dequantize(
 ) -> Tensor:
     """Decode codes to [rows, cols]: element * scale (* tensor scale) in fp32, rounded once to
     `dtype`."""
-    side = pack_encoding(Encoding(fmt, direction))
+    packed = pack_encoding(Encoding(fmt, direction))
     return _ops.dequantize(
-        data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype
+        data, scale, tensor_amax, packed, direction is not ROWWISE, cols, row0, dtype
     )
 
 
@@ -82,28 +82,22 @@ def multi_tensor_transpose(
         out = list(data[0].new_empty((len(data), *sizes[0])).unbind())
     else:
         out = [d.new_empty(size) for d, size in zip(data, sizes)]
+    return _called(_transposing(data, out, rows, cols, bits), calls)
+
+
+def _transposing(
+    data: Sequence[Tensor], out: list[Tensor], rows: list[int], cols: list[int], bits: int
+) -> RecordedLaunch:
     n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
-    return _called(
-        RecordedLaunch(
-            _ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out
-        ),
-        calls,
-    )
+    arguments = data, out, [kind] * n, rows, cols, [0] * n, [1] * n
+    return RecordedLaunch(_ops.relayout_group, arguments, out)
 
 
 def transpose_stack(data: Tensor) -> Tensor:
     """Transpose 8-bit codes [E, rows, cols] to [E, cols, rows]."""
     n, rows, cols = data.shape
     out = data.new_empty(n, cols, rows)
-    _ops.relayout_group(
-        list(data.unbind()),
-        list(out.unbind()),
-        [TRANSPOSE_BYTES] * n,
-        [rows] * n,
-        [cols] * n,
-        [0] * n,
-        [1] * n,
-    )
+    _transposing(list(data.unbind()), list(out.unbind()), [rows] * n, [cols] * n, bits=8)()
     return out
 
 

@@ -15,10 +15,15 @@ _ops = torch.ops.fsdp_quant
 WIDEST_NORM = 16384
 
 
+def _offset(x: Tensor) -> int | torch.SymInt:
+    """Return the offset in the storage in bytes: allocators align the storage."""
+    return x.storage_offset() * x.element_size()
+
+
+@opaque.traced_as(_offset)
 def _begins_at(x: Tensor) -> int | torch.SymInt:
-    """Return the address of the first byte. While a graph is traced, return the offset in the
-    storage, which allocators align."""
-    return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
+    """Return the address of the first byte. While a graph is traced, return the offset."""
+    return x.data_ptr()
 
 
 def _aligned(x: Tensor | None) -> Tensor | None:
@@ -94,8 +99,7 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *spec: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, rstd, mean, and the amax of y. spec: the fields of `ops.norm.NormSpec`."""
-    given = _aligned(x.contiguous()), _line(weight), _line(bias)
-    y, amax, rstd, mean = _ops.norm(*given, *spec)
+    y, amax, rstd, mean = _ops.norm(_aligned(x.contiguous()), _line(weight), _line(bias), *spec)
     return y, rstd, mean, amax
 
 
@@ -111,8 +115,18 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return dx, dweight, dbias, and the amax of dx."""
-    given = [t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)]
+    dy_rows, x_rows, residual_rows = (
+        None if t is None else _aligned(t.contiguous()) for t in (dy, x, residual)
+    )
     dx, amax, dweight, dbias = _ops.norm_backward(
-        *given[:2], _line(weight), given[2], rstd, mean, zero_centered, rounds_first, has_bias
+        dy_rows,
+        x_rows,
+        _line(weight),
+        residual_rows,
+        rstd,
+        mean,
+        zero_centered,
+        rounds_first,
+        has_bias,
     )
     return dx, dweight, dbias if has_bias else None, amax

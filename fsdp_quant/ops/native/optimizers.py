@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...formats import ROWWISE, Encoding, round_up
-from .encoding import encoding_shapes, is_available_for, pack_encoding
+from .encoding import EncodingShapes, encoding_shapes, is_available_for, pack_encoding
 from .quantization import call_of
 
 _ops = torch.ops.fsdp_quant
@@ -105,20 +106,23 @@ def adam_codes(
     into:       for each master and encoding, the buffers to write; None: allocate them.
     """
     codes = []
-    for x, start, given in zip(step.master, row0, into):
+    for x, start, targets in zip(step.master, row0, into):
         codes.append([])
-        for e, buffers in zip(encodings, given):
+        for e, buffers in zip(encodings, targets):
             if buffers is None:
-                of = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start)
+                shapes = _shapes(e, x, start)
                 buffers = (
-                    x.new_empty(of.data, dtype=torch.uint8),
-                    x.new_empty(of.scale, dtype=of.scale_dtype),
+                    x.new_empty(shapes.data, dtype=torch.uint8),
+                    x.new_empty(shapes.scale, dtype=shapes.scale_dtype),
                 )
             codes[-1].append(buffers)
-    _adam_group(
-        step, encodings, row0, False, [t for of in codes for buffers in of for t in buffers]
-    )
+    flat = [t for per_master in codes for buffers in per_master for t in buffers]
+    _adam_group(step, encodings, row0, False, flat)
     return codes
+
+
+def _shapes(e: Encoding, x: Tensor, row0: int) -> EncodingShapes:
+    return encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, row0)
 
 
 def adam_statistics(
@@ -133,29 +137,24 @@ def adam_statistics(
     encodings:  one per direction, rowwise first.
     blocks:     for each master and encoding, whether to return its amax; else it is None.
     """
-    places, at = [], 0
-    for x, start, wanted in zip(step.master, row0, blocks):
-        for e, is_wanted in zip(encodings, wanted):
-            grid = encoding_shapes(
-                pack_encoding(e), e.direction is not ROWWISE, x.shape, start
-            ).amax
-            for shape in (
-                (grid if is_wanted else (0, 0)),
-                *([(1, 1)] if e.fmt.tensor_scale else []),
-            ):
-                places.append((shape, at))
-                at += round_up(prod(shape), 4)
-    zeros = step.master[0].new_zeros(at)
-    out = [zeros.as_strided(shape, (shape[1], 1), start) for shape, start in places]
+    shapes: list[tuple[int, ...]] = []
+    for x, start, returned in zip(step.master, row0, blocks):
+        for e, is_returned in zip(encodings, returned):
+            shapes.append(_shapes(e, x, start).amax if is_returned else (0, 0))
+            shapes += [(1, 1)] if e.fmt.tensor_scale else []
+    offsets = [0, *accumulate(round_up(prod(shape), 4) for shape in shapes)]
+    zeros = step.master[0].new_zeros(offsets[-1])
+    out = [zeros.as_strided(s, (s[1], 1), start) for s, start in zip(shapes, offsets)]
     _adam_group(step, encodings, row0, True, out)
     amaxes = iter(out)
-    return [
-        [
-            (amax if is_wanted else None, next(amaxes).view(1) if e.fmt.tensor_scale else None)
-            for e, is_wanted, amax in ((e, w, next(amaxes)) for e, w in zip(encodings, wanted))
-        ]
-        for wanted in blocks
-    ]
+    results = []
+    for returned in blocks:
+        results.append([])
+        for e, is_returned in zip(encodings, returned):
+            amax, tensor_amax = next(amaxes), next(amaxes) if e.fmt.tensor_scale else None
+            tensor_amax = None if tensor_amax is None else tensor_amax.view(1)
+            results[-1].append((amax if is_returned else None, tensor_amax))
+    return results
 
 
 def adam_count(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -123,11 +124,9 @@ def multi_tensor_amax(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool
 ) -> list[tuple]:
     """Compute (amax, tensor_amax or None) of each tensor, in one launch."""
-    rows = [rows_of(one) for one in x]
+    rows, columnwise = [rows_of(t) for t in x], encoding.direction is not ROWWISE
     outputs = iter(
-        _ops.statistics_group(
-            rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, round_to_bf16
-        )
+        _ops.statistics_group(rows, pack_encoding(encoding), columnwise, row0, round_to_bf16)
     )
     return [(next(outputs), next(outputs) if encoding.fmt.tensor_scale else None) for _ in x]
 
@@ -142,16 +141,14 @@ def _staged(
     returns:  (size in bytes, byte offsets of the data and of the scales of each tensor, and per
               tensor ((shape, strides, offset) of its data, of its scales)).
     """
-    side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
-    of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
-    places, views, at = ([], []), ([], []), 0
-    sizes = [(one.data, 1) for one in of], [(one.scale, one.scale_dtype.itemsize) for one in of]
-    for of_kind, place, view in zip(sizes, places, views):
-        for size, item in of_kind:
-            place.append(at)
-            view.append((size, (size[1], 1), at // item))
-            at += round_up(prod(size) * item, 16)
-    return at, places, list(zip(*views))
+    packed, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
+    buffers = [encoding_shapes(packed, columnwise, s, start) for s, start in zip(shapes, row0)]
+    sizes = [(b.data, 1) for b in buffers] + [(b.scale, b.scale_dtype.itemsize) for b in buffers]
+    offsets = [0, *accumulate(round_up(prod(size) * item, 16) for size, item in sizes)]
+    views = [(size, (size[1], 1), o // item) for (size, item), o in zip(sizes, offsets)]
+    count = len(shapes)
+    offsets, end = offsets[:-1], offsets[-1]
+    return end, (offsets[:count], offsets[count:]), list(zip(views[:count], views[count:]))
 
 
 class RecordedEncode:
@@ -179,21 +176,20 @@ class RecordedEncode:
         if stats is None:
             stats = multi_tensor_amax(x, encoding, row0, round_to_bf16)
         self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
-        scale_dtype = encoding.fmt.scale_dtype
-        size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
+        size, offsets, views = _staged(encoding, tuple(t.shape for t in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
         self._first, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
-        self._last = self._staging, *places, round_to_bf16
-        of_scales = self._staging.view(scale_dtype)
+        self._last = self._staging, *offsets, round_to_bf16
+        scales = self._staging.view(encoding.fmt.scale_dtype)
         self.results = [
-            (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of)
-            for (data, scale), of in zip(views, known)
+            (self._staging.as_strided(*data), scales.as_strided(*scale), *amaxes)
+            for (data, scale), amaxes in zip(views, known)
         ]
         self._write(x)
 
     def takes(self, x: Sequence[Tensor]) -> bool:
         """Return whether x, of the recorded shapes, also has the recorded dtype and device."""
-        return all([one.dtype is self.dtype and one.device == self.device for one in x])
+        return all([t.dtype is self.dtype and t.device == self.device for t in x])
 
     def __call__(self, x: Sequence[Tensor]) -> None:
         if self._measured is not None:
@@ -207,7 +203,7 @@ class RecordedEncode:
         storage = self._staging.untyped_storage()
         if storage.size() != self._size:
             storage.resize_(self._size)
-        _ops.quantize_group([rows_of(one) for one in x], *self._first, *self._last)
+        _ops.quantize_group([rows_of(t) for t in x], *self._first, *self._last)
 
     def free(self) -> None:
         """Free the buffer's memory; the next call allocates it again."""
@@ -224,7 +220,7 @@ def _group_arguments(
 ) -> tuple[tuple, list[tuple]]:
     """Return (the operators' arguments after x, (tensor_amax, amax) to keep of each tensor)."""
     amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
-    kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
+    saved = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
     histories = [], []
     if any(enc is not None for enc in encode_scales):
         histories = (
@@ -233,7 +229,7 @@ def _group_arguments(
         )
     columnwise = encoding.direction is not ROWWISE
     first = pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes
-    return (*first, *histories), list(zip(tensor_amaxes, kept))
+    return (*first, *histories), list(zip(tensor_amaxes, saved))
 
 
 def multi_tensor_quantize(
@@ -259,9 +255,9 @@ def multi_tensor_quantize(
         stats = multi_tensor_amax(x, encoding, row0, round_to_bf16) if stats is None else stats
         arguments, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
         _ops.quantize_group_out(
-            [rows_of(one) for one in x], *arguments, *map(list, zip(*into)), round_to_bf16
+            [rows_of(t) for t in x], *arguments, *map(list, zip(*into)), round_to_bf16
         )
-        return [(*one, *of) for one, of in zip(into, known)]
+        return [(*buffers, *amaxes) for buffers, amaxes in zip(into, known)]
     call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encode_scales, records)
     if calls is not None:
         calls.append(call)

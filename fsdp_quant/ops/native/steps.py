@@ -74,7 +74,7 @@ def grouped_step(
     ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
-    y, tables, *codes = _ops.grouped_step(
+    y, tables, *saved = _ops.grouped_step(
         rows_of(x),
         ends,
         weight.data,
@@ -90,7 +90,7 @@ def grouped_step(
         call.step,
         ids,
     )
-    return y, TokenGroups(tables, len(ends)), codes
+    return y, TokenGroups(tables, len(ends)), saved
 
 
 def grouped_step_backward(

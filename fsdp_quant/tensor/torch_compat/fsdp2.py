@@ -29,10 +29,10 @@ _T = TypeVar("_T")
 
 
 def _alive(reference: weakref.ref[_T]) -> _T:
-    found = reference()
-    if found is None:
+    target = reference()
+    if target is None:
         raise ReferenceError("the model of this parameter is freed")
-    return found
+    return target
 
 
 class ManagedParam:
@@ -388,10 +388,10 @@ def end_failed_pass(root: nn.Module) -> None:
     )
     if backward_is_running() or not (is_backward or is_forward) or _is_called_inside_itself(root):
         return
-    for one in shared.all_states:
-        one._training_state = TrainingState.IDLE
-        one._modules_to_run_forward.clear()
-        for group in param_groups(one):
+    for member in shared.all_states:
+        member._training_state = TrainingState.IDLE
+        member._modules_to_run_forward.clear()
+        for group in param_groups(member):
             group.finalize_backward()  # waits for its collectives
             group._training_state = TrainingState.IDLE
             for param in group.fsdp_params:

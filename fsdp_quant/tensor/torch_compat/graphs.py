@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,28 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .autograd import dispatch_is_watched
+
 _proxies_of: Any = proxy_tensor._get_proxies
+# What `save_inputs` was given of layers that some graph recomputes in its backward.
+RECOMPUTED_IN_GRAPHS: set = set()
+
+
+def save_inputs(
+    read: Sequence[Tensor], written: Sequence[Tensor] = (), layer: Hashable = None
+) -> None:
+    """Save inputs of the graph that is traced for its backward; do nothing outside a graph.
+
+    read:     tensors that the backward reads as they are then (`save_by_reference`).
+    written:  tensors that the graph writes at its end, saved with the values of the forward
+              (`save_current_values`).
+    layer:    joins `RECOMPUTED_IN_GRAPHS` if the backward may recompute the forward. Layers share
+              the graph, so it cannot name them.
+    """
+    save_by_reference(read)
+    save_current_values(written)
+    if layer is not None and dispatch_is_watched() and is_recomputed_in_graph():
+        RECOMPUTED_IN_GRAPHS.add(layer)
 
 
 def save_by_reference(tensors: Sequence[Tensor]) -> None:

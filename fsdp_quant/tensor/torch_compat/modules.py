@@ -38,7 +38,7 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     """Name -> name in the model without wrappers; all unchanged if two would become one."""
     names, plain = list(names), {}
     for name in names:
-        path = [one for one in in_state_dict(name).split(".") if one != "base_layer"]
+        path = [part for part in in_state_dict(name).split(".") if part != "base_layer"]
         while prefix := next((p for p in _PREFIXES if tuple(path[: len(p)]) == p), None):
             path = path[len(prefix) :]
         plain[name] = ".".join(path)

@@ -20,12 +20,12 @@ foreach_zero_ = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage
 
 def by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Split (target, source) pairs into (targets, sources) that one launch can copy."""
-    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        targets, sources = alike.setdefault((target.dtype, source.device), ([], []))
+        targets, sources = groups.setdefault((target.dtype, source.device), ([], []))
         targets.append(target)
         sources.append(source)
-    return list(alike.values())
+    return list(groups.values())
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -73,11 +73,11 @@ def alias_with_own_storage(tensor: Tensor) -> Tensor:
     if alias.device.type == "meta":
         return alias
     memory = alias.untyped_storage()
-    own = torch._C._construct_storage_from_data_pointer(
+    storage = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), alias.device, memory.nbytes()
     )
     with torch._C._DisableTorchDispatch():  # a compiler calls this under its fake tensor mode
-        return alias.new_empty(0).set_(own, alias.storage_offset(), alias.shape, alias.stride())
+        return alias.new_empty(0).set_(storage, alias.storage_offset(), alias.shape, alias.stride())
 
 
 def dtensor_like(like: DTensor, local: Tensor, shape: Sequence[int] | None = None) -> DTensor:
