@@ -695,7 +695,7 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     ends, x = ends.new_tensor([256, 512, 512, 1024]), laws.values(1024, K).cuda()
     plan, shape = module.first.plan, (4, N, K)
     in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
-    spec = grouped_ops._Spec(*shape, in_one, True, False, False, True, True)
+    spec = grouped_ops._Spec(*shape, in_one, False, False, True, True)
     step, ids = STEP.on(x.device), [layer.runtime.ids_on(x.device) for layer in module.layers]
     arguments = x, ends, [module.weight.detach()], [], plan.key, spec, step, ids, []
     real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)

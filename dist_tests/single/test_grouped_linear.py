@@ -990,6 +990,24 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, p
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
+@pytest.mark.parametrize("name", ["mxfp8", "dequantized"])
+def test_frozen_experts_of_a_list_are_those_of_eager_mode(name: str, on_hopper: bool):
+    """If false, compiled experts read frozen codes in the layout of another product."""
+    torch.compiler.reset()
+    with hopper.emulated() if on_hopper else contextlib.nullcontext():
+        module = grouped(RECIPES[name], False, True, dtype=torch.bfloat16, sizes=(64, 48))
+        fq.freeze(module.requires_grad_(False))
+        results, ends = [], torch.tensor([16, 16, 48, 64])
+        for call in (module, torch.compile(module, backend="aot_eager")):
+            x = values(64, 64).requires_grad_()
+            y = call(x, ends)
+            y.backward(values(64, 48, seed=9))
+            results.append({"y": y.detach(), "dx": x.grad})
+        assert_same(results[1], results[0], name)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     "name, on_hopper, compiled",
     laws.crossed([*sorted(RECIPES), "e5m2"], (False, True), (False, True)),

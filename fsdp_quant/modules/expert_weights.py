@@ -18,7 +18,7 @@ from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.layout import ANCHORS, COMPACT, adjoining, operand_format
 from ..ops.native import Operand
-from ..storage import Storage, matrix_over, to_gemm_operands, to_storage
+from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
@@ -291,7 +291,7 @@ def _of_gathered(
     # `gathered_storage` raises for freed codes and for other formats
     compact = [to_storage(gathered_storage(m, direction, plan, COMPACT)) for m in matrices]
     if is_one:
-        return _of_codes(_shown_codes(weight, direction), direction, weight.shape, plan, dtype)
+        return _of_codes(gathered_codes(weight, direction), direction, weight.shape, plan, dtype)
     if layout == COMPACT or not compact[0].fmt.is_quantized:
         return _stacked(compact)
     return _stacked(to_gemm_operands([(storage, layout) for storage in compact]))
@@ -304,7 +304,7 @@ def _of_codes(
     plan: GemmPlan,
     dtype: torch.dtype,
 ) -> StackedWeight:
-    """Return the operand for `_shown_codes` of a weight [E, N, K] with one level of scales."""
+    """Return the operand for `gathered_codes` of a weight [E, N, K] with one level of scales."""
     experts, n, k = shape
     fmt = plan.operand("weight", direction)
     layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
@@ -337,7 +337,7 @@ def _of_codes(
     return StackedWeight([data, scale.flatten()], _plain(fmt))
 
 
-def _shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
+def gathered_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
     """Return the buffers of a gathered weight [E, N, K] with the codes of a direction. Each buffer
     holds all matrices."""
     shown = weight._pair.shown or {}
@@ -346,44 +346,21 @@ def _shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
     return [shown[name] for name in names if name in shown]
 
 
-def gathered_codes(
-    weights: Sequence[QuantizedTensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the buffers that a graph reads of gathered weights: of a packed one, `_shown_codes`;
-    of E weights [N, K], those of each operand."""
-    if weights[0].dim() == 3:
-        return _shown_codes(weights[0], direction)
-    layout = plan.resolved(dtype, weights[0].device).layouts["weight"][direction]
-    operands = [w.operand_in_graph(direction, layout, plan.weight) for w in weights]
-    return [t for operand in operands for t in operand.buffers().values()]
-
-
-def weights_of_codes(
+def weight_of_codes(
     codes: Sequence[Tensor],
-    is_packed: bool,
     direction: Direction,
     shape: Sequence[int],
     plan: GemmPlan,
     dtype: torch.dtype,
-) -> list[QuantizedTensor]:
-    """Return weights [E, N, K] of the buffers from `gathered_codes`."""
-    (experts, n, k), layout = shape, COMPACT
-    source = direction if direction in plan.weight.encodings or not is_packed else ROWWISE
-    fmt = plan.weight.side(source).fmt
-    if is_packed:
-        buffers = list(zip(*(t.unflatten(0, (experts, -1)).unbind() for t in codes)))
-    else:
-        size = len(codes) // experts
-        buffers = [codes[size * e : size * (e + 1)] for e in range(experts)]
-        if fmt.is_quantized:
-            layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
-    pairs = [StoragePair() for _ in range(experts)]
-    for pair, of_matrix in zip(pairs, buffers):
-        matrix = matrix_over(of_matrix, fmt, source, (n, k), dtype, layout)
+) -> QuantizedTensor:
+    """Return a weight [E, N, K] of the buffers from `gathered_codes`."""
+    experts, n, k = shape
+    source = direction if direction in plan.weight.encodings else ROWWISE
+    fmt, pairs = plan.weight.side(source).fmt, [StoragePair() for _ in range(experts)]
+    for pair, *buffers in zip(pairs, *(t.unflatten(0, (experts, -1)).unbind() for t in codes)):
+        matrix = Storage.over(buffers, fmt, source, (n, k), dtype)
         if source is not direction and plan.weight.shares_storage:
-            matrix = to_storage(matrix).as_direction(direction)
+            matrix = matrix.as_direction(direction)
         pair.put(matrix.direction, matrix)
-    if not is_packed:
-        return [QuantizedTensor(pair=pair) for pair in pairs]
     shown = {f"{source.value}_{field}": t for field, t in zip(BUFFERS, codes)}
-    return [QuantizedTensor(pair=StoragePair(groups=pairs, shown=shown), shape=tuple(shape))]
+    return QuantizedTensor(pair=StoragePair(groups=pairs, shown=shown), shape=tuple(shape))

@@ -293,7 +293,8 @@ class GroupedLinear(HasWeight):
         if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and current_autocast() is None
             in_graph = in_graph and not isinstance(x, QuantizedTensor)
-            in_graph = in_graph and not isinstance(self.owners[0].weight, DTensor)
+            refused = DTensor if self.packed else (DTensor, QuantizedTensor)
+            in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
             return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
         if not is_compiling:
             raise_bad_splits()
@@ -373,7 +374,7 @@ class GroupedLinear(HasWeight):
     @torch.compiler.disable(
         reason="experts take token splits that are a tensor outside graphs if their plans differ, "
         "a recipe has boundary slots or overrides theirs (fq.autocast), tokens came as codes of "
-        "several experts, or the weight is a DTensor; give counts, a list"
+        "several experts, or a weight is a DTensor or codes of one expert; give counts, a list"
     )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)

@@ -27,7 +27,7 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .call import BySlot, Call
-from .expert_weights import gathered_codes, read_as, weights_of_codes
+from .expert_weights import gathered_codes, read_as, weight_of_codes
 from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
 from .plan import GemmPlan, plan_of
 
@@ -37,8 +37,8 @@ class _Spec(NamedTuple):
 
     experts, n, k:  shape of the weights.
     in_one:         a grouped GEMM computes the plan.
-    is_packed:      one weight holds all matrices; transposed: stored [E, K, N].
-    is_gathered:    weights are codes.
+    transposed:     a packed weight is stored [E, K, N].
+    is_gathered:    a packed weight is codes.
     counts:         products return what they lost.
     save:           the backward needs x.
     """
@@ -47,7 +47,6 @@ class _Spec(NamedTuple):
     n: int
     k: int
     in_one: int
-    is_packed: int
     transposed: int
     is_gathered: int
     counts: int
@@ -59,7 +58,7 @@ class _Spec(NamedTuple):
         """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given."""
         if self.is_gathered:
             shape = self.experts, self.n, self.k
-            return weights_of_codes(tensors, bool(self.is_packed), direction, shape, plan, dtype)
+            return [weight_of_codes(tensors, direction, shape, plan, dtype)]
         return [t.mT for t in tensors] if self.transposed else tensors
 
 
@@ -98,7 +97,7 @@ class TracedCall(NamedTuple):
             torch_compat.save_by_reference(weights)
             if torch_compat.is_recomputed_in_graph():
                 RECOMPUTED_IN_GRAPHS.add(self.plan.weight)
-        operands, biases = self._operands(weights, ROWWISE, x.dtype), list(biases)
+        operands, biases = self._operands(weights, ROWWISE), list(biases)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
         y, *saved = _experts(x, ends, operands, biases, key, self.spec, step, ids, factors)
         self._record(saved, ("input", "weight"), self.guards[:1])
@@ -116,7 +115,7 @@ class TracedCall(NamedTuple):
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
-            operands = self._operands(weights, COLUMNWISE, dy.dtype)
+            operands = self._operands(weights, COLUMNWISE)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
         results = _experts_backward(
             dy, list(saved), operands, key, self.spec, list(needs), step, ids, factors
@@ -126,12 +125,10 @@ class TracedCall(NamedTuple):
         dx, dw, db = (next(gradients) if need else None for need in needs)
         return dx, dw, db
 
-    def _operands(
-        self, weights: Sequence[Any], direction: Direction, dtype: torch.dtype
-    ) -> list[Tensor]:
+    def _operands(self, weights: Sequence[Any], direction: Direction) -> list[Tensor]:
         """Return what operators are given of the weights."""
         if self.spec.is_gathered:
-            return gathered_codes(weights, direction, self.plan, dtype)
+            return gathered_codes(weights[0], direction)
         return list(weights)
 
     def _record(self, results: list[Tensor], slots: Sequence[str], guard: list[Tensor]) -> None:
@@ -168,7 +165,7 @@ def traced_experts(
     """Return y [M, N] of x [M, K] in a graph that is traced; arguments as of `TracedCall`.
 
     ends:            the row after the last of each expert.
-    weights, biases: one of all experts, or one each. Weights are values, or gathered codes.
+    weights, biases: one of all experts, or one each. A weight of all may be gathered codes.
     plan:            key of the plan of all experts.
     require_native:  no product of decoded codes.
     transposed:      a packed weight is stored [E, K, N].
@@ -176,14 +173,15 @@ def traced_experts(
     counters.has_graphs = True
     first, of_expert = weights[0], plan_of(plan)
     of_groups = of_expert.of_groups
-    is_packed, is_gathered = first.dim() == 3, isinstance(first, QuantizedTensor)
-    shape = [*([] if is_packed else [len(weights)]), *(first.mT if transposed else first).shape]
+    is_gathered, shape = (
+        isinstance(first, QuantizedTensor),
+        (first.mT if transposed else first).shape,
+    )
+    shape = [len(weights), *shape] if first.dim() == 2 else shape
     reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
-    # codes of a list are gathered in the layouts of products of one expert each
-    in_one = reason is None and x.shape[0] > 0 and (is_packed or not is_gathered)
-    if require_native and of_groups.decodes_groups(arch_of(x.device)):
-        in_one = False
-    flags = in_one, is_packed, transposed, is_gathered, bool(guards), save
+    decodes = of_groups.decodes_groups(arch_of(x.device))
+    in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
+    flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories)
     return GroupedLinearFunction.apply(x, ends, call, len(weights), *weights, *biases)
