@@ -19,6 +19,7 @@ from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_hopper_gemm import WHY_NOT
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
+from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.encoded_matrix import has_tensor_amax
 from fsdp_quant.formats import (
@@ -30,8 +31,9 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
+from fsdp_quant.modules import grouped as program
+from fsdp_quant.modules import grouped_ops
 from fsdp_quant.modules import plan as plans
-from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.operands import slot_storages
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
@@ -669,11 +671,12 @@ def test_one_product_waits_for_nothing(name: str):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *ONE_BY_ONE])
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *TWO_LEVEL, *EXACT, *ONE_BY_ONE])
 def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     """If false, graphs know other shapes than kernels write, or train other experts."""
     torch.compiler.reset()
-    recipe = (ONE_PRODUCT | VALUES | ONE_BY_ONE)[name]()
+    fq.begin_step(0)
+    recipe = (ONE_PRODUCT | ALSO | ONE_BY_ONE)[name]()
     module = grouped(recipe, True, False)
     compiled = torch.compile(
         lambda a, ends: module(2 * a, ends) + 1, fullgraph=True, backend=backend
@@ -689,15 +692,14 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
             ran.append((y.detach(), a.grad, module.weight.grad))
         for got, want, what in zip(*reversed(ran), ("y", "dx", "dw")):
             laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
-    plan, ends = module.first.plan.key, ends.new_tensor([256, 512, 512, 1024])
-    x = laws.values(1024, K).cuda()
-    real = traced_experts._experts(
-        x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True
-    )
-    fake = traced_experts._fake_forward(
-        x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True
-    )
-    described = [[(t.shape, t.dtype, t.stride()) for t in of] for of in (real, fake)]
+    ends, x = ends.new_tensor([256, 512, 512, 1024]), laws.values(1024, K).cuda()
+    plan, shape = module.first.plan, (4, N, K)
+    in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
+    spec = grouped_ops._Spec(*shape, in_one, False, False, True, True)
+    step, ids = STEP.on(x.device), [layer.runtime.ids_on(x.device) for layer in module.layers]
+    arguments = x, ends, [module.weight.detach()], [], plan.key, spec, step, ids, []
+    real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)
+    described = [[(t.shape, t.dtype, t.stride()) for t in made] for made in (real, fake)]
     assert described[0] == described[1]
 
 

@@ -14,7 +14,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules import grouped_op
+from fsdp_quant.modules import grouped
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.product_error import NOT_COUNTED, counted_as
@@ -84,20 +84,10 @@ def test_experts_are_multiplied_one_by_one():
     with hopper.emulated():
         for name in ("mxfp4", "mxfp6"):
             plan = replace(build_plan(RECIPES[name], "m"), alone=False).of_groups
-            assert "is anchored after it was encoded" in grouped_op.unsupported_reason(
-                plan, BF16, CPU, 4, 64, 64
-            )
-        assert (
-            grouped_op.unsupported_reason(
-                replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups,
-                BF16,
-                CPU,
-                4,
-                64,
-                64,
-            )
-            is None
-        )
+            reason = grouped.unsupported_reason(plan, BF16, CPU, (4, 64, 64))
+            assert reason is not None and "is anchored after it was encoded" in reason
+        plan = replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups
+        assert grouped.unsupported_reason(plan, BF16, CPU, (4, 64, 64)) is None
 
 
 def test_operands_of_experts_are_anchored_in_tiles():

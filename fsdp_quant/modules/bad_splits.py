@@ -60,8 +60,8 @@ def bad_splits_flag() -> Tensor:
 # Pinned memory: a copied flag and its event would be calls in every forward.
 def poll_bad_splits() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
-    said = _WRONG[0][1].value if _WRONG else 0
-    if not said:
+    report = _WRONG[0][1].value if _WRONG else 0
+    if not report:
         return None
     _WRONG[0][1].value = 0
-    return said >> 32, said & 0xFFFFFFFF
+    return report >> 32, report & 0xFFFFFFFF

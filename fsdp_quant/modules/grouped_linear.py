@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import current_autocast
+from ..context import STEP, current_autocast
 from ..counters import counters
 from ..formats import Direction
 from ..ops import native
@@ -28,13 +28,13 @@ from ..tensor.root_statistics import check_model_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
-from .expert_weights import ExpertWeights
-from .grouped_op import ExpertsState, GroupedLinearCall, unsupported_reason
+from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .layer_runtime import LayerRuntime
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
-from .traced_experts import runs_in_graphs, traced_experts
+from .training_steps import note_traced
 
 EXPERT = "grouped_linear"  # `Role.module_type`
 
@@ -78,9 +78,9 @@ class Expert(Linear):
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
         if self._given[0] is not None or self._part_of is None:
             return self._given
-        module, index = self._part_of
-        found = module()
-        return (None, None) if found is None else found.values_of(index)
+        reference, index = self._part_of
+        module = reference()
+        return (None, None) if module is None else module.values_of(index)
 
     @property
     def weight(self) -> Tensor | None:
@@ -119,7 +119,7 @@ class GroupedLinear(HasWeight):
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives.
     On a GPU one product serves all experts where no scale serves tokens of two
-    (`grouped_op.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
+    (`grouped.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
     values, which `require_native` refuses.
 
     first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
@@ -152,28 +152,24 @@ class GroupedLinear(HasWeight):
         super().__init__()
         num_experts = integer(1).read(f"{name}: num_experts", num_experts)
         flag().read(f"{name}: packed", packed)
-        its = as_recipe(recipe or identity(), name, Recipe)
-        if not packed:
+        expert_recipe = as_recipe(recipe or identity(), name, Recipe)
+        if packed:
+            shape = num_experts, out_features, in_features
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
+            self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
+            bound = in_features**-0.5  # as nn.Linear
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.uniform_(-bound, bound)
+            self.adopt_packed([expert_recipe] * num_experts, name)
+        else:
             expert = functools.partial(
-                ListedExpert, in_features, out_features, bias, device, dtype, recipe=its
+                ListedExpert, in_features, out_features, bias, device, dtype, recipe=expert_recipe
             )
             self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
             self.experts = nn.ModuleList(self._linears)
             self.finish_experts(name)
-            self._note_choice(recipe)
-            return
-        shape = num_experts, out_features, in_features
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
-        bound = in_features**-0.5  # as nn.Linear
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-bound, bound)
-        self.adopt_packed([its] * num_experts, name)
-        self._note_choice(recipe)
-
-    def _note_choice(self, recipe: Recipe | str | None) -> None:
         for layer in self._linears:
             layer.runtime.chosen = recipe is not None
 
@@ -221,11 +217,11 @@ class GroupedLinear(HasWeight):
 
     def finish_experts(self, name: str) -> None:
         """Set what is planned for all experts together."""
-        self._name, self._reasons, self._planned = name, {}, ([], None)
+        self._name, self._planned = name, ([], None)
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
-        self._goes_into_graphs = self._may_go_into_graphs(next(self.parameters()).device)
         self._tag = new_tag(self)
+        self._choose_for_graphs()
 
     @property
     def _weight_state(self) -> WeightState:
@@ -243,9 +239,8 @@ class GroupedLinear(HasWeight):
     def held(self) -> tuple[Tensor, Tensor | None]:
         """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
         weight, bias = self.matrices, self.bias
-        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
-            return weight, bias
-        if self._packed_state.tensor_group is None:
+        is_cut = isinstance(weight, DTensor) and self._packed_state.tensor_group is not None
+        if not is_cut or weight.device_mesh.ndim > 1:
             return weight, bias
         return weight.to_local(), None if bias is None else local_of(bias)
 
@@ -259,9 +254,7 @@ class GroupedLinear(HasWeight):
         """The `fq.Linear` of each expert; without values while the weight is sharded."""
         return self._linears
 
-    @property
-    def _matrix_layers(self) -> Sequence[Linear]:
-        return self._linears
+    _matrix_layers = layers
 
     def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one, without gradients; of a sharded weight the shard."""
@@ -286,67 +279,102 @@ class GroupedLinear(HasWeight):
                  (`parallel.dispatch_tokens`).
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
                  expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
-                 product serves all experts. Given a tensor, packed experts are in compiled graphs,
-                 but those of `traced_experts.runs_in_graphs`; they and experts in a list run
-                 between graphs, and `fullgraph=True` is refused.
+                 product serves all experts.
+
+        Given a tensor, experts are two operators in compiled graphs, but those that
+        `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
         where they are on the host, else before an optimizer step or in a later call.
         """
         if self.transposed:
             check_model_of(self, "weight")
-        compiling, plan = torch.compiler.is_compiling(), None
-        if compiling and isinstance(splits, Tensor):
-            whole = self._goes_into_graphs and not isinstance(self.weight, DTensor)
-            whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
-            return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
-        if not compiling:
+        is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
+        if is_compiling and isinstance(splits, Tensor):
+            in_graph = self._goes_into_graphs and current_autocast() is None
+            in_graph = in_graph and not isinstance(x, QuantizedTensor)
+            refused = DTensor if self.packed else (DTensor, QuantizedTensor)
+            in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
+            return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
+        if not is_compiling:
             raise_bad_splits()
-            plan = self.common_plan
-        reason = "experts differ, or it is compiled, overridden or of no tokens"
-        first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        plain = plan is not None and not torch_compat.dispatch_is_watched()
-        if plan is not None and plain and current_autocast() is None and len(rows):
-            reason = self._unsupported_reason(plan, rows.dtype, x.device)
-            two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
-            if reason is None and two_level and isinstance(x, QuantizedTensor):
-                reason = "the tokens came as two-level codes"
-        if reason is None and plan is not None:
+        plan, reason = (None, None) if is_compiling else self._plan_of_one(x, rows)
+        if plan is not None:
             y = self._in_one(plan, rows, sizes)
         else:
             if isinstance(sizes, Tensor):
-                counters.add(
-                    "departure",
-                    (self._name, f"waits for the device to tell the token splits: {reason}"),
-                )
+                departure = f"waits for the device to tell the token splits: {reason}"
+                counters.add("departure", (self._name, departure))
                 sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
+        """Return the plan of one product for all experts; or None, and why there is none."""
+        plan, is_watched = self.common_plan, torch_compat.dispatch_is_watched()
+        if plan is None or is_watched or current_autocast() is not None or not len(rows):
+            return None, "experts differ, or it is compiled, overridden or of no tokens"
+        reason = self.unsupported_reason(rows.dtype, x.device)
+        two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
+        if reason is None and two_level and isinstance(x, QuantizedTensor):
+            reason = "the tokens came as two-level codes"
+        return (plan, None) if reason is None else (None, reason)
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
         biases = [None] * len(parts) if bias is None else bias.unbind()
-        of = zip(self._linears, parts, weight.unbind(), biases)
-        return [layer.times(part, own, own_bias) for layer, part, own, own_bias in of]
+        operands = zip(self._linears, parts, weight.unbind(), biases)
+        return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        first = self._linears[0]
-        rows = first.checked(x, self.weight).reshape(-1, first.in_features)
-        save = torch.is_grad_enabled() and self.weight.requires_grad
-        guards = first.runtime.graphs.guards
-        ends = ends if ends.device == rows.device else ends.to(rows.device)
+        first, grad = self._linears[0], torch.is_grad_enabled()
+        weights: list[Tensor] = [owner.weight for owner in self.owners]
+        biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
+        rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
+        save = grad and any(w.requires_grad for w in weights)
+        step, ids, guards, factors, histories = self._graph_state()
         y = traced_experts(
-            rows, ends, self.weight, self.bias, first.plan.key, save, self.transposed, guards
+            rows,
+            ends if ends.device == rows.device else ends.to(rows.device),
+            weights,
+            biases,
+            first.plan.key,
+            first.recipe.require_native,
+            self.transposed,
+            save,
+            save or (grad and (self.training or x.requires_grad)),
+            step,
+            ids,
+            guards,
+            factors,
+            histories,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
+    def _graph_state(
+        self,
+    ) -> tuple[Tensor | None, list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """Step, ids, guards, factors and histories of `traced_experts`."""
+        first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
+        device, plan = graphs[0].ids.device, first.plan
+        note_traced(first, plan, device)
+        if not plan.needs_steps:
+            return None, [], [], [], []
+        delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
+        factors, histories = (
+            [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
+        )
+        ids = [tensors.ids for tensors in graphs if self._is_keyed]
+        return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
+
     @torch.compiler.disable(
-        reason="experts of these formats take token splits that are a tensor outside graphs; give "
-        "counts, a list"
+        reason="experts take token splits that are a tensor outside graphs if their plans differ, "
+        "a recipe has boundary slots or overrides theirs (fq.autocast), tokens came as codes of "
+        "several experts, or a weight is a DTensor or codes of one expert; give counts, a list"
     )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
@@ -371,7 +399,13 @@ class GroupedLinear(HasWeight):
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why no one product serves all experts, in one clause; None: it does."""
-        return self._unsupported_reason(self.common_plan, dtype, device)
+        plan, first, bias = self.common_plan, self.first, self._operand(self.owners[0])[1]
+        if plan is None:
+            return "experts have different plans"
+        if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
+            return "require_native=True: one product would be of decoded values"
+        shape = len(self._linears), first.out_features, first.in_features
+        return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
     @property
     def decodes(self) -> bool:
@@ -379,53 +413,26 @@ class GroupedLinear(HasWeight):
         plan, device = self.common_plan, self._linears[0].weight.device
         return plan is not None and plan.decodes_groups(arch_of(device))
 
-    def _unsupported_reason(
-        self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        if plan is None:
-            return "experts have different plans"
-        key, first = (plan.key, dtype, device), self._linears[0]
-        if self._refuses_values(plan, device):
-            return "require_native=True: one product would be of decoded values"
-        if key not in self._reasons:
-            bias = self._operand(self.owners[0])[1] is not None
-            self._reasons[key] = unsupported_reason(
-                plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias
-            )
-        return self._reasons[key]
-
-    def _may_go_into_graphs(self, device: torch.device) -> bool:
-        plan = self.common_plan
-        if "weight" not in self._parameters or not runs_in_graphs(plan):
-            return False
-        return plan is None or not self._refuses_values(plan, device)
-
-    def _refuses_values(self, plan: GemmPlan, device: torch.device) -> bool:
-        recipe = self._linears[0].runtime.recipe
-        return recipe.require_native and plan.decodes_groups(arch_of(device))
-
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
-        device, grad = rows.device, torch.is_grad_enabled()
+        device, layers = rows.device, self._linears
         held = [self._operand(owner) for owner in self.owners]
-        weights, layers = [weight for weight, _ in held], self._linears
-        # all calls say the same where no expert has histories or random bits of its own
-        own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
+        # calls are equal where no expert has histories or random bits of its own
+        differ = plan.is_delayed or bool(plan.weight.delayed_directions)
+        differ = differ or plan.input.is_stochastic or plan.grad_output.is_stochastic
         calls = [
             layer.call(rows, weight, bias, plan)
-            for layer, (weight, bias) in zip(layers if own else layers[: len(held)], cycle(held))
+            for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
         ]
-        on_host = not isinstance(sizes, Tensor)
-        ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0) if on_host else sizes
+        ends = sizes
+        if not isinstance(ends, Tensor):
+            ends = torch.tensor(ends, dtype=torch.int64, device="cpu").cumsum(0)
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
-        biases = [bias for _, bias in held if bias is not None]
-        save = grad and any(weight.requires_grad for weight in weights)
-        states, state = [layer.runtime.weight_state for layer in layers], ExpertsState.of(calls)
-        of, guard = ExpertWeights(weights, states, bool(calls[0].histories[1])), calls[0].guard
-        return GroupedLinearCall.apply(
-            rows, ends, of, plan, guard, save, self._tag, state, *weights, *biases
-        )
+        states = [layer.runtime.weight_state for layer in layers]
+        call = GroupedCall.combined(calls, states, self._tag)
+        return GroupedLinearFunction.apply(rows, ends, call, len(weights), *weights, *biases)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""
@@ -462,12 +469,20 @@ class GroupedLinear(HasWeight):
     def prepare(self) -> None:
         """Allocate what graphs are given, after plans or the device changed."""
         device = next(self.parameters()).device
-        self._goes_into_graphs = self._may_go_into_graphs(device)
+        self._choose_for_graphs()
         for layer in self._linears if self.packed else ():
             layer.runtime.graphs.prepare(layer.runtime, device)
 
+    def _choose_for_graphs(self) -> None:
+        """Set what decides a graph, since a trace computes no properties of plans."""
+        plan = self.common_plan
+        self._goes_into_graphs = plan is not None and plan.boundary is None
+        self._is_keyed = plan is not None and any(
+            hybrid.is_stochastic for hybrid in (plan.input, plan.grad_output)
+        )
+
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_reasons": {}, "_planned": ([], None)}
+        return super().__getstate__() | {"_planned": ([], None)}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -477,10 +492,8 @@ class GroupedLinear(HasWeight):
 
     def extra_repr(self) -> str:
         first = self._linears[0]
-        return (
-            f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, "
-            f"packed={self.packed}"
-        )
+        sizes = f"{first.in_features} -> {first.out_features}"
+        return f"{len(self._linears)} experts, {sizes}, packed={self.packed}"
 
 
 def _sizes_of(ends: list[int]) -> list[int]:

@@ -111,10 +111,10 @@ def reason_against(module: nn.Module) -> str | None:
 
 
 def _looks_like(module: nn.Module) -> Kind | None:
-    cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
-    weights = {name for name in own if not name.endswith("_bias")}
+    cls, parameters = type(module), {n: p for n, p in module._parameters.items() if p is not None}
+    weights = {name for name in parameters if not name.endswith("_bias")}
     packed = bool(weights) and all(
-        not is_lazy(own[name]) and own[name].dim() == 3 for name in weights
+        not is_lazy(parameters[name]) and parameters[name].dim() == 3 for name in weights
     )
     if hasattr(cls, "converted_from") or not packed or "forward" in module.__dict__:
         return None
@@ -125,9 +125,9 @@ def _looks_like(module: nn.Module) -> Kind | None:
         if weights != set(parts) or not _is_of_transformers(module):
             return None
         return Kind(parts, _forward, bool(module.is_transposed))
-    named = {part.partition("_")[0]: part for part in own}
+    named = {part.partition("_")[0]: part for part in parameters}
     parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
-    return Kind(parts, _forward_of_rows) if set(own) == set(parts) else None
+    return Kind(parts, _forward_of_rows) if set(parameters) == set(parts) else None
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -226,12 +226,12 @@ def _is_same(
         numbers = torch.arange(experts + 1, dtype=torch.int64, device="cpu")
         if kind.forward is _forward:
             routes = torch.stack([numbers, numbers + 1], 1)[:, : min(experts, 2)] % experts
-            given = [symbol("x", experts + 1, small[hidden]), routes, symbol("p", *routes.shape)]
+            inputs = [symbol("x", experts + 1, small[hidden]), routes, symbol("p", *routes.shape)]
         else:
             counts = numbers[1:] % 3
             rows = int(counts.sum()) if kind.forward is _forward_of_rows else 2 * experts
-            given = [symbol("x", rows, small[hidden])]
-            given += [counts] * (kind.forward is _forward_of_rows)
+            inputs = [symbol("x", rows, small[hidden])]
+            inputs += [counts] * (kind.forward is _forward_of_rows)
         sizes = {
             name: small[value]
             for name, value in module.__dict__.items()
@@ -248,9 +248,9 @@ def _is_same(
         with symbols:
             symbols.gradients = True
             with Unobserved(SHAPES):
-                y = code(probe_of(probe, cls, training), *given)
+                y = code(probe_of(probe, cls, training), *inputs)
             symbols.gradients = False
-            z = kind.forward(probe_of(plain, cls, training, tuple(products)), *given)
+            z = kind.forward(probe_of(plain, cls, training, tuple(products)), *inputs)
         return y.shape == z.shape and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
 
 
@@ -375,14 +375,16 @@ def _class_of(
 
 def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
     """`forward`, with the names that `cls.forward` gives its arguments."""
-    names, wanted = (list(inspect.signature(f).parameters)[1:] for f in (forward, cls.forward))
-    own_name = dict(zip(wanted, names))
+    names, names_of_cls = (
+        list(inspect.signature(f).parameters)[1:] for f in (forward, cls.forward)
+    )
+    own_name = dict(zip(names_of_cls, names))
 
     @functools.wraps(cls.forward)
     def named(self, *args, **kwargs):
         return forward(self, *args, **{own_name.get(k, k): v for k, v in kwargs.items()})
 
-    return forward if names == wanted else named
+    return forward if names == names_of_cls else named
 
 
 def _reduce(module: _Quantized, protocol: int) -> tuple:
@@ -451,16 +453,16 @@ def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor
     or those of a functional call."""
     product = getattr(module, f"{part}_product")
     weight, bias = getattr(module, part), getattr(module, f"{part}_bias", None)
-    own = product._parameters
-    if weight is own["weight"] and bias is own["bias"]:
+    parameters = product._parameters
+    if weight is parameters["weight"] and bias is parameters["bias"]:
         return product(rows, ends)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
             "to keep these experts as they are"
         )
-    given = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return torch.func.functional_call(product, given, (rows, ends))
+    parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    return torch.func.functional_call(product, parameters, (rows, ends))
 
 
 def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:

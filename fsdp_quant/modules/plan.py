@@ -457,8 +457,8 @@ class GemmPlan:
 
     @cached_property
     def one_product(self) -> dict:
-        """Cache of the compiled step of one grouped GEMM for all experts, or None, by the key that
-        `traced_experts` computes."""
+        """Cache of why no grouped GEMM computes the plan, by the key of
+        `grouped.unsupported_reason`."""
         return {}
 
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:

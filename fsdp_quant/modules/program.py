@@ -118,7 +118,7 @@ def forward(
         call.check_travels("grad_output", Direction if call.grad else (), cut)
     statistics: dict[Direction, Statistics] = {}
     if shared is None:
-        operands, saved, statistics = _quantized_input(call, x, resolved)
+        operands, saved, statistics = quantized_input(call, x, resolved)
     else:
         shared.input.is_read(call.save, dgrad)
         operands, saved = shared.operands, shared.saved
@@ -138,7 +138,7 @@ def forward(
     return y, Saved(saved, None, {"input": statistics, "weight": of_weight})
 
 
-def _quantized_input(
+def quantized_input(
     call: Call, x: Tensor, resolved: Resolved
 ) -> tuple[LocalOperands | Gather, list[Tensor], dict[Direction, Statistics]]:
     """Return the operands of x [.., K], what the backward saves of it besides x, and statistics."""

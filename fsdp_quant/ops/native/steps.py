@@ -58,25 +58,20 @@ def grouped_step(
     ends: Tensor,
     weight: Operand,
     plan: int,
-    save: bool,
-    guard: Tensor | None,
+    call: StepCall,
+    ids: Sequence[Tensor],
     out_dtype: torch.dtype,
     wrong: Tensor | None,
     tag: int,
-    factors: Sequence[Tensor] = (),
-    histories: Sequence[Tensor] = (),
-    step: Tensor | None = None,
-    ids: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """Return y of x [tokens, K], its groups (`token_groups`), and the codes that the backward
     saves. See csrc/step/grouped.cpp.
 
-    weight:              the grouped GEMM's operand; for codes that are decoded first, their values
-                         with one fp32 scale per group.
-    factors, histories:  of the delayed directions: those of all groups for the first direction,
-                         then for the next.
-    step, ids:           int64 [5], and int64 [3] per group, if something is rounded stochastically
-                         (`random_key`).
+    weight:  the grouped GEMM's operand; for codes that are decoded first, their values with one
+             fp32 scale per group.
+    call:    factors and histories of a slot: those of all groups for its first delayed direction,
+             then for the next.
+    ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     y, tables, *saved = _ops.grouped_step(
@@ -85,14 +80,14 @@ def grouped_step(
         weight.data,
         weight.scale,
         plan,
-        save,
-        guard,
+        call.save,
+        call.guard,
         out_dtype,
         wrong,
         tag,
-        factors,
-        histories,
-        step,
+        call.factors[0],
+        call.histories[0],
+        call.step,
         ids,
     )
     return y, TokenGroups(tables, len(ends)), saved
@@ -104,37 +99,32 @@ def grouped_step_backward(
     weight: Operand | None,
     saved: Sequence[Tensor],
     plan: int,
-    guard: Tensor | None,
-    factors: Sequence[Tensor] = (),
-    grad_factors: Sequence[Tensor] = (),
-    grad_histories: Sequence[Tensor] = (),
-    step: Tensor | None = None,
-    ids: Sequence[Tensor] = (),
-    turned: bool = False,
+    call: StepCall,
+    ids: Sequence[Tensor],
+    transposes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dx [tokens, K] and dw [E, N, K]. dx is empty without `weight`, dw without `saved`.
 
-    weight:   the columnwise operand of the weights.
-    saved:    the tensors that the forward saved of x.
-    factors:  of x, if x itself was saved.
-    grad_factors, grad_histories:  of dy.
-    turned:   dw is [E, K, N].
+    weight:      the columnwise operand of the weights.
+    saved:       the tensors that the forward saved of x.
+    transposes:  dw is [E, K, N].
     """
     data, scale = (None, None) if weight is None else weight[:2]
     return _ops.grouped_step_backward(
         rows_of(dy),
-        *groups,
+        groups.tables,
+        groups.groups,
         data,
         scale,
         saved,
         plan,
-        guard,
-        factors,
-        grad_factors,
-        grad_histories,
-        step,
+        call.guard,
+        call.factors[0],
+        call.factors[2],
+        call.histories[2],
+        call.step,
         ids,
-        turned,
+        transposes,
     )
 
 
