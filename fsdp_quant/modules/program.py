@@ -148,7 +148,7 @@ def quantized_input(
     saves_columnwise = saves_codes and resolved.saved is COLUMNWISE
     directions = [ROWWISE, COLUMNWISE] if saves_columnwise else [ROWWISE]
     rows, statistics = x.reshape(-1, x.shape[-1]), {}
-    key = call.key("input", len(rows))
+    key = call.key("input", rows.shape[0])
     if not isinstance(x, QuantizedTensor):
         passes = [list(Direction)] if call.save else [[ROWWISE]]
         statistics = call.statistics("input", rows, passes)

@@ -91,7 +91,7 @@ class SharedInput:
         x:  this rank's rows [outer * chunk, K].
         """
         call, cut, hybrid = self._call, self.cut, self._call.plan.input
-        key = call.key("input", len(x), cut)
+        key = call.key("input", x.shape[0], cut)
         passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
         self._statistics = call.statistics("input", x, passes, cut)
         saves_columnwise = call.save and self.saves == "columnwise"
