@@ -28,7 +28,7 @@ DIALECT = frozenset(
 HOLDERS = frozenset({"Gather", "QuantizedWeight", "DirectionBuffers", "GraphCall", "Call"})
 MAX_COMPLEXITY = 20
 MAX_LINES = 500
-LONG_FILES = frozenset({"modules/plan.py", "linear/plan.py"})  # the resolved plan and its reasons
+LONG_FILES = frozenset({"linear/plan.py", "linear/plan.py"})  # the resolved plan and its reasons
 
 Sources = dict[str, str]
 Trees = dict[str, ast.Module]
@@ -73,8 +73,9 @@ def multiplying_functions(_: Sources, trees: Trees) -> list[str]:
             continue
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "forward":
-                names = {a.arg for a in method.args.args}
-                if names & {"weight", "weights", "w"} and names & {"plan", "call"}:
+                arguments = [*method.args.args, method.args.vararg]
+                names = {a.arg for a in arguments if a is not None}
+                if names & {"weight", "weights", "w", "parameters"} and names & {"plan", "call"}:
                     places.append(f"{source}:{node.lineno}: {node.name}")
     return places
 

@@ -21,7 +21,7 @@ from .formats import FORMATS
 from .inspection import advise, report, selftest
 from .inspection.plan import gemm_rows
 from .inspection.remedies import Machine, remedies
-from .modules.plan import PRODUCTS, build_plan
+from .linear.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
 

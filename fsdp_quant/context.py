@@ -5,7 +5,7 @@ contexts.
 Operators read seed, step, micro-batch and token offset from an int64 tensor on the device, so that
 a compiled or captured step sees new values without another trace or capture. Contexts (`autocast`,
 `token_offset`, `quantized_model_init`) belong to the thread that entered them. A backward sees the
-contexts of the thread that called it. `modules/passes.py` counts the steps.
+contexts of the thread that called it. `linear/passes.py` counts the steps.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class StepState:
 
     @property
     def is_probed(self) -> bool:
-        """Whether operators may count underflows in the running step (`modules.guard`). The device
+        """Whether operators may count underflows in the running step (`linear.guard`). The device
         decides."""
         return self.ahead or self._step % PROBED_STEPS == 0 or self.is_captured
 

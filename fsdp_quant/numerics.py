@@ -9,7 +9,7 @@ torch.Size([64, 64])
 
 from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
 from .gemm import gemm
-from .modules.quantize import Quantize
+from .linear.boundary import Quantize
 from .quantizer import HybridQuantizer, Quantizer
 from .roles import Role
 from .scaling import DelayedScaling

@@ -22,24 +22,24 @@ from .inspection.advise import advise
 from .inspection.plan import plan
 from .inspection.receipt import receipt
 from .inspection.recorder import inspect
-from .modules.convert import convert
-from .modules.fuse import MLPPattern, NormPattern
-from .modules.graphed import graphed
-from .modules.grouped_linear import GroupedLinear
-from .modules.hold import freeze, hold, unfreeze
-from .modules.layernorm_linear import LayerNormLinear
-from .modules.layernorm_mlp import LayerNormMLP
-from .modules.linear import Linear
-from .modules.norm import Norm
-from .modules.set_recipe import set_recipe
-from .modules.training_state import load_state_dict, state_dict
-from .modules.training_steps import begin_step
-from .modules.unconvert import unconvert
+from .linear.grouped_linear import GroupedLinear
+from .linear.linear import Linear
+from .linear.training_steps import begin_step
+from .models.convert import convert
+from .models.fuse import MLPPattern, NormPattern
+from .models.layernorm_linear import LayerNormLinear
+from .models.layernorm_mlp import LayerNormMLP
+from .models.norm import Norm
+from .models.set_recipe import set_recipe
+from .models.unconvert import unconvert
 from .recipe import Recipe
 from .recipe import custom as CustomRecipe
 from .serving.export import export
 from .serving.load import from_pretrained_quantized
 from .serving.refit import refit
+from .training.graphed import graphed
+from .training.hold import freeze, hold, unfreeze
+from .training.training_state import load_state_dict, state_dict
 
 NAMES = {name: value for name, value in globals().items() if not name.startswith("_")}
 ALIASES = {name: getattr(numerics, name) for name in numerics.__all__}

@@ -69,7 +69,7 @@ class Recipe:
                           quantizes grad_output and grad_input. Default: `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
     anchor_tolerance:     error that anchors may add to a GEMM, relative to that of its formats,
-                          before all layers use the next rung (`modules.plan.LADDER`) from the next
+                          before all layers use the next rung (`linear.plan.LADDER`) from the next
                           step on.
     save_original_input:  None: the plan decides; True: save the input and quantize it again in the
                           backward. backward_override="dequantized" always saves codes.

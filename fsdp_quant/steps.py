@@ -10,8 +10,8 @@ A model counts its steps itself; a trainer calls these to count them by hand.
 """
 
 from .context import token_offset
-from .modules.training_state import load_state_dict, share_amaxes, state_dict
-from .modules.training_steps import begin_step, skip_step, sync
+from .linear.training_steps import begin_step, skip_step, sync
+from .training.training_state import load_state_dict, share_amaxes, state_dict
 
 __all__ = [
     "begin_step",

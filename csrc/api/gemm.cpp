@@ -247,7 +247,7 @@ void product_error(
   const c10::cuda::CUDAGuard device(a.device());
   ProductError p = {};
   p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 15, "a");
-  p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in modules/plan.py
+  p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in linear/plan.py
   p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 4, "b");
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   p.k = a.size(-1), p.k_end = k_end, p.every = every, p.step = step.const_data_ptr<int64_t>() + 1;

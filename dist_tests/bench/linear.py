@@ -57,7 +57,7 @@ from dist_tests.bench.clock import (
     measurable,
     recover,
 )
-from fsdp_quant.modules.plan import EXACT, GemmPlan
+from fsdp_quant.linear.plan import EXACT, GemmPlan
 
 LAYERS, DIM, HIDDEN, TOKENS = 4, 4096, 14336, 8192
 HOST_DIM, HOST_TOKENS, HOST_STEPS, HOST_ROUNDS = 1024, 128, 20, 31

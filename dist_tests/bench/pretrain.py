@@ -44,7 +44,7 @@ from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (64, 2, 2, 128),

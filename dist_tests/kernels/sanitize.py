@@ -34,7 +34,7 @@ from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
-from fsdp_quant.modules.plan import GemmPlan, build_plan
+from fsdp_quant.linear.plan import GemmPlan, build_plan
 from fsdp_quant.ops import anchoring, layout, native, norm, reference
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec

@@ -13,7 +13,7 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant.context import STEP
-from fsdp_quant.modules import guard
+from fsdp_quant.linear import guard
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 BF16, D, HIDDEN, TOKENS, STEPS = torch.bfloat16, 128, 256, 64, 3

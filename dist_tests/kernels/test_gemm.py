@@ -18,7 +18,7 @@ from dist_tests.kernels.expected import BF16, FP32, MADE, inputs, key_of
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules import guard, shared_input
+from fsdp_quant.linear import guard, shared_input
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.capability import arch_of, gemm_domain
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer

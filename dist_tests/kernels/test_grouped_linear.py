@@ -31,11 +31,11 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.modules import grouped as program
-from fsdp_quant.modules import grouped_ops
-from fsdp_quant.modules import plan as plans
-from fsdp_quant.modules.operands import slot_storages
-from fsdp_quant.modules.packed_experts import ExpertProduct
+from fsdp_quant.linear import grouped as program
+from fsdp_quant.linear import grouped_ops
+from fsdp_quant.linear import plan as plans
+from fsdp_quant.linear.operands import slot_storages
+from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
 from fsdp_quant.ops.layout import ANCHORED_TILE, repack
 from fsdp_quant.roles import QUANTIZED_TYPES

@@ -17,7 +17,7 @@ from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
-from fsdp_quant.modules.norm_op import activate
+from fsdp_quant.models.norm_op import activate
 from fsdp_quant.ops import native
 from fsdp_quant.ops.norm import ACTIVATIONS
 

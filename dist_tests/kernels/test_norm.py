@@ -17,8 +17,8 @@ from dist_tests.laws import assert_same_bytes
 from dist_tests.single.test_fuse import Packed
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import round_up
-from fsdp_quant.modules import norm_op
-from fsdp_quant.modules.shared_input import Handed
+from fsdp_quant.linear.shared_input import Handed
+from fsdp_quant.models import norm_op
 from fsdp_quant.ops import native, norm, rng
 from fsdp_quant.ops.norm import ACTIVATIONS, KINDS, NormSpec
 

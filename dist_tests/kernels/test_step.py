@@ -19,8 +19,8 @@ from dist_tests.kernels.test_gemm import RECIPES
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import fused
-from fsdp_quant.modules.shared_input import Handed
+from fsdp_quant.linear import fused
+from fsdp_quant.linear.shared_input import Handed
 from fsdp_quant.ops import dispatch, native
 from fsdp_quant.ops.layout import COMPACT
 from fsdp_quant.ops.norm import ACTIVATIONS

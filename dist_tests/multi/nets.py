@@ -15,8 +15,8 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules import call, fused
-from fsdp_quant.modules.plan import build_plan
+from fsdp_quant.linear import call, fused
+from fsdp_quant.linear.plan import build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.recipe import Role
 from fsdp_quant.roles import slot_ids

@@ -35,7 +35,7 @@ from dist_tests.trainers import (
     take_fsdp_path_on_cpu,
     whole,
 )
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 pytest.importorskip("accelerate")

@@ -18,7 +18,7 @@ from fsdp_quant import recipes
 from fsdp_quant.checkpoint import code_tensors, fingerprints
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.modules.operands import weight_storages
+from fsdp_quant.linear.operands import weight_storages
 
 K, N = 24, 40
 SPLITS = ([5, 0, 11], [0, 16, 0], [0, 0, 16], [16, 0, 0])

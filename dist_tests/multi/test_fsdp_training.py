@@ -22,13 +22,13 @@ from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
-from fsdp_quant.modules import training_state
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.recipe import Role
 from fsdp_quant.tensor import gather_group, root_statistics
 from fsdp_quant.tensor.fsdp_hooks import FSDPHooks
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 from fsdp_quant.tensor.weight_shard import WeightShard
+from fsdp_quant.training import training_state
 
 RECIPES = {
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),

@@ -21,7 +21,7 @@ from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
 from fsdp_quant.integrations.megatron.gather import gather_codes, shard_map
-from fsdp_quant.modules.operands import weight_storages
+from fsdp_quant.linear.operands import weight_storages
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="its configuration initializes weights on the CPU"

@@ -23,7 +23,7 @@ from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.bad_splits import raise_bad_splits
+from fsdp_quant.linear.bad_splits import raise_bad_splits
 from fsdp_quant.tensor import gather_group
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")

@@ -17,7 +17,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import batch, llama, whole
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")

@@ -21,8 +21,8 @@ from dist_tests.multi import harness
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
-from fsdp_quant.modules import program
-from fsdp_quant.modules.plan import EXACT
+from fsdp_quant.linear import program
+from fsdp_quant.linear.plan import EXACT
 from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_state import values_of as inner_of
 

@@ -27,7 +27,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.modules import call, program
+from fsdp_quant.linear import call, program
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer

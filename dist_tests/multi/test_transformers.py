@@ -31,7 +31,7 @@ from dist_tests.trainers import (
     whole,
 )
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 
 pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")

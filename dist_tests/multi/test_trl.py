@@ -26,7 +26,7 @@ from dist_tests.trainers import (
     take_fsdp_path_on_cpu,
     whole,
 )
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 
 datasets, trl, tokenizers = map(pytest.importorskip, ("datasets", "trl", "tokenizers"))
 peft, transformers = map(pytest.importorskip, ("peft", "transformers"))

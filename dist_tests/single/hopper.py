@@ -39,7 +39,7 @@ from fsdp_quant.formats import (
     ceil_div,
     round_up,
 )
-from fsdp_quant.modules import guard, plan
+from fsdp_quant.linear import guard, plan
 from fsdp_quant.ops import (
     anchoring,
     capability,

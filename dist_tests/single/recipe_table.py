@@ -26,7 +26,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FAMILIES, ROWWISE, Direction
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.ops.norm import ACTIVATIONS, GATED
 from fsdp_quant.ops.rng import tensor_id
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer

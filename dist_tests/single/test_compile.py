@@ -35,7 +35,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.modules.program import in_graph
+from fsdp_quant.linear.program import in_graph
 from fsdp_quant.ops import native
 from fsdp_quant.tensor.quantized_tensor import stable_text
 

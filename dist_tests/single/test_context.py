@@ -24,7 +24,7 @@ from fsdp_quant import context, recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, format_of
-from fsdp_quant.modules import training_steps
+from fsdp_quant.linear import training_steps
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.tensor import torch_compat

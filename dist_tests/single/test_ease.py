@@ -19,7 +19,7 @@ from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
 from fsdp_quant.__main__ import main
 from fsdp_quant.inspection.remedies import Machine, remedies
-from fsdp_quant.modules import progress
+from fsdp_quant.models import progress
 from fsdp_quant.ops import extension
 
 ROOT = Path(fq.__file__).parent.parent
@@ -331,7 +331,7 @@ def test_the_import_is_cheap():
     [
         "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, "
         "fq.plan.__name__)",
-        "from fsdp_quant.modules.linear import Linear\n"
+        "from fsdp_quant.linear.linear import Linear\n"
         "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, "
         "fq.plan.__name__)",
         "from fsdp_quant import *; print(convert.__name__, hooks.__name__, "

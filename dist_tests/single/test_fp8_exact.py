@@ -22,7 +22,7 @@ from fsdp_quant.formats import (
     format_of,
 )
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules.plan import PRODUCTS, build_plan
+from fsdp_quant.linear.plan import PRODUCTS, build_plan
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
 from fsdp_quant.ops.product_error import COUNTED_E2M1
 from fsdp_quant.quantizer import Quantizer

@@ -16,7 +16,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
-from fsdp_quant.modules import operands
+from fsdp_quant.linear import operands
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 SIZES = (1, 7, 64, 1000, 4099)

@@ -13,8 +13,8 @@ from torch import nn
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
-from fsdp_quant.modules import graphed
 from fsdp_quant.tensor import torch_compat
+from fsdp_quant.training import graphed
 
 
 def train(wrap: bool) -> list[torch.Tensor]:

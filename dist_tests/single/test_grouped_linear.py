@@ -26,9 +26,10 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import round_up
-from fsdp_quant.modules import bad_splits, expert_weights
-from fsdp_quant.modules.packed_experts import ExpertProduct
-from fsdp_quant.modules.plan import PRODUCTS
+from fsdp_quant.linear import bad_splits
+from fsdp_quant.linear import stacked_weights as expert_weights
+from fsdp_quant.linear.plan import PRODUCTS
+from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer

@@ -24,7 +24,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.gemm import StaleWeightError
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight
 from fsdp_quant.tensor.weight_shard import WeightShard

@@ -30,9 +30,9 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
-from fsdp_quant.modules import fused, guard, shared_input
-from fsdp_quant.modules import plan as plans
-from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
+from fsdp_quant.linear import fused, guard, shared_input
+from fsdp_quant.linear import plan as plans
+from fsdp_quant.linear.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
 from fsdp_quant.ops.capability import anchors
 from fsdp_quant.ops.product_error import PROBED_STEPS

@@ -32,7 +32,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
 from fsdp_quant.inspection import numbers, recorder
-from fsdp_quant.modules.steps import converted_modules, histories_by_side
+from fsdp_quant.models.steps import converted_modules, histories_by_side
 from fsdp_quant.ops import dispatch
 from fsdp_quant.quantizer import HybridQuantizer
 from fsdp_quant.storage import Storage, to_storage

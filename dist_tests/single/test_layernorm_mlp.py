@@ -18,8 +18,8 @@ from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
-from fsdp_quant.modules.norm_op import activate, normalize
-from fsdp_quant.modules.shared_input import GatedInput, Handed
+from fsdp_quant.linear.shared_input import GatedInput, Handed
+from fsdp_quant.models.norm_op import activate, normalize
 from fsdp_quant.ops import norm
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 

@@ -22,7 +22,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, format_of
-from fsdp_quant.modules.plan import PRODUCTS
+from fsdp_quant.linear.plan import PRODUCTS
 from fsdp_quant.ops import rng
 from fsdp_quant.ops.rng import tensor_id
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer

@@ -21,7 +21,7 @@ import fsdp_quant as fq
 from fsdp_quant import recipes
 from fsdp_quant.context import current_autocast
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, canonical_text, format_of
-from fsdp_quant.modules.plan import PRODUCTS, build_plan
+from fsdp_quant.linear.plan import PRODUCTS, build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
 

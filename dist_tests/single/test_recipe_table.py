@@ -34,8 +34,8 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules.operands import weight_storages
-from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.linear.operands import weight_storages
+from fsdp_quant.models.steps import converted_modules
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
 OF_RULES = list(itertools.product(EXACT, MODULES, MODES))

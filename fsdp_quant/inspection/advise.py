@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from ..context import STEP
 from ..counters import counters
 from ..formats import IDENTITY, family_of
-from ..modules.convert import convert
-from ..modules.progress import progress
-from ..modules.set_recipe import converted_units, set_recipe
-from ..modules.training_steps import begin_step
+from ..linear.training_steps import begin_step
+from ..models.convert import convert
+from ..models.progress import progress
+from ..models.set_recipe import converted_units, set_recipe
 from ..recipe import PerLayer, identity, matches, names, per_layer
 from ..tensor import torch_compat
 

@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..modules.convert import ids_of_embeddings
-from ..modules.fuse import fused_notes
-from ..modules.grouped_linear import GroupedLinear
-from ..modules.linear import Linear
-from ..modules.multihead_attention import MultiheadAttention
-from ..modules.packed_experts import are_sharded, kind_of
-from ..modules.plan import PRODUCTS, GemmPlan
-from ..modules.steps import converted_modules
-from ..modules.transposed_linear import TransposedLinear
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.linear import Linear
+from ..linear.plan import PRODUCTS, GemmPlan
+from ..models.convert import ids_of_embeddings
+from ..models.fuse import fused_notes
+from ..models.multihead_attention import MultiheadAttention
+from ..models.packed_experts import are_sharded, kind_of
+from ..models.steps import converted_modules
+from ..models.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.expert_parallel import describe_experts
 from ..parallel.sequence import describe

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..counters import counters
-from ..modules.convert import CONVERTED
-from ..modules.set_recipe import converted_units
+from ..models.convert import CONVERTED
+from ..models.set_recipe import converted_units
 
 
 @dataclass(frozen=True)

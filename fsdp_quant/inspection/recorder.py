@@ -44,11 +44,11 @@ from torch import Tensor, nn
 from ..context import STEP
 from ..counters import counters
 from ..formats import Direction
-from ..modules.grouped_linear import GroupedLinear
-from ..modules.linear import Linear
-from ..modules.operands import slot_key
-from ..modules.set_recipe import converted_units
-from ..modules.steps import converted_modules
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.linear import Linear
+from ..linear.operands import slot_key
+from ..models.set_recipe import converted_units
+from ..models.steps import converted_modules
 from ..options import function, integer
 from ..scaling import RowCuts
 from ..storage import Storage

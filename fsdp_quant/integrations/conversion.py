@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..modules.convert import convert
-from ..modules.steps import converted_modules
+from ..models.convert import convert
+from ..models.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule
 
 

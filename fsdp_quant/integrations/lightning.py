@@ -12,9 +12,9 @@ from lightning.fabric import plugins as fabric
 from lightning.pytorch import plugins as trainer
 from torch import autocast, bfloat16, nn
 
-from ..modules.hold import hold
-from ..modules.training_steps import begin_step, count_passes
+from ..linear.training_steps import begin_step, count_passes
 from ..recipe import PerLayer, Recipe, Schedule
+from ..training.hold import hold
 from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
 

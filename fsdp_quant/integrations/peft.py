@@ -14,8 +14,8 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
-from ..modules import hold
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..training import hold
 
 
 class _Decoded:

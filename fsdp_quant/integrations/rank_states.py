@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from ..modules.training_state import load_state_dict, state_dict
+from ..training.training_state import load_state_dict, state_dict
 
 _OF_RANKS = ("histories", "moved")  # their values may differ between ranks
 

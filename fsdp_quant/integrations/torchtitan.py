@@ -33,14 +33,14 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 from torchtitan.protocols.sharding import resolve_placements
 
-from ..modules.convert import convert
-from ..modules.exchange import Layouts
-from ..modules.graphed import graphed
-from ..modules.hold import hold
-from ..modules.steps import converted_modules
-from ..modules.training_state import load_state_dict, state_dict
-from ..modules.training_steps import begin_step
+from ..linear.training_steps import begin_step
+from ..linear.transport import Layouts
+from ..models.convert import convert
+from ..models.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..training.graphed import graphed
+from ..training.hold import hold
+from ..training.training_state import load_state_dict, state_dict
 
 _STATE = "fsdp_quant"  # of checkpoints, in torchtitan's "train_state"
 

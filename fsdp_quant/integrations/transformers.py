@@ -14,9 +14,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..modules.hold import hold
-from ..modules.training_steps import begin_step, count_passes, skip_step
+from ..linear.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
+from ..training.hold import hold
 from .conversion import convert_once
 from .rank_states import gather_state, load_gathered_state
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the guard of anchored GEMMs (`modules.guard`) estimates what anchoring loses: in which steps,
+"""How the guard of anchored GEMMs (`linear.guard`) estimates what anchoring loses: in which steps,
 and of which operands. `dist_tests.product_error` defines the estimate; kernels alone compute it."""
 
 from __future__ import annotations

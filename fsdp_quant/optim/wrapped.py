@@ -7,7 +7,7 @@ masters in place of quantized parameters. One step:
     gradients of quantized parameters -> gradients of masters, in fp32
     inner.step()                      -> masters, and the other parameters, in place
     codes of all masters              -> encoded after every optimizer's step
-                                         (`modules/training_steps.py`)
+                                         (`linear/training_steps.py`)
 Settings of both optimizers are equal before and after each step, and `state[p]` is the inner
 optimizer's state of p or of its master, so schedulers, clipping, GradScaler and checkpoints see
 what they see of `cls`. The model's state dict stores the masters, under the names of the weights.

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..context import current_autocast
 from ..formats import ROWWISE, Direction
-from ..modules.grouped_linear import EXPERT, GroupedLinear
-from ..modules.plan import GemmPlan, build_plan
-from ..modules.steps import name_of
+from ..linear.grouped_linear import EXPERT, GroupedLinear
+from ..linear.plan import GemmPlan, build_plan
+from ..models.steps import name_of
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat

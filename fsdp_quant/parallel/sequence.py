@@ -2,7 +2,7 @@
 """Sequence parallelism as functions: activations gathered along the sequence as codes, partial sums
 scattered along it. What ranks exchange for a linear layer that they share, as `fq.plan` reports it.
 
-The rule of what travels as codes: `modules.exchange`, note "one rule".
+The rule of what travels as codes: `linear.transport`, note "one rule".
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut, TensorParallel
-from ..modules.linear import Linear
-from ..modules.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
+from ..linear.linear import Linear
+from ..linear.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
+from ..linear.transport import Arriving, Gather, Scattering, SequenceCut, TensorParallel
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..storage import Placement, scale_placement
 from ..tensor import torch_compat

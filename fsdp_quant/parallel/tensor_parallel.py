@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import quantized_init_recipe
 from ..counters import counters
-from ..modules.exchange import Layouts, TensorParallel
-from ..modules.linear import Linear
-from ..modules.steps import name_of
+from ..linear.linear import Linear
+from ..linear.transport import Layouts, TensorParallel
+from ..models.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..checkpoint.files import installed
 from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
-from ..modules.linear import Linear
-from ..modules.operands import weight_storages
+from ..linear.linear import Linear
+from ..linear.operands import weight_storages
 from ..options import flag, function, read_all
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor

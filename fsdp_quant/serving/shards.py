@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..checkpoint import LocalWeight, prepared
 from ..formats import ROWWISE, ceil_div
-from ..modules.has_weight import saved_plain
+from ..linear.has_weight import saved_plain
 from ..ops.dispatch import Statistics
 from ..storage import Storage
 from ..tensor.weight_state import WeightState

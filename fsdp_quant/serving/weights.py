@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint import storage_tensors
 from ..counters import counters
 from ..formats import ROWWISE, Format
-from ..modules.grouped_linear import GroupedLinear
-from ..modules.has_weight import saved_plain
-from ..modules.linear import Linear
-from ..modules.transposed_linear import TransposedLinear
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.has_weight import saved_plain
+from ..linear.linear import Linear
+from ..models.transposed_linear import TransposedLinear
 from ..ops import dispatch
 from ..ops.dispatch import Statistics
 from ..scaling import RowCuts

@@ -3,7 +3,7 @@
 gathers it as codes.
 
 Without `fully_shard` a weight is a plain nn.Parameter. FSDP2 registers each sharded parameter with
-its modules by `setattr`, where `modules.has_weight.adopt` puts this class over the shard's memory.
+its modules by `setattr`, where `linear.has_weight.adopt` puts this class over the shard's memory.
 """
 
 from __future__ import annotations

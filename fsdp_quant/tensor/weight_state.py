@@ -96,7 +96,7 @@ class WeightState:
     shape:         of the unsharded weight, [N, K] or [matrices, N, K].
     packed:        states of the matrices of a packed weight.
     compute_dtype: dtype that quantized formats see (None: the weight's own).
-    plan:          `modules.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
+    plan:          `linear.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
                    gathered codes. None: compact.
     recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
     weight_sync:   the `fq.hooks` sync that writes the codes of a published weight, or None.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import Direction, Encoding, canonical_text
 from ..gemm import StaleWeightError
-from ..modules.passes import roll
+from ..linear.passes import roll
 from ..ops import native
 from ..scaling import Fragment
 from ..tensor import torch_compat

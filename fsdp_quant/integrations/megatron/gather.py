@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...context import STEP
 from ...gemm import StaleWeightError
-from ...modules.steps import name_of
+from ...models.steps import name_of
 from ...tensor import torch_compat
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from ...weight_sync.plan import plan_weight_sync

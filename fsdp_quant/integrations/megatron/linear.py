@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from ...modules.among_ranks import multiply_shared
-from ...modules.exchange import TensorParallel
-from ...modules.layer_runtime import LayerRuntime
-from ...modules.linear import Linear
+from ...linear.among_ranks import multiply_shared
+from ...linear.linear import Linear
+from ...linear.runtime import LayerRuntime
+from ...linear.transport import TensorParallel
 from ...recipe import Recipe, as_recipe, identity
 from ...tensor import torch_compat
 from ...tensor.quantized_tensor import QuantizedTensor

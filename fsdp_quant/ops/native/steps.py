@@ -209,7 +209,7 @@ def linear_weight(
 
 
 class StepCall(Protocol):
-    """What a compiled step reads of a call (`modules.call.Call`)."""
+    """What a compiled step reads of a call (`linear.call.Call`)."""
 
     @property
     def save(self) -> bool: ...
@@ -226,7 +226,7 @@ class StepCall(Protocol):
 
 
 class StepWeight(Protocol):
-    """A weight of a compiled step (`modules.fused.WeightOperand`)."""
+    """A weight of a compiled step (`linear.fused.WeightOperand`)."""
 
     @property
     def values(self) -> Tensor | None: ...

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a linear layer that ranks share: its input and output around the program."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as Layout
+
+from ..context import STEP, STEP_FIELDS, current_autocast
+from ..counters import counters
+from ..formats import ROWWISE, Direction
+from ..tensor import torch_compat
+from .base import BaseLinear
+from .call import check_travels
+from .has_weight import attach_tensor_group
+from .plan import GemmPlan
+from .program import linear
+from .transport import SequenceCut, TensorParallel
+
+
+def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
+    """Return `step` with this axis's data-parallel rank, so that ranks with the same rows round
+    alike."""
+    if STEP.token_offset < 0:  # else it says where this rank's rows are
+        step = step.clone()
+        # a launch that graphs capture
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
+    return step
+
+
+def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
+    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(
+            f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
+        )
+    weight, bias, layouts = layer.weight, layer.bias, layer.parallel
+    if isinstance(layouts, TensorParallel):
+        return multiply_shared(layer, x, x, weight, bias, layouts)
+    state = layer.runtime.weight_state
+    if not isinstance(weight, DTensor) or (bias is not None and not isinstance(bias, DTensor)):
+        raise NotImplementedError(
+            f"{layer.runtime.name}: a style shares it between ranks, and its weight is no DTensor; "
+            "apply parallelize_module to it"
+        )
+    if state.tensor_group is None and weight.device_mesh.ndim == 1:
+        attach_tensor_group(layer)
+    if state.tensor_group is None or weight.device_mesh.ndim != 1:
+        raise NotImplementedError(
+            f"{layer.runtime.name}: the weight is a DTensor {weight.placements} that is gathered "
+            "by no fully_shard and cut by no parallelize_module; use one of them, or leave the "
+            "module out of fq.convert"
+        )
+    mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
+    wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
+    local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
+    placement: Layout = Replicate()
+    if column:
+        axis = TensorParallel(state.tensor_group, True, sequence_dim, reduces)
+        placement = Shard(x.dim() - 1)
+    else:
+        cut = None if layouts is None else _sequence_dim(layouts.output, x.dim())
+        if layouts is not None and cut is not None:
+            placement = layouts.output
+        axis = TensorParallel(state.tensor_group, False, cut)
+    own_bias = None if bias is None else bias.to_local()
+    y = multiply_shared(layer, x, local, weight.to_local(), own_bias, axis)
+    if layouts is not None and layouts.use_local_output:
+        if _same(layouts.output, placement, x.dim()):
+            return y
+    return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def _local_input(
+    x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
+) -> tuple[Tensor, int | None, bool]:
+    """(this rank's part of x, the dim that it is cut along, whether to sum its gradient here)."""
+    if isinstance(x, DTensor):
+        layout = x.placements[0]
+    dims = x.dim()
+    if column and (cut := _sequence_dim(layout, dims)) is not None:
+        return (x.to_local() if isinstance(x, DTensor) else x), cut, False
+    wanted = Replicate() if column else Shard(dims - 1)
+    if not _same(layout, wanted, dims):
+        x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
+        if not layout.is_replicate() and not torch.compiler.is_compiling():
+            counters.add("sequence gather", ("forward", "both", "high precision"), x.nbytes)
+        x = x.redistribute(placements=[wanted])
+    if not isinstance(x, DTensor):
+        return x, None, True
+    return x.to_local(grad_placements=[Partial()] if column else None), None, False
+
+
+def _sequence_dim(layout: Layout, dims: int) -> int | None:
+    """The dim that a layout cuts a tensor of `dims` dims along; None: the last, or none."""
+    dim = layout.dim % dims if isinstance(layout, Shard) else dims - 1
+    return None if dim == dims - 1 else dim
+
+
+def _same(a: Layout, b: Layout, dims: int) -> bool:
+    if isinstance(a, Shard) and isinstance(b, Shard):
+        return a.dim % dims == b.dim % dims
+    return a == b
+
+
+def multiply_shared(
+    layer: BaseLinear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: TensorParallel,
+) -> Tensor:
+    """Return y of a layer that ranks share as `axis` says; owner: as in `shared_input`."""
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., "
+            f"{weight.shape[1]}] of at least two dims, for a weight of which it holds "
+            f"{list(weight.shape)}"
+        )
+    dtype = torch_compat.autocast_dtype(x.device) or x.dtype
+    override = current_autocast()
+    plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
+    if plan.boundary is not None:
+        raise NotImplementedError(
+            f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
+            "fq.Quantize between modules"
+        )
+    if torch.compiler.is_compiling():
+        owner = owner if axis.gathered_slot == "input" else x
+        _check(layer, owner, weight, plan, axis)
+        group, spans_weight = axis.group.group_name, override is None
+        ranks = group, axis.column, axis.sequence_dim, axis.reduces, spans_weight, dtype
+        return layer.in_graph(owner, weight, bias, plan, ranks)
+    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis)
+
+
+@torch_compat.never_compiled  # runs where a graph broke; a graph holds `program.in_graph`
+def _multiply(
+    layer: BaseLinear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    axis: TensorParallel,
+) -> Tensor:
+    runtime = layer.runtime
+    call = layer.call(x, weight, bias, plan)._replace(
+        axis=axis, require_native=runtime.recipe.require_native
+    )
+    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+        call = call._replace(
+            step=_step_of(axis, STEP.on(x.device)),
+            ids=axis.slot_ids(runtime.name, weight.shape, x.device),
+        )
+    return linear(x, weight, bias, call, owner)
+
+
+def _check(
+    layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
+) -> None:
+    """In a trace, raise what the eager layer raises of a cut before its first collective.
+
+    owner:  x, or the DTensor over it.
+    """
+    slot, column = axis.gathered_slot, axis.column
+    if slot is None:
+        return
+    shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
+    is_whole = not column or isinstance(owner, DTensor)
+    cut_of = SequenceCut.of_whole if is_whole else SequenceCut.of_local
+    name = functools.partial(_described, layer, "input" if column else "output")
+    cut = cut_of(shape, axis.cut_dim, axis.group, name)
+    if layer.recipe.require_native:
+        both = torch.is_grad_enabled() and (weight.requires_grad or not column)
+        read = tuple(Direction) if both else (ROWWISE,) if column else ()
+        check_travels(functools.partial(_name, layer), plan.hybrid(slot), slot, read, cut)
+
+
+# A graph does not depend on a layer's name, so it is read in the error alone.
+def _name(layer: BaseLinear) -> str:
+    return layer.runtime.name
+
+
+def _described(layer: BaseLinear, what: str) -> str:
+    return f"{layer.runtime.name} {what}"

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BaseLinear`: `fq.Linear` without its forward: runtime, checks, what a call passes on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..context import STEP, Autocast, new_weight_state
+from ..counters import counters
+from ..ops.capability import DOMAINS, arch_of
+from ..quantizer import FLOATING
+from ..recipe import Recipe, recipe_of
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState, values_of
+from .call import NOTHING, BySlot, Call
+from .guard import guard_of
+from .has_weight import (
+    HasWeight,
+    attach_tensor_group,
+    known_state,
+    plain_in_state_dict,
+    reencode_after_load,
+    register_weight,
+    whole_shape,
+)
+from .operands import state_for, weight_histories, weight_state
+from .plan import PRODUCTS, GemmPlan, build_plan
+from .program import in_graph
+from .runtime import NO_HISTORIES, LayerRuntime
+from .training_steps import note_forward, note_traced
+from .transport import Layouts, TensorParallel
+
+
+@torch.compiler.assume_constant_result
+def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
+    """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
+    return build_plan(recipe_of(key), name, arch, module_type)
+
+
+class BaseLinear(HasWeight, nn.Linear):
+    """A linear layer with a `LayerRuntime`.
+
+    recomputes_forward:  True: the backward recomputes the forward unseen (torch.utils.checkpoint
+                         in a compiled block), or the forward takes gradients (torch.autograd.grad
+                         inside it), so FSDP2 gathers both directions for both; "backward": for the
+                         backward alone; None: detected.
+    parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
+    """
+
+    runtime: LayerRuntime
+    module_type = "linear"  # of its roles (`Role.module_type`)
+    recomputes_forward: bool | Literal["backward"] | None = None
+    parallel: TensorParallel | Layouts | None = None
+
+    def make_quantized(
+        self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
+    ) -> None:
+        """Give the layer its runtime, and its weight a state of `kind` unless it has one."""
+        weight = self.weight
+        self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
+        self.attach_state(kind)
+        torch_compat.make_fx_leaf(self)
+        self.register_state_dict_post_hook(plain_in_state_dict)
+        self.register_load_state_dict_post_hook(reencode_after_load)
+
+    def attach_state(self, kind: type[WeightState] | None = None) -> None:
+        runtime, state = self.runtime, known_state(self.weight)
+        is_new = state is None
+        if state is None:
+            name, shape = f"{runtime.name}.weight", tuple(whole_shape(self.weight))
+            dtype = runtime.recipe.compute_dtype
+            state = new_weight_state(name, runtime.plan.weight, shape, dtype, kind=kind)
+        runtime.set_weight_state(state)
+        if is_new:
+            register_weight(self)
+        self.prepare_graphs()
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self.runtime.weight_state
+
+    def set_weight_state(self, state: WeightState) -> None:
+        self.runtime.weight_state = state
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.runtime.recipe
+
+    @property
+    def plan(self) -> GemmPlan:
+        return self.runtime.plan
+
+    def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+        """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
+        return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
+
+    def prepare_graphs(self) -> None:
+        """Allocate what compiled graphs receive, for the plan and the device of now."""
+        weight, runtime = self.weight, self.runtime
+        runtime.graphs.prepare(runtime, None if weight is None else weight.device)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """torch's styles register parts of weights so, and graphs need the group beforehand."""
+        super().register_parameter(name, param)
+        if name == "weight" and "runtime" in self.__dict__ and isinstance(param, DTensor):
+            if param.device_mesh.ndim == 1 and param.placements[0].is_shard():
+                attach_tensor_group(self)
+
+    def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x in the dtype of its products. Raises for what no product accepts, naming the module.
+
+        weight:  that is multiplied; default: the module's.
+        """
+        device, runtime = x.device, self.runtime
+        weight = self.weight if weight is None else weight
+        if x.dtype not in FLOATING:
+            raise ValueError(
+                f"{runtime.name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and "
+                "fp32: cast it first"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{runtime.name}: input is {list(x.shape)}, its last dim must be {self.in_features}"
+            )
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"{runtime.name}: the weight is a DTensor {weight.placements} that FSDP2 did not "
+                "gather; tensor-parallel weights are not supported here: use fully_shard, or leave "
+                "the module out of fq.convert"
+            )
+        if weight.device != device:
+            raise ValueError(
+                f"{runtime.name}: input is on {device} and the weight on {weight.device}; move one "
+                "of them (a model made on meta: model.to_empty(device=...), then initialize or "
+                "load it)"
+            )
+        dtype = torch_compat.autocast_dtype(device)
+        return x if dtype is None else x.to(dtype)
+
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> Call:
+        """Return what this call of the layer has besides x, weight and bias. Refuses what the plan
+        did not print."""
+        runtime, device, grad = self.runtime, x.device, torch.is_grad_enabled()
+        if (transform := torch_compat.forward_transform(x)) is not None:
+            raise NotImplementedError(
+                f"{runtime.name}: {transform} reached a layer that multiplies codes, which have no "
+                "tangents and no batches; use torch.func.grad or vjp, or transform the model "
+                "before fq.convert"
+            )
+        if not torch.compiler.is_compiling():
+            runtime.last_run = counters.epoch
+        if weight_state(weight) is None and torch_compat.is_managed(weight):
+            self._fallback(
+                "its weight is a plain tensor under fully_shard, so high-precision bytes were "
+                "gathered"
+            )
+        elif x.dtype != weight.dtype:
+            self._check_domains(plan, x.dtype, weight.dtype, device)
+        records = False
+        if not torch_compat.backward_is_running():
+            counts = plan.needs_steps or (runtime.steps is not None and runtime.steps.is_scheduled)
+            records = counts and note_forward(self, (x, weight, bias))
+            self._note_recomputation(runtime.weight_state, grad)
+        watched = plan.resolved(x.dtype, device).is_watched and STEP.is_probed
+        guard = guard_of(runtime, device) if watched else None
+        state, group = None, None
+        if not isinstance(weight, QuantizedTensor):
+            state = state_for(runtime.weight_state, plan, values_of(weight))
+            group = state.tensor_group if state.spans_parts else None
+        factors = histories = NOTHING
+        if plan.is_delayed or plan.weight.delayed_directions:
+            factors, histories = self._histories(plan, state, device, records)
+        return Call(
+            plan,
+            weight.requires_grad and grad,
+            STEP.on(device),
+            runtime.ids_on(device),
+            state,
+            guard,
+            guard,
+            factors,
+            histories,
+            weight_group=group,
+            grad=grad,
+            name=runtime.name,
+        )
+
+    def _histories(
+        self, plan: GemmPlan, state: WeightState | None, device: torch.device, records: bool
+    ) -> tuple[BySlot, BySlot]:
+        """Return `Call.factors` and `Call.histories`. Gradients are recorded where they are
+        computed, so always."""
+        of_input = self.runtime.histories(plan, "input", device)
+        of_weight = [] if state is None else weight_histories(state, plan, device)
+        of_grad = self.runtime.histories(plan, "grad_output", device)
+        scales = [[h.encode_scale for h in slot] for slot in (of_input, of_weight, of_grad)]
+        amaxes = [[h.amaxes for h in slot] for slot in (of_input, of_weight, of_grad)]
+        recorded = (amaxes[0], amaxes[1], amaxes[2]) if records else ((), (), amaxes[2])
+        return (scales[0], scales[1], scales[2]), recorded
+
+    def in_graph(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: GemmPlan,
+        ranks: tuple | None = None,
+    ) -> Tensor:
+        """Return `program.in_graph` of what graphs receive, which dynamo guards one by one."""
+        inputs, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
+        grad = torch.is_grad_enabled()
+        trains = grad and (self.training or x.requires_grad or weight.requires_grad)
+        note_traced(self, plan, inputs.ids.device)
+        if plan.needs_steps:
+            step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
+            delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
+        rank = None if ranks is None else inputs.rank
+        save = grad and weight.requires_grad
+        return in_graph(
+            x, weight, bias, plan.key, save, trains, step, ids, guards, *delayed, rank, ranks
+        )
+
+    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
+        recipe, runtime = override.recipe, self.runtime
+        if recipe is None:
+            return self.plan
+        tracing = torch.compiler.is_compiling()
+        recomputed = override.checkpoint if tracing else torch_compat.checkpoint_hook()
+        if recomputed is not None and recomputed is not override.checkpoint:
+            raise ValueError(
+                f"{runtime.name}: the backward would recompute this forward outside fq.autocast, "
+                "with another recipe; enter fq.autocast inside the checkpointed function"
+            )
+        if recipe.tail:
+            raise ValueError(
+                f"{runtime.name}: fq.autocast({recipe}) cannot keep the last layers in high "
+                "precision, because a module does not know which are last: tail is honoured by "
+                "fq.convert and fq.set_recipe"
+            )
+        arch = arch_of(weight.device)
+        plan = plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
+        if isinstance(weight, QuantizedTensor) and plan.weight != self.plan.weight:
+            raise ValueError(
+                f"{runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
+                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
+                "frozen weight, or a gather of fully_shard); use fq.set_recipe at a step boundary"
+            )
+        return plan
+
+    def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
+        """Record whether the backward runs this forward again. An evaluation says nothing of it."""
+        if self.recomputes_forward is not None:
+            owner.recomputes = bool(self.recomputes_forward)
+        elif grad:
+            owner.recomputes = torch_compat.checkpoint_hook() is not None
+        elif torch_compat.in_function():  # reentrant checkpointing runs the first forward
+            owner.recomputes = True
+
+    def _check_domains(
+        self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
+    ) -> None:
+        """The plan assumed activations in the weight's dtype; in others no GEMM may be slower."""
+        arch = arch_of(device)
+        for product in PRODUCTS:
+            runs, printed = (plan.domain(product, d, arch)[0] for d in (dtype, planned))
+            if DOMAINS.index(runs) > DOMAINS.index(printed):
+                a, b = plan.pair(product)
+                self._fallback(
+                    f"{product.name} ({a} x {b}) of {dtype} activations runs in the {runs} domain, "
+                    f"not {printed}"
+                )
+
+    def _fallback(self, what: str) -> None:
+        """The plan did not print this: raise under strict=True, else warn once and count."""
+        name = self.runtime.name
+        departure = name, what
+        if self.recipe.strict:
+            raise ValueError(
+                f"{name}: {what}; the plan says otherwise. Make it so, or pass strict=False to the "
+                "recipe"
+            )
+        if departure not in counters.of("departure"):
+            warnings.warn(f"{name}: {what}", stacklevel=4)
+        counters.add("departure", departure)
+
+    def _apply(self, fn, recurse: bool = True):
+        applied = super()._apply(fn, recurse)
+        self.prepare_graphs()
+        self.runtime.boundary_ids.on(self.runtime.ids.device)
+        return applied
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.prepare_graphs()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three GEMMs of all experts: y[rows of e] = x[rows of e] W[e]^T, and the backward.
+
+    forward   x.rowwise, x.columnwise = quantize(x)      y  = grouped(x.rowwise, w.rowwise)
+    backward  dy.rowwise, dy.columnwise = quantize(dy)   dx = grouped(dy.rowwise, w.columnwise)
+                                                         dw = grouped over tokens(dy.columnwise,
+                                                         x.columnwise)
+
+One program, `GroupedCall.forward` and `backward`, runs in eager mode and inside the operators of
+graphs (`grouped_ops.TracedCall`). Its GEMMs are chosen once per call:
+
+    one native call per pass      a kernel multiplies codes of groups
+    operands, then a grouped GEMM tokens that arrive as codes, and codes that are decoded to bf16
+                                  (`GemmPlan.decodes_groups`)
+    a loop over the experts       else (`unsupported_reason`), which reads the splits on the host
+
+All have the bits of a loop over `fq.Linear`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction
+from ..ops import native
+from ..ops.capability import ARCHITECTURES, arch_of
+from ..ops.layout import is_anchored_of_codes
+from ..ops.native import Operand, TokenGroups
+from ..ops.reference import known
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..storage import Storage
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState
+from . import program
+from .bad_splits import bad_splits_flag
+from .call import BySlot, Call
+from .grouped_tokens import (
+    decoded_tokens,
+    given_operand,
+    group_of,
+    operand_over,
+    saved_codes_of_decoded,
+)
+from .operands import lies_transposed, refuse_codes
+from .plan import PRODUCTS, GemmPlan, Product, Resolved
+from .program import Gradients
+from .stacked_weights import StackedWeight, read_as, stacked_weight
+
+# Which plans one grouped GEMM computes #
+
+
+def unsupported_reason(
+    plan: GemmPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: Sequence[int],
+    bias: bool = False,
+) -> str | None:
+    """Return the reason that no grouped GEMM computes this plan's products, in one clause; None if
+    one does.
+
+    plan:   of groups (`GemmPlan.of_groups`).
+    shape:  of the weights, [E, N, K].
+    """
+    key = dtype, device, tuple(shape), bias
+    if key not in plan.one_product:
+        of_shapes = _reasons_of_shapes(plan, dtype, device, shape)
+        reason = next(of_shapes, None)
+        if reason is None:  # else there may be no compiled step
+            resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
+            of_products = _reasons_of_products(plan, resolved, decodes, bias)
+            of_tokens = _reasons_of_tokens(plan, resolved, decodes)
+            reason = next(itertools.chain(of_products, of_tokens), None)
+        plan.one_product[key] = reason
+    return plan.one_product[key]
+
+
+def _reasons_of_shapes(
+    plan: GemmPlan, dtype: torch.dtype, device: torch.device, shape: Sequence[int]
+) -> Iterator[str]:
+    arch, (experts, n, k) = arch_of(device), shape
+    if arch not in ARCHITECTURES or not native.is_available_on(device):
+        yield f"no grouped kernel on {arch}"
+        return
+    is_coded = any(f.is_quantized for p in PRODUCTS for f in plan.pair(p))
+    if is_coded and not plan.decodes_groups(arch) and not ARCHITECTURES[arch].groups:
+        yield f"no grouped kernel multiplies codes on {arch}"
+    if dtype is not torch.bfloat16:
+        yield f"the activations are {dtype}"
+    if n % 16 or k % 16:
+        yield f"[{n}, {k}] experts are no multiples of 16"
+    if plan.boundary is not None:
+        yield "the recipe has boundary slots"
+    if experts > native.MOST_GROUPS:
+        yield f"{experts} experts are more than {native.MOST_GROUPS}"
+
+
+def _reasons_of_products(
+    plan: GemmPlan, resolved: Resolved, decodes: bool, bias: bool
+) -> Iterator[str]:
+    for slot, layouts in resolved.layouts.items():
+        for direction, layout in layouts.items():
+            fmt = plan.operand(slot, direction)
+            if is_anchored_of_codes(fmt, layout) and not fmt.shares_storage:
+                yield (
+                    f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor "
+                    "at a time"
+                )
+    for product, domain in zip(PRODUCTS, resolved.domains):
+        pair = plan.pair(product)
+        is_decoded = domain == "bf16" and (decodes or all(f.tensor_scale for f in pair))
+        if domain not in ("native", "anchored") and not is_decoded:
+            yield f"{product.name} runs in the {domain} domain"
+        rounds_first = decodes or not all(f.is_quantized for f in pair)
+        if bias and product.name == "fprop" and rounds_first:
+            yield "a bias is added to bfloat16 products before they are rounded"
+
+
+def _reasons_of_tokens(plan: GemmPlan, resolved: Resolved, decodes: bool) -> Iterator[str]:
+    for slot in ("input", "grad_output"):
+        hybrid = plan.hybrid(slot)
+        sides = [hybrid.side(d) for d in Direction]
+        if hybrid.is_derived or any(s.is_stochastic and not s.fmt.tensor_scale for s in sides):
+            yield f"{slot} is {hybrid}"
+        for direction, side in zip(Direction, sides):
+            if _spans_experts(plan, slot, direction, resolved.layouts, decodes):
+                yield (
+                    f"a scale of {slot}.{direction.value} ({side}) serves tokens of several experts"
+                )
+    if resolved.call is None:
+        yield "no compiled step reads its formats"
+
+
+def _spans_experts(
+    plan: GemmPlan, slot: str, direction: Direction, layouts: dict, decodes: bool
+) -> bool:
+    """Return whether a scale serves tokens of two experts. Scales that leave the contraction are
+    computed and read per group."""
+    fmt, (_, run) = plan.operand(slot, direction), read_as(plan, slot, direction, layouts).block
+    if not fmt.is_quantized or fmt.scale_leaves_contraction:
+        return False
+    if fmt.tensor_scale and fmt.block[0] == 1:
+        return False
+    if direction is ROWWISE:
+        return read_as(plan, slot, direction, layouts).block[0] != 1
+    return run != native.TILE and not (decodes and native.TILE % (run or 1) == 0)
+
+
+# The program #
+
+
+class GroupedCall(NamedTuple):
+    """What a call for all experts has besides tokens, weights and biases.
+
+    call:     factors and histories of each slot are ordered by direction, then by expert.
+    ids:      of the random bits of each expert; empty: nothing is rounded stochastically.
+    states:   of each expert's weight, with held codes; empty: nothing is held.
+    experts:  number of groups.
+    in_one:   a grouped GEMM computes the plan, which is then `GemmPlan.of_groups`; False: a loop.
+    tag:      identifies the layer in `bad_splits_flag` if the ends of groups are wrong.
+    """
+
+    call: Call
+    ids: Sequence[Tensor]
+    states: Sequence[WeightState]
+    experts: int
+    in_one: bool = True
+    tag: int = 0
+
+    @staticmethod
+    def combined(calls: Sequence[Call], states: Sequence[WeightState], tag: int) -> GroupedCall:
+        """Return the call of one product. calls: of each expert, or one if they are equal."""
+        first = calls[0]
+        factors, histories = (
+            tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*slots))
+            for slots in ([call.factors for call in calls], [call.histories for call in calls])
+        )
+        save = any(call.save for call in calls)
+        is_keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
+        ids = [known(call.ids, "ids") for call in calls] if is_keyed else []
+        call = first._replace(save=save, factors=factors, histories=histories)
+        return GroupedCall(call, ids, states, len(states), tag=tag)
+
+    def forward(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        keeps_weight: bool = False,
+    ) -> tuple[Tensor, list[Tensor], StackedWeight | None]:
+        """Return y [M, N]; what the backward reads of the groups and of x; and of the weights.
+
+        ends:     the row after the last of each group, on the device of x.
+        weights:  E tensors [N, K], or one [E, N, K]; values, or codes.
+        biases:   [N] each, or one [E, N]; empty: none.
+        keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
+                       Gathered codes are not kept: FSDP2 fills them again.
+        """
+        call, plan = self.call, self.call.plan
+        if not self.in_one:
+            return self._forward_in_loop(x, ends, weights, biases), [ends, *[x][: call.save]], None
+        keeps_weight = keeps_weight and not isinstance(weights[0], QuantizedTensor)
+        directions = [ROWWISE, COLUMNWISE] if keeps_weight else [ROWWISE]
+        stacks = self._weights(weights, directions, x.dtype)
+        weight = stacks.pop(ROWWISE).operand()
+        out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
+        if self._is_native(x):
+            number = self._number(x)
+            y, groups, codes = native.grouped_step(
+                x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag
+            )
+        else:
+            refuse_codes(x, plan, call.save)
+            groups = native.token_groups(ends, len(x), wrong, self.tag)
+            rows = self._operand("input", x, ROWWISE, groups)
+            y = _product_of_rows(rows, weight, groups, out_dtype)
+            _count(plan, PRODUCTS[0], x, groups)
+            codes = self._codes_to_save(x, groups)
+        if biases:
+            table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
+            y = y.add_(table.float().index_select(0, group_of(groups, x))).to(x.dtype)
+        saves_input = call.save and plan.saves == "input"
+        return y, [groups.tables, *([x] if saves_input else codes)], stacks.get(COLUMNWISE)
+
+    def backward(
+        self,
+        dy: Tensor,
+        saved: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        weight: StackedWeight | None,
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
+
+        saved, weight:  from `forward`; without `weight`, the weights are read again.
+        """
+        if not self.in_one:
+            return self._backward_in_loop(dy, saved, weights, needs)
+        need_x, need_w, need_b = needs
+        groups, codes, operand = TokenGroups(saved[0], self.experts), saved[1:], None
+        if need_x:
+            weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
+            operand = weight.operand()
+        transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
+        if (need_x or need_w) and self._is_native(dy):
+            codes, number = codes if need_w else [], self._number(dy)
+            dx, dw = native.grouped_step_backward(
+                dy, groups, operand, codes, number, self.call, self.ids, transposes
+            )
+            dx, dw = dx if need_x else None, dw if need_w else None
+        else:
+            dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
+            dx = None if operand is None else self._dgrad(dy, operand, groups)
+        dw = dw.mT if dw is not None and transposes else dw
+        return dx, dw, _bias_gradients(groups, dy) if need_b else None
+
+    # Operands #
+
+    def _is_native(self, x: Tensor) -> bool:
+        """Return whether one native call per pass computes products of x."""
+        return not (isinstance(x, QuantizedTensor) or self._decodes(x))
+
+    def _decodes(self, x: Tensor) -> bool:
+        return self.call.plan.decodes_groups(arch_of(x.device))
+
+    def _number(self, x: Tensor) -> int:
+        return known(self.call.plan.resolved(x.dtype, x.device).call, "the compiled step")
+
+    def _weights(
+        self, weights: Sequence[Tensor], directions: Sequence[Direction], dtype: torch.dtype
+    ) -> dict[Direction, StackedWeight]:
+        plan, (_, factors, _), (_, amaxes, _) = (
+            self.call.plan,
+            self.call.factors,
+            self.call.histories,
+        )
+        return stacked_weight(weights, directions, plan, dtype, self.states, factors, amaxes)
+
+    def _operand(self, slot: str, x: Tensor, direction: Direction, groups: TokenGroups) -> Operand:
+        """Return the operand of tokens x, if no native call quantizes and multiplies them."""
+        call, plan = self.call, self.call.plan
+        if self._decodes(x):
+            return Operand(decoded_tokens(plan, slot, x, direction, groups), None, IDENTITY)
+        if isinstance(x, QuantizedTensor):
+            return given_operand(plan, slot, x, direction, groups)
+        if not plan.operand(slot, direction).is_quantized:
+            return Operand(native.rows_of(x), None, IDENTITY)
+        index, number, is_columnwise = SLOTS.index(slot), self._number(x), direction is COLUMNWISE
+        guard, factors, step, ids = call.guard, call.factors[index], call.step, self.ids
+        codes = native.linear_tokens(
+            x, number, index, not is_columnwise, is_columnwise, guard, groups, factors, step, ids
+        )
+        return operand_over(plan, slot, direction, codes, x.dtype)
+
+    def _codes_to_save(self, x: Tensor, groups: TokenGroups) -> list[Tensor]:
+        """Return the columnwise codes of the input that the backward reads; none if it reads x."""
+        if not self.call.save or self.call.plan.saves == "input":
+            return []
+        if self._decodes(x):
+            return saved_codes_of_decoded(self.call.plan, x, groups)
+        operand = self._operand("input", x, COLUMNWISE, groups)
+        return [t for t in (operand.data, operand.scale) if t is not None]
+
+    def _saved_operand(
+        self, saved: Sequence[Tensor], groups: TokenGroups, dtype: torch.dtype
+    ) -> Operand:
+        """Return the columnwise operand of the input, from what the forward saved."""
+        plan, first = self.call.plan, saved[0]
+        if plan.saves == "input":
+            x = first.reshape(-1, first.shape[-1])
+            return self._operand("input", x, COLUMNWISE, groups)
+        if not self._decodes(first):
+            return operand_over(plan, "input", COLUMNWISE, saved, dtype)
+        if len(saved) > 1:
+            fmt, shape = plan.operand("input", COLUMNWISE), (len(first), saved[1].shape[1])
+            first = Storage.over(saved, fmt, COLUMNWISE, shape, dtype).dequantize()
+        return Operand(first, None, IDENTITY)
+
+    # Products that are no part of a native call #
+
+    def _wgrad(
+        self, dy: Tensor, saved: Sequence[Tensor], groups: TokenGroups, transposes: bool
+    ) -> Tensor:
+        """dw[e] = dy[tokens of e]^T x[tokens of e]; [E, K, N] where it transposes."""
+        a = self._operand("grad_output", dy, COLUMNWISE, groups)
+        b = self._saved_operand(saved, groups, dy.dtype)
+        a, b = (b, a) if transposes else (a, b)
+        _count(self.call.plan, PRODUCTS[2], dy, groups)
+        if a.scale is not None:
+            return native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
+        is_spread = self.call.plan.operand("input", COLUMNWISE).is_quantized
+        ends = groups.padded if is_spread else groups.offsets
+        return torch_compat.grouped_mm(a.data.t(), b.data, ends[1:])
+
+    def _dgrad(self, dy: Tensor, weight: Operand, groups: TokenGroups) -> Tensor:
+        if weight.scale is None:  # values [E, N, K]
+            weight = weight._replace(data=weight.data.transpose(1, 2))
+        rows = self._operand("grad_output", dy, ROWWISE, groups)
+        _count(self.call.plan, PRODUCTS[1], dy, groups)
+        return _product_of_rows(rows, weight, groups, dy.dtype)
+
+    # A loop over the experts #
+
+    def _calls(self) -> list[Call]:
+        """Return the call of each expert."""
+
+        def of_expert(by_slot: BySlot, expert: int) -> BySlot:
+            of_input, of_weight, of_grad = (slot[expert :: self.experts] for slot in by_slot)
+            return of_input, of_weight, of_grad
+
+        return [
+            self.call._replace(
+                ids=self.ids[e] if self.ids else None,
+                factors=of_expert(self.call.factors, e),
+                histories=of_expert(self.call.histories, e),
+            )
+            for e in range(self.experts)
+        ]
+
+    def _forward_in_loop(
+        self, x: Tensor, ends: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> Tensor:
+        vectors = _by_expert(biases, 1) or [None] * self.experts
+        operands = zip(self._calls(), _parts(x, ends), _by_expert(weights, 2), vectors)
+        return torch.cat(
+            [program.forward(call, part, w, b, None, False)[0] for call, part, w, b in operands]
+        )
+
+    def _backward_in_loop(
+        self, dy: Tensor, saved: Sequence[Tensor], weights: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Gradients:
+        ends, *inputs = saved
+        parts = _parts(inputs[0], ends) if needs[1] else [None] * self.experts
+        operands = zip(self._calls(), _parts(dy, ends), parts, _by_expert(weights, 2))
+        gradients = []
+        for call, dy_part, x, matrix in operands:
+            codes, statistics = [], {}
+            if x is not None:  # what the forward would have saved
+                resolved = call.plan.resolved(x.dtype, x.device)
+                _, codes, statistics = program.quantized_input(call, x, resolved)
+            of_expert = program.Saved(codes, None, {"input": statistics, "weight": {}})
+            x = x if call.plan.saves == "input" else None
+            gradients.append(program.backward(call, dy_part, x, matrix, of_expert, needs, None))
+        joins = zip((torch.cat, torch.stack, torch.stack), zip(*gradients), needs)
+        dx, dw, db = (join(of_experts) if need else None for join, of_experts, need in joins)
+        return dx, dw, db
+
+
+def _product_of_rows(a: Operand, b: Operand, groups: TokenGroups, dtype: torch.dtype) -> Tensor:
+    """out[rows of e] = a[rows of e] b[e]^T; torch multiplies values."""
+    if a.scale is None:
+        return torch_compat.grouped_mm(a.data, b.data.transpose(1, 2), groups.offsets[1:])
+    return native.grouped_gemm(a, b, groups.offsets, out_dtype=dtype)
+
+
+def _count(plan: GemmPlan, product: Product, x: Tensor, groups: TokenGroups) -> None:
+    domain = plan.resolved(x.dtype, x.device).domains[PRODUCTS.index(product)]
+    counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
+
+
+def _bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
+    """Sum dy [M, N] over the tokens of each group: [E, N]."""
+    experts = torch.arange(groups.groups, dtype=torch.int64, device=dy.device)
+    return (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
+
+
+def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
+    bounds = [0, *ends.tolist()]
+    return x.split([end - start for start, end in zip(bounds, bounds[1:])])
+
+
+def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:
+    """Return one tensor per expert, of so many dims."""
+    return tensors[0].unbind() if tensors and tensors[0].dim() > dims else tensors
+
+
+# Autograd #
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """The three GEMMs of x [M, K], whose groups end at `ends`.
+
+    call:        `GroupedCall`, or `grouped_ops.TracedCall` in a graph that is traced.
+    parameters:  `count` weights, then biases, as of `GroupedCall.forward`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, ends, call, count, *parameters):
+        weights, biases = parameters[:count], parameters[count:]
+        y, saved, weight = call.forward(x, ends, weights, biases, ctx.needs_input_grad[0])
+        ctx.call, ctx.weights = call, weights
+        ctx.described = [(p.dtype, p.dim()) for p in parameters]
+        ctx.count, ctx.read = len(saved), None if weight is None else weight.read
+        ctx.save_for_backward(*saved, *([] if weight is None else weight.buffers))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(program.REFUSED)
+        need_x, _, _, _, *needs = ctx.needs_input_grad
+        tensors, count = ctx.saved_tensors, len(ctx.weights)
+        weight = None if ctx.read is None else StackedWeight(tensors[ctx.count :], ctx.read)
+        needed = need_x, any(needs[:count]), any(needs[count:])
+        dx, dw, db = ctx.call.backward(dy, tensors[: ctx.count], ctx.weights, weight, needed)
+        gradients = []
+        for i, (need, (dtype, dims)) in enumerate(zip(needs, ctx.described)):
+            stacked, expert = (dw, i) if i < count else (db, i - count)
+            of_parameter = stacked if not need or stacked.dim() == dims else stacked[expert]
+            gradients.append(of_parameter.to(dtype) if need else None)
+        return dx, None, None, None, *gradients

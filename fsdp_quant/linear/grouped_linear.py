@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fq.GroupedLinear`: a linear layer an expert, over tokens that are sorted by expert."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..context import STEP, current_autocast
+from ..counters import counters
+from ..formats import Direction
+from ..ops import native
+from ..ops.capability import arch_of
+from ..ops.rng import own_name
+from ..options import flag, integer
+from ..recipe import Recipe, as_recipe, identity
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.root_statistics import check_model_of
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_state import WeightState
+from .bad_splits import new_tag, raise_bad_splits
+from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .grouped_ops import traced_experts
+from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
+from .linear import Linear
+from .plan import PRODUCTS, GemmPlan, ladder_of
+from .runtime import LayerRuntime
+from .training_steps import note_traced
+
+EXPERT = "grouped_linear"  # `Role.module_type`
+
+
+class Expert(Linear):
+    """One expert of packed weights: no module of the tree, and without memory of its own.
+
+    Its weight, bias and mode are those of the module that it is part of, or given ones.
+    """
+
+    _given: tuple[Tensor | None, Tensor | None] = (None, None)
+    _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
+    _mode = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        recipe: Recipe | str,
+        name: str,
+        module_type: str,
+        first: Expert | None = None,
+    ):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape[-2:]
+        self.give(weight, None)
+        owner = None if first is None else first.runtime
+        runtime = self.runtime = LayerRuntime(name, module_type, recipe, weight.device, owner)
+        shape, dtype = (self.out_features, self.in_features), runtime.recipe.compute_dtype
+        runtime.set_weight_state(WeightState(f"{name}.weight", runtime.plan.weight, shape, dtype))
+        self.prepare_graphs()
+
+    def part_of(self, module: Any, index: int) -> None:
+        """Find weight and bias by `module.values_of(index)`."""
+        self.__dict__["_part_of"] = weakref.ref(module), index
+        self.give(None, None)
+
+    def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """Multiply these from now on; None: those of the module."""
+        self.__dict__["_given"] = weight, bias
+
+    def _now(self) -> tuple[Tensor | None, Tensor | None]:
+        if self._given[0] is not None or self._part_of is None:
+            return self._given
+        reference, index = self._part_of
+        module = reference()
+        return (None, None) if module is None else module.values_of(index)
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._now()[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._now()[1]
+
+    @property
+    def training(self) -> bool:
+        module = None if self._part_of is None else self._part_of[0]()
+        return self._mode if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_mode"] = mode
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
+
+
+class ListedExpert(Linear):
+    """One expert of a list: a layer that asks its recipe as an expert does."""
+
+    module_type = EXPERT
+
+
+class GroupedLinear(HasWeight):
+    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, in the formats of a recipe.
+
+    packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias`
+             [E, N]; FSDP2 cuts it between experts, and gathers each expert's codes whole.
+    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called
+             "name.experts.e", or "name.e" of packed weights.
+
+    Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives.
+    On a GPU one product serves all experts where no scale serves tokens of two
+    (`grouped.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
+    values, which `require_native` refuses.
+
+    first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
+
+    >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
+    >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
+    torch.Size([10, 32])
+    """
+
+    first_expert = 0
+    packed = False
+    _linears: list[Linear]
+    _packed_state: WeightState
+    _planned: tuple[list[GemmPlan], GemmPlan | None]
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        packed: bool = False,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ):
+        name = own_name(name, "grouped_linear")
+        super().__init__()
+        num_experts = integer(1).read(f"{name}: num_experts", num_experts)
+        flag().read(f"{name}: packed", packed)
+        expert_recipe = as_recipe(recipe or identity(), name, Recipe)
+        if packed:
+            shape = num_experts, out_features, in_features
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            biases = torch.empty(shape[:2], device=device, dtype=dtype) if bias else None
+            self.register_parameter("bias", None if biases is None else nn.Parameter(biases))
+            bound = in_features**-0.5  # as nn.Linear
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.uniform_(-bound, bound)
+            self.adopt_packed([expert_recipe] * num_experts, name)
+        else:
+            expert = functools.partial(
+                ListedExpert, in_features, out_features, bias, device, dtype, recipe=expert_recipe
+            )
+            self._linears = [expert(name=f"{name}.experts.{e}") for e in range(num_experts)]
+            self.experts = nn.ModuleList(self._linears)
+            self.finish_experts(name)
+        for layer in self._linears:
+            layer.runtime.chosen = recipe is not None
+
+    def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
+        """Give a module with packed weights a layer per expert, over views of the weight.
+
+        The optimizer holds one parameter, so the states of all experts share its histories.
+        """
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+        self.take_packed(recipes, name)
+        self.packed = True
+        self.finish_experts(name)
+        self.register_state_dict_post_hook(plain_in_state_dict)
+
+    def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
+        """Give the packed weight its states and wrapper, and each of this rank's experts its layer.
+
+        recipes:  of all experts.
+        """
+        weight = self.matrices.detach()
+        shape = tuple(weight.shape if self.transposed else whole_shape(self.weight))
+        self._linears = []
+        self._packed_state = state = WeightState(
+            f"{name}.weight", None, shape, recipes[0].compute_dtype
+        )
+        register_weight(self)
+        group = state.tensor_group
+        self.first_expert = 0 if group is None else group.rank() * shape[0]
+        first = None
+        for e, recipe in enumerate(recipes[self.first_expert :][: shape[0]], self.first_expert):
+            layer = Expert(weight, recipe, f"{name}.{e}", EXPERT, first)
+            first = first or layer
+            layer.runtime.weight_state.histories = state.histories
+            layer.prepare_graphs()
+            state.packed.append(layer.runtime.weight_state)
+            self._linears.append(layer)
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        """Let the layers of a packed weight find it."""
+        for e, layer in enumerate(self._linears):
+            if isinstance(layer, Expert) and "weight" in self._parameters:
+                layer.part_of(self, e)
+
+    def finish_experts(self, name: str) -> None:
+        """Set what is planned for all experts together."""
+        self._name, self._planned = name, ([], None)
+        for layer in self._linears:
+            layer.runtime.set_plan(replace(layer.plan, alone=False))
+        self._tag = new_tag(self)
+        self._choose_for_graphs()
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self._packed_state
+
+    def set_weight_state(self, state: WeightState) -> None:
+        self._packed_state = state
+
+    @property
+    def matrices(self) -> Tensor:
+        """The packed weight as products multiply it, [E, N, K]."""
+        return self.weight.mT if self.transposed else self.weight
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor | None]:
+        """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
+        weight, bias = self.matrices, self.bias
+        is_cut = isinstance(weight, DTensor) and self._packed_state.tensor_group is not None
+        if not is_cut or weight.device_mesh.ndim > 1:
+            return weight, bias
+        return weight.to_local(), None if bias is None else local_of(bias)
+
+    @property
+    def first(self) -> Linear:
+        """The layer of this rank's first expert, for what all experts have alike."""
+        return self._linears[0]
+
+    @property
+    def layers(self) -> Sequence[Linear]:
+        """The `fq.Linear` of each expert; without values while the weight is sharded."""
+        return self._linears
+
+    _matrix_layers = layers
+
+    def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one, without gradients; of a sharded weight the shard."""
+        with torch.no_grad():
+            weight, bias = self.held
+            if isinstance(weight, DTensor):
+                return weight.detach(), None
+            return weight[expert], None if bias is None else bias[expert]
+
+    @property
+    def owners(self) -> Sequence[HasWeight]:
+        """Modules whose weights one product for all reads: this one, packed, or each expert."""
+        return [self] if self.packed else self._linears
+
+    def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
+        return self.held if owner is self else (owner.weight, owner.bias)
+
+    def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+        """y [.., N] of x [.., K], whose rows are sorted by expert.
+
+        x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
+                 (`parallel.dispatch_tokens`).
+        splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
+                 expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
+                 product serves all experts.
+
+        Given a tensor, experts are two operators in compiled graphs, but those that
+        `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
+
+        Raises ValueError for splits that are not of E experts or do not add up to the rows: now
+        where they are on the host, else before an optimizer step or in a later call.
+        """
+        if self.transposed:
+            check_model_of(self, "weight")
+        is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
+        if is_compiling and isinstance(splits, Tensor):
+            in_graph = self._goes_into_graphs and current_autocast() is None
+            in_graph = in_graph and not isinstance(x, QuantizedTensor)
+            refused = DTensor if self.packed else (DTensor, QuantizedTensor)
+            in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
+            return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
+        if not is_compiling:
+            raise_bad_splits()
+        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
+        sizes = self._sizes(splits, rows)
+        plan, reason = (None, None) if is_compiling else self._plan_of_one(x, rows)
+        if plan is not None:
+            y = self._in_one(plan, rows, sizes)
+        else:
+            if isinstance(sizes, Tensor):
+                departure = f"waits for the device to tell the token splits: {reason}"
+                counters.add("departure", (self._name, departure))
+                sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
+            y = torch.cat(self._one_by_one(rows.split(sizes)))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
+        """Return the plan of one product for all experts; or None, and why there is none."""
+        plan, is_watched = self.common_plan, torch_compat.dispatch_is_watched()
+        if plan is None or is_watched or current_autocast() is not None or not len(rows):
+            return None, "experts differ, or it is compiled, overridden or of no tokens"
+        reason = self.unsupported_reason(rows.dtype, x.device)
+        two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
+        if reason is None and two_level and isinstance(x, QuantizedTensor):
+            reason = "the tokens came as two-level codes"
+        return (plan, None) if reason is None else (None, reason)
+
+    def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self.owners[0] is not self:
+            return [layer(part) for layer, part in zip(self._linears, parts)]
+        weight, bias = self.held
+        biases = [None] * len(parts) if bias is None else bias.unbind()
+        operands = zip(self._linears, parts, weight.unbind(), biases)
+        return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
+
+    def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
+        first, grad = self._linears[0], torch.is_grad_enabled()
+        weights: list[Tensor] = [owner.weight for owner in self.owners]
+        biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
+        rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
+        save = grad and any(w.requires_grad for w in weights)
+        step, ids, guards, factors, histories = self._graph_state()
+        y = traced_experts(
+            rows,
+            ends if ends.device == rows.device else ends.to(rows.device),
+            weights,
+            biases,
+            first.plan.key,
+            first.recipe.require_native,
+            self.transposed,
+            save,
+            save or (grad and (self.training or x.requires_grad)),
+            step,
+            ids,
+            guards,
+            factors,
+            histories,
+        )
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _graph_state(
+        self,
+    ) -> tuple[Tensor | None, list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """Step, ids, guards, factors and histories of `traced_experts`."""
+        first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
+        device, plan = graphs[0].ids.device, first.plan
+        note_traced(first, plan, device)
+        if not plan.needs_steps:
+            return None, [], [], [], []
+        delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
+        factors, histories = (
+            [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
+        )
+        ids = [tensors.ids for tensors in graphs if self._is_keyed]
+        return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
+
+    @torch.compiler.disable(
+        reason="experts take token splits that are a tensor outside graphs if their plans differ, "
+        "a recipe has boundary slots or overrides theirs (fq.autocast), tokens came as codes of "
+        "several experts, or a weight is a DTensor or codes of one expert; give counts, a list"
+    )
+    def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
+        return self.forward(x, splits)
+
+    @property
+    def common_plan(self) -> GemmPlan | None:
+        """The plan of one product for all, or None. What the guard moves for one moves for all."""
+        planned = [layer.runtime.plan for layer in self._linears]
+        if planned == self._planned[0]:
+            return self._planned[1]
+        plans = {plan.key: plan for plan in planned}
+        if len(plans) > 1 and any(plan.moved for plan in plans.values()):
+            furthest = {
+                p.name: max((plan.rung(p) for plan in plans.values()), key=ladder_of(p).index)
+                for p in PRODUCTS
+            }
+            for layer in self._linears:
+                layer.runtime.move_to(furthest)
+            plans = {layer.plan.key: layer.plan for layer in self._linears}
+        self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
+        return self._planned[1]
+
+    def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why no one product serves all experts, in one clause; None: it does."""
+        plan, first, bias = self.common_plan, self.first, self._operand(self.owners[0])[1]
+        if plan is None:
+            return "experts have different plans"
+        if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
+            return "require_native=True: one product would be of decoded values"
+        shape = len(self._linears), first.out_features, first.in_features
+        return unsupported_reason(plan, dtype, device, shape, bias is not None)
+
+    @property
+    def decodes(self) -> bool:
+        """One product for all is of values that codes decode to."""
+        plan, device = self.common_plan, self._linears[0].weight.device
+        return plan is not None and plan.decodes_groups(arch_of(device))
+
+    def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
+        """One product for all experts. sizes: see `_sizes`."""
+        device, layers = rows.device, self._linears
+        held = [self._operand(owner) for owner in self.owners]
+        weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
+        # calls are equal where no expert has histories or random bits of its own
+        differ = plan.is_delayed or bool(plan.weight.delayed_directions)
+        differ = differ or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        calls = [
+            layer.call(rows, weight, bias, plan)
+            for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
+        ]
+        ends = sizes
+        if not isinstance(ends, Tensor):
+            ends = torch.tensor(ends, dtype=torch.int64, device="cpu").cumsum(0)
+        ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
+        ends = ends if ends.device == device else ends.to(device, non_blocking=True)
+        states = [layer.runtime.weight_state for layer in layers]
+        call = GroupedCall.combined(calls, states, self._tag)
+        return GroupedLinearFunction.apply(rows, ends, call, len(weights), *weights, *biases)
+
+    def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
+        """Rows of each expert, or `splits` where only a device knows them."""
+        if not isinstance(splits, Tensor):
+            return self._checked(list(splits), len(rows))
+        experts = len(self._linears)
+        if splits.is_meta or torch_compat.is_fake():  # shapes do not depend on them
+            return [len(rows), *[0] * (experts - 1)]
+        if splits.shape != (experts,) or splits.is_floating_point() or splits.dtype is torch.bool:
+            raise ValueError(
+                f"{self._name}: splits is {splits.dtype} {list(splits.shape)}; wanted integers "
+                f"[{experts}], the row behind each expert's last"
+            )
+        if splits.device.type != "cpu" or native.is_available_on(splits.device):
+            return splits
+        return self._checked(_sizes_of(splits.tolist()), len(rows))
+
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        experts = len(self._linears)
+        if len(sizes) != experts or any(size < 0 for size in sizes) or sum(sizes) != rows:
+            raise ValueError(
+                f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in "
+                f"all; wanted {experts} counts, none negative, that add up to the input's {rows} "
+                "rows: a list is counts, and a tensor is ends (the row behind each expert's last, "
+                "torch's offs; those of counts are counts.cumsum(0))"
+            )
+        return sizes
+
+    def _apply(self, fn, recurse: bool = True) -> GroupedLinear:
+        applied = super()._apply(fn, recurse)
+        self.prepare()
+        return applied
+
+    def prepare(self) -> None:
+        """Allocate what graphs are given, after plans or the device changed."""
+        device = next(self.parameters()).device
+        self._choose_for_graphs()
+        for layer in self._linears if self.packed else ():
+            layer.runtime.graphs.prepare(layer.runtime, device)
+
+    def _choose_for_graphs(self) -> None:
+        """Set what decides a graph, since a trace computes no properties of plans."""
+        plan = self.common_plan
+        self._goes_into_graphs = plan is not None and plan.boundary is None
+        self._is_keyed = plan is not None and any(
+            hybrid.is_stochastic for hybrid in (plan.input, plan.grad_output)
+        )
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"_planned": ([], None)}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._take_parts()
+        self._tag = new_tag(self)
+        self.prepare()
+
+    def extra_repr(self) -> str:
+        first = self._linears[0]
+        sizes = f"{first.in_features} -> {first.out_features}"
+        return f"{len(self._linears)} experts, {sizes}, packed={self.packed}"
+
+
+def _sizes_of(ends: list[int]) -> list[int]:
+    return [end - start for start, end in zip([0, *ends], ends)]

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in compiled graphs: two operators, into which no compiler looks, run `GroupedCall`.
+
+So graphs have the bits of eager mode. State comes in as tensors; amaxes and counts of the guard are
+results, which functional operators of the graph record. The backward quantizes values of weights
+again, which no one writes until then; of weights that `fully_shard` gathers both passes read the
+buffers that it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..counters import counters
+from ..encoded_matrix import has_tensor_amax
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops import native, opaque
+from ..ops.capability import arch_of
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..scaling import AmaxHistory
+from ..tensor import torch_compat
+from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
+from ..tensor.quantized_tensor import QuantizedTensor
+from .call import BySlot, Call
+from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .plan import GemmPlan, plan_of
+from .stacked_weights import gathered_codes, read_as, weight_of_codes
+
+
+class _Spec(NamedTuple):
+    """Integers of a call, as operators accept them.
+
+    experts, n, k:  shape of the weights.
+    in_one:         a grouped GEMM computes the plan.
+    transposed:     a packed weight is stored [E, K, N].
+    is_gathered:    a packed weight is codes.
+    counts:         products return what they lost.
+    save:           the backward needs x.
+    """
+
+    experts: int
+    n: int
+    k: int
+    in_one: int
+    transposed: int
+    is_gathered: int
+    counts: int
+    save: int
+
+    def weights(
+        self, tensors: Sequence[Tensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given."""
+        if self.is_gathered:
+            shape = self.experts, self.n, self.k
+            return [weight_of_codes(tensors, direction, shape, plan, dtype)]
+        return [t.mT for t in tensors] if self.transposed else tensors
+
+
+class TracedCall(NamedTuple):
+    """`GroupedCall` in a graph that is traced: its passes are the operators below.
+
+    plan:        of each expert.
+    records:     amaxes are recorded.
+    step, ids:   of random bits: int64 [5], and [3] per expert; None and []: not read.
+    guards:      fp32 [3, 2], what products of each pass lost; []: they are not watched.
+    factors, histories:  of the delayed sides of input, weight and grad_output, of all experts each.
+    """
+
+    plan: GemmPlan
+    spec: _Spec
+    records: bool
+    step: Tensor | None
+    ids: list[Tensor]
+    guards: list[Tensor]
+    factors: list[Tensor]
+    histories: list[Tensor]
+
+    def forward(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        keeps_weight: bool,
+    ) -> tuple[Tensor, list[Tensor], None]:
+        """`GroupedCall.forward`, which keeps no weight."""
+        read = [t for t in (self.step, *self.factors) if t is not None]
+        torch_compat.save_by_reference([*read, *self.ids, *self.histories, *self.guards])
+        torch_compat.save_current_values(read)
+        if self.spec.is_gathered:
+            torch_compat.save_by_reference(weights)
+            if torch_compat.is_recomputed_in_graph():
+                RECOMPUTED_IN_GRAPHS.add(self.plan.weight)
+        operands, biases = self._operands(weights, ROWWISE), list(biases)
+        key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
+        y, *saved = _experts(x, ends, operands, biases, key, self.spec, step, ids, factors)
+        self._record(saved, ("input", "weight"), self.guards[:1])
+        saved = saved if self.spec.in_one else [ends]
+        if self.spec.save and (self.plan.saves == "input" or not self.spec.in_one):
+            saved.append(x)
+        return y, saved, None
+
+    def backward(
+        self,
+        dy: Tensor,
+        saved: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        weight: None,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
+            operands = self._operands(weights, COLUMNWISE)
+        key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
+        results = _experts_backward(
+            dy, list(saved), operands, key, self.spec, list(needs), step, ids, factors
+        )
+        self._record(results, ("grad_output",), self.guards[1:])
+        gradients = iter(results)
+        dx, dw, db = (next(gradients) if need else None for need in needs)
+        return dx, dw, db
+
+    def _operands(self, weights: Sequence[Any], direction: Direction) -> list[Tensor]:
+        """Return what operators are given of the weights."""
+        if self.spec.is_gathered:
+            return gathered_codes(weights[0], direction)
+        return list(weights)
+
+    def _record(self, results: list[Tensor], slots: Sequence[str], guard: list[Tensor]) -> None:
+        """Record what an operator returned besides its own results, and remove it from them."""
+        if guard:
+            guard[0].add_(results.pop())
+        if not self.factors:
+            return
+        amaxes = results.pop().unbind()
+        owners = _delayed_slots(self.plan, self.spec.experts)
+        with opaque.tracing():
+            for slot, history, amax in zip(owners, self.histories, amaxes):
+                if slot in slots and self.records:
+                    AmaxHistory.record_in(history, amax)
+
+
+@torch.compiler.allow_in_graph
+def traced_experts(
+    x: Tensor,
+    ends: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    plan: str,
+    require_native: bool,
+    transposed: bool,
+    save: bool,
+    records: bool,
+    step: Tensor | None,
+    ids: list[Tensor],
+    guards: list[Tensor],
+    factors: list[Tensor],
+    histories: list[Tensor],
+) -> Tensor:
+    """Return y [M, N] of x [M, K] in a graph that is traced; arguments as of `TracedCall`.
+
+    ends:            the row after the last of each expert.
+    weights, biases: one of all experts, or one each. A weight of all may be gathered codes.
+    plan:            key of the plan of all experts.
+    require_native:  no product of decoded codes.
+    transposed:      a packed weight is stored [E, K, N].
+    """
+    counters.has_graphs = True
+    first, of_expert = weights[0], plan_of(plan)
+    of_groups = of_expert.of_groups
+    is_gathered, shape = (
+        isinstance(first, QuantizedTensor),
+        (first.mT if transposed else first).shape,
+    )
+    shape = [len(weights), *shape] if first.dim() == 2 else shape
+    reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
+    decodes = of_groups.decodes_groups(arch_of(x.device))
+    in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
+    flags = in_one, transposed, is_gathered, bool(guards), save
+    spec = _Spec(*shape, *map(int, flags))
+    call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories)
+    return GroupedLinearFunction.apply(x, ends, call, len(weights), *weights, *biases)
+
+
+# The operators #
+
+
+def _delayed_slots(plan: GemmPlan, experts: int) -> list[str]:
+    """Return the slot of each history, in the order of `TracedCall.factors`."""
+    sides = [slot for slot in SLOTS for _ in plan.hybrid(slot).delayed_directions]
+    return [slot for slot in sides for _ in range(experts)]
+
+
+def _call_of(
+    x: Tensor,
+    plan: GemmPlan,
+    spec: _Spec,
+    step: Tensor | None,
+    ids: Sequence[Tensor],
+    factors: Sequence[Tensor],
+) -> tuple[GroupedCall, list[Tensor]]:
+    """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
+    [3, 2], as far as there are any."""
+    guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
+    amaxes = x.new_zeros((len(factors), 1), dtype=torch.float32)
+    owners = _delayed_slots(plan, spec.experts)
+
+    def by_slot(tensors: Sequence[Tensor]) -> BySlot:
+        of_input, of_weight, of_grad = (
+            [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
+        )
+        return of_input, of_weight, of_grad
+
+    call = Call(
+        plan.of_groups if spec.in_one else plan,
+        bool(spec.save),
+        step,
+        guard=guard,
+        backward_guard=guard,
+        factors=by_slot(factors),
+        histories=by_slot(amaxes.unbind()),
+    )
+    results = [amaxes] * bool(factors) + ([] if guard is None else [guard])
+    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
+
+
+def _run_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
+    plan, spec = plan_of(plan), _Spec(*spec)
+    call, written = _call_of(x, plan, spec, step, ids, factors)
+    y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
+    saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
+    if len(saved) > 1:
+        shapes = _saved_shapes(call.call.plan, x, spec.experts)
+        saved[1:] = [t.view(shape) for t, (shape, _) in zip(saved[1:], shapes)]
+    return [y, *saved, *written]
+
+
+def _fake_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
+    plan, spec = plan_of(plan).of_groups, _Spec(*spec)
+    outputs = [x.new_empty(x.shape[0], spec.n)]
+    if spec.in_one:
+        size = 4 * _tiles(x.shape[0], spec.experts) + 2 * (spec.experts + 1)
+        outputs.append(ends.new_empty(size, dtype=torch.int32))
+        if spec.save and plan.saves != "input":
+            shapes = _saved_shapes(plan, x, spec.experts)
+            outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return [*outputs, *_fake_written(x, spec, factors)]
+
+
+def _run_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
+    plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
+    call, written = _call_of(dy, plan, spec, step, ids, factors)
+    weights = spec.weights(weights, COLUMNWISE, plan, dy.dtype)
+    dx, dw, db = call.backward(dy, saved, weights, None, needs)
+    dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
+    return [*(t for t in (dx, dw, db) if t is not None), *written]
+
+
+def _fake_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
+    spec = _Spec(*spec)
+    matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
+    shapes = (dy.shape[0], spec.k), (spec.experts, *matrix), (spec.experts, spec.n)
+    gradients = [dy.new_empty(shape) for shape, need in zip(shapes, needs) if need]
+    return [*gradients, *_fake_written(dy, spec, factors)]
+
+
+def _fake_written(x: Tensor, spec: _Spec, factors: Sequence[Tensor]) -> list[Tensor]:
+    shapes = [(len(factors), 1)] * bool(factors) + [(3, 2)] * spec.counts
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def _tiles(tokens: int, experts: int) -> int:
+    """`native.token_groups` makes tables of so many tiles, however many tokens the groups have."""
+    return (tokens + 127 * min(experts, tokens)) // native.TILE
+
+
+def _saved_shapes(plan: GemmPlan, x: Tensor, experts: int) -> list[tuple[tuple, torch.dtype]]:
+    """Return shapes and dtypes of what one grouped GEMM saves of x: codes of groups that begin at
+    multiples of 128, their scales and tensor amaxes."""
+    resolved, fmt = plan.resolved(x.dtype, x.device), plan.operand("input", COLUMNWISE)
+    layout, of_experts = resolved.layouts["input"][COLUMNWISE], ((experts,), torch.float32)
+    tokens, cols = native.TILE * _tiles(x.shape[0], experts), x.shape[1]
+    if fmt.tensor_scale and has_tensor_amax(fmt, layout):
+        scales = cols, tokens // (fmt.block[1] or 1)
+        return [((cols, tokens // 2), torch.uint8), (scales, torch.uint8), of_experts]
+    if fmt.tensor_scale:
+        return [((cols, tokens), torch.uint8), of_experts]
+    encoding, arch = plan.input.side(COLUMNWISE).encoding(COLUMNWISE), arch_of(x.device)
+    reading = native.operand_spec_of(encoding, layout, resolved.domains[2], arch, False, None)
+    if reading is None:
+        raise ValueError(f"the compiled step makes no {encoding} of the input")
+    run = None if reading.run == -1 else reading.run
+    buffers = native.encoding_shapes(reading.side, True, (tokens, cols), run=run)
+    scale = tuple(buffers.scale)
+    if run is not None:
+        return [(buffers.data, torch.uint8), (scale, torch.float32)]
+    if read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None:
+        scale = experts * scale[0], *scale[1:]  # one set per group
+    return [(buffers.data, torch.uint8), (scale, buffers.scale_dtype)]
+
+
+_STATE = "str plan, int[] spec, {}Tensor? step, Tensor[] ids, Tensor[] factors) -> Tensor[]"
+_experts = opaque.define(
+    "experts(Tensor x, Tensor ends, Tensor[] weights, Tensor[] biases, " + _STATE.format(""),
+    _run_forward,
+    _fake_forward,
+)
+_experts_backward = opaque.define(
+    "experts_backward(Tensor dy, Tensor[] saved, Tensor[] weights, "
+    + _STATE.format("bool[] needs, "),
+    _run_backward,
+    _fake_backward,
+)
+
+
+def _flops(x: Sequence[int], spec: Sequence[int], products: int = 1) -> int:
+    return 2 * products * x[0] * spec[1] * spec[2]
+
+
+register_flop_formula(torch.ops.fsdp_quant.experts)(
+    lambda x, ends, weights, biases, plan, spec, *rest, **options: _flops(x, spec)
+)
+register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
+    lambda dy, saved, weights, plan, spec, needs, *rest, **options: _flops(dy, spec, sum(needs[:2]))
+)

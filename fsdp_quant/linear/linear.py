@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fq.Linear`: nn.Linear with quantized products; parameters and keys are those of nn.Linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..context import current_autocast, quantized_init_recipe
+from ..ops.rng import own_name
+from ..recipe import Recipe, identity
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from .among_ranks import forward_among_ranks
+from .base import BaseLinear
+from .boundary import boundary
+from .fused import can_fuse_activation, linear
+from .plan import GemmPlan
+from .shared_input import Handed
+
+
+class Linear(BaseLinear):
+    """y = x W^T + b, each of its three products in the formats that a recipe gives.
+
+    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear, which `fully_shard`
+             gathers as codes; under `fq.quantized_model_init` a `QuantizedTensor`.
+    recipe:  `Recipe` or its name; change it with `fq.set_recipe`. None: high precision, until
+             `fq.convert` gives the model one.
+    recomputes_forward:  as in `BaseLinear`.
+
+    Input [.., in_features] and output [.., out_features] have one dtype (or autocast's).
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.hybrid("mxfp8", "nvfp4"))
+    >>> layer(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ):
+        if not isinstance(bias, bool):
+            raise ValueError(
+                f"fq.Linear: bias is {bias!r}; wanted True or False, and a recipe by its name: "
+                f"recipe={bias!r}"
+            )
+        super().__init__(in_features, out_features, bias, device, dtype)
+        recipe = recipe or quantized_init_recipe()
+        self.make_quantized(recipe or identity(), own_name(name, "linear"))
+        self.runtime.chosen = recipe is not None
+
+    def forward(
+        self,
+        input: Tensor,  # as nn.Linear calls it
+        handed: Handed | None = None,
+        *,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """residual + scale * (input W^T + b), the product rounded to its dtype first.
+
+        handed:  what the module that computed the input hands over with it.
+        """
+        if input.is_nested:
+            return torch_compat.of_nested(self.forward, input)
+        weight = self.weight
+        if self.parallel is not None or isinstance(weight, DTensor):
+            return finished(forward_among_ranks(self, input), residual, scale)
+        if handed is None and (by_input := self.runtime.handed_by_input) is not None:
+            handed = by_input.of(input)
+        return self.times(input, weight, self.bias, handed, residual, scale)
+
+    def times(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        handed: Handed | None = None,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias."""
+        x, plan, override = self.checked(x, weight), self.plan, current_autocast()
+        if override is not None:
+            plan = self._overriding_plan(override, weight)
+        if plan.boundary is None:
+            return finished(self._product(x, weight, bias, plan, handed), residual, scale)
+        sides, ids = plan.boundary, self.runtime.boundary_ids
+        y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
+        return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.in_graph(x, weight, bias, plan)
+        if not isinstance(x, QuantizedTensor):
+            plan = plan.on(x.dtype, x.device)
+        return linear(x, weight, bias, self.call(x, weight, bias, plan), handed)
+
+    def can_fuse_activation(self, x: Tensor) -> bool:
+        """The kernel that quantizes an input like x may compute it: nothing else reads it."""
+        if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
+            return False
+        if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
+            return False
+        is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
+        if is_shared or self.plan.boundary is not None:
+            return False
+        return can_fuse_activation(x, self.weight, self.bias, self.plan.on(x.dtype, x.device))
+
+
+def takes_handed(layer: nn.Module) -> bool:
+    """It is an `fq.Linear` that multiplies its input itself, now and unseen by hooks."""
+    if not isinstance(layer, Linear) or torch.compiler.is_compiling():
+        return False
+    return not torch_compat.has_hooks(layer)
+
+
+def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
+    """The argument by which a layer accepts `handed`, if it does (`takes_handed`)."""
+    return {"handed": handed} if takes_handed(layer) else {}
+
+
+def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
+    """residual + scale * y. Raises ValueError for a residual that a sum would broadcast."""
+    if residual is None:
+        return y if scale == 1.0 else y * scale
+    if residual.shape != y.shape:
+        raise ValueError(
+            f"residual is {list(residual.shape)} and the output {list(y.shape)}; wanted one shape"
+        )
+    return torch.add(residual, y, alpha=scale)

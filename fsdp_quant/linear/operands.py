@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a linear layer's GEMMs: codes of activations, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..counters import counters
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
+from ..gemm import StaleWeightError
+from ..ops import dispatch, native, opaque
+from ..ops.dispatch import Statistics
+from ..ops.layout import ANCHORS, COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
+from ..ops.reference import known
+from ..quantizer import HybridQuantizer
+from ..roles import QUANTIZED_TYPES as SLOTS
+from ..scaling import AmaxHistory
+from ..storage import Storage, encoded_matrix, matrix_over, to_layout, to_storage
+from ..tensor import code_check
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState, held, values_of
+from .plan import GemmPlan
+from .transport import of_tensor, statistics_of
+
+
+class LocalOperands(NamedTuple):
+    """Operands of an activation or gradient [rows, cols], quantized here. A `Gather` has the same
+    fields and methods.
+
+    matrices:  by direction, in the layouts that products read.
+    amaxes:    of delayed directions.
+    """
+
+    matrices: dict[Direction, EncodedMatrix]
+    amaxes: dict[Direction, Tensor]
+
+    def take(self, direction: Direction, layout: str | None = None) -> EncodedMatrix:
+        """Return the operand of a direction, in the layout that the plan gives."""
+        return self.matrices[direction]
+
+
+def record_amaxes(
+    histories: Sequence[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]
+) -> None:
+    """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`, or empty."""
+    for direction, history in zip(hybrid.delayed_directions, histories):
+        if direction in amaxes:
+            AmaxHistory.record_in(history, amaxes[direction])
+
+
+def slot_key(
+    plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
+) -> Tensor | None:
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`); None: no stochastic rounding.
+
+    after:  as in `dispatch.random_key`.
+    """
+    if not plan.hybrid(slot).is_stochastic:
+        return None
+    return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
+
+
+def slot_operands(
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    directions: Sequence[Direction],
+    key: Tensor | None,
+    factors: dict[Direction, Tensor],
+    statistics: dict[Direction, Statistics] | None = None,
+) -> LocalOperands:
+    """Quantize x [rows, cols] for these directions, or take the codes that it holds.
+
+    key:         of its rows (`slot_key`).
+    factors:     encode scales of its delayed directions.
+    statistics:  as in `HybridQuantizer.operands`.
+    """
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+    if isinstance(x, QuantizedTensor):
+        codes = {d: given_storage(plan, slot, x, d) for d in directions}
+        laid_out = {d: to_layout(s, layouts[d]) if layouts else s for d, s in codes.items()}
+        return LocalOperands(laid_out, {})
+    return LocalOperands(
+        *plan.hybrid(slot).operands(
+            x, directions, key=key, factors=factors, layouts=layouts, statistics=statistics
+        )
+    )
+
+
+def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
+    """The given storage of a direction. Raises ValueError if the plan would encode another."""
+    hybrid = plan.hybrid(slot)
+    is_encoded = direction in hybrid.encodings
+    storage = x.storage_for(direction if is_encoded else ROWWISE)
+    storage = storage if is_encoded else hybrid.columnwise_of(storage)
+    if storage.fmt != hybrid.side(direction).fmt or hybrid.delayed_directions:
+        raise ValueError(
+            f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize "
+            "it as the layer would (delayed scaling: leave it in high precision)"
+        )
+    return storage
+
+
+def gathered_storage(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> EncodedMatrix:
+    """Return the codes of a gathered, frozen or held weight, or of a quantized parameter, for a
+    GEMM."""
+    if opaque.is_tracing():
+        return weight.operand_in_graph(direction, layout, plan.weight)
+    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
+        return to_layout(decoded_columnwise(weight.matrix_for(ROWWISE), plan), layout)
+    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
+        raise StaleWeightError(
+            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
+            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
+            "boundary"
+        )
+    _lay_out_frozen(weight, direction, plan, layout)
+    operand = weight.operand_for(direction, layout)
+    if code_check.checking:
+        code_check.check_gathered(weight, direction)
+    return operand
+
+
+def decoded_columnwise(rowwise: EncodedMatrix, plan: GemmPlan) -> Storage:
+    """The columnwise storage that is derived from the rowwise codes of a weight."""
+    return plan.weight.derive_columnwise(rowwise, plan.compute_dtype)
+
+
+@torch.no_grad()
+def _lay_out_frozen(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> None:
+    """Replace a frozen weight's anchored codes, which hold no block scales, by codes of their
+    values where a GEMM moved, or activations have another dtype."""
+    storage = weight._pair.get(direction)
+    if storage is None or storage.layout not in ANCHORS or storage.layout == layout:
+        return
+    values = weight.matrix_for(direction).dequantize(weight.dtype)
+    again = plan.weight.side(direction).storage(values, direction)
+    weight._pair.put(direction, to_layout(again, layout))
+
+
+def lay_out_frozen(weight: QuantizedTensor, plan: GemmPlan) -> None:
+    """Encode a frozen weight again where the plan reads another layout than its anchored codes
+    have; before a graph is traced, which cannot."""
+    of = weight.dtype, weight.device
+    for direction, layout in plan.on(*of).resolved(*of).layouts["weight"].items():
+        _lay_out_frozen(weight, direction, plan, layout)
+
+
+def record_activations(weight: QuantizedTensor, dtype: torch.dtype) -> None:
+    """Let the next gather of the weight convert its codes for activations of this dtype."""
+    if weight._pair.owner is not None:
+        weight._pair.owner.activation_dtype = dtype
+
+
+def weight_storages(
+    weight: Tensor,
+    directions: Sequence[Direction],
+    plan: GemmPlan,
+    state: WeightState | None,
+    dtype: torch.dtype,
+    records: bool = True,
+) -> dict[Direction, EncodedMatrix]:
+    """Return `weight_operands` with the histories of the weight's state."""
+    if isinstance(weight, QuantizedTensor):
+        return weight_operands(weight, directions, plan, dtype)
+    state = state_for(state, plan, values_of(weight))
+    histories = weight_histories(state, plan, weight.device)
+    return weight_operands(
+        weight,
+        directions,
+        plan,
+        dtype,
+        state,
+        [h.encode_scale for h in histories],
+        [h.amaxes for h in histories] if records else (),
+        state.tensor_group if state.spans_parts else None,
+    )
+
+
+def weight_operands(
+    weight: Tensor,
+    directions: Sequence[Direction],
+    plan: GemmPlan,
+    dtype: torch.dtype,
+    state: WeightState | None = None,
+    factors: Sequence[Tensor] = (),
+    histories: Sequence[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+    statistics: dict[Direction, Statistics] | None = None,
+) -> dict[Direction, EncodedMatrix]:
+    """Return the operands of a weight [N, K] for GEMMs of `dtype` activations: of the codes that it
+    holds, or encoded here; inside `fq.hold` those of the first use.
+
+    state:       with the held codes; None: nothing is held.
+    factors:     encode scales of its delayed directions.
+    histories:   tensors in which their amaxes are recorded; empty: nowhere.
+    group:       ranks that share the amax of the whole weight; None: they do not.
+    statistics:  of the whole weight, which are added, for a direction that is encoded later.
+    """
+    layouts = plan.resolved(dtype, weight.device).layouts["weight"]
+    if isinstance(weight, QuantizedTensor):
+        record_activations(weight, dtype)
+        return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
+    hybrid, values = plan.weight, values_of(weight).detach()
+    statistics = {} if statistics is None else statistics
+    scales = dict(zip(hybrid.delayed_directions, factors))
+    matrices: dict[Direction, EncodedMatrix] = {}
+
+    def encoded(direction: Direction, layout: str) -> EncodedMatrix:
+        """The codes of a direction in `hybrid.encodings`, or of the same codes' other layout."""
+        source = direction if direction in hybrid.encodings else ROWWISE
+        if group is not None and not statistics:
+            statistics.update(
+                statistics_of(
+                    hybrid, values, Direction, group, dtype=plan.compute_dtype, tensors="weights"
+                )
+            )
+        encoding = hybrid.side(direction).encoding(direction)
+        matrix, amax = _encoded_weight(
+            values, encoding, source, plan, dtype, layout, scales.get(source), statistics
+        )
+        if source in scales and histories and direction is source:
+            record_amaxes(histories, hybrid, {source: known(amax, "the amax")})
+        if state is not None and encoding.fmt.is_quantized:
+            counters.add("weight encode", (state.name, direction.value))
+        return matrix
+
+    def operand(direction: Direction) -> EncodedMatrix:
+        layout = layouts[direction]
+        is_laid_out = layout != COMPACT and is_encoded_as(hybrid.side(direction).fmt, layout)
+        rowwise = matrices.get(ROWWISE)
+        has_codes = rowwise is not None and rowwise.layout not in ANCHORS
+        if direction in hybrid.encodings or (
+            hybrid.shares_storage and is_laid_out and not has_codes
+        ):
+            if direction not in matrices:
+                written = layout if is_laid_out and not hybrid.is_derived else COMPACT
+                matrices[direction] = encoded(direction, written)
+            return to_layout(matrices[direction], layout)
+        if rowwise is None or not has_codes:
+            rowwise = encoded(ROWWISE, COMPACT)
+        derived = hybrid.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
+        return to_layout(derived, layout)
+
+    records = bool(histories) and bool(hybrid.delayed_directions)
+    with torch.no_grad():
+        return {
+            d: held(
+                state,
+                (d, dtype, layouts[d], hybrid, plan.compute_dtype, records),
+                values,
+                lambda d=d: operand(d),
+            )
+            for d in directions
+        }
+
+
+def _encoded_weight(
+    values: Tensor,
+    encoding: Encoding,
+    source: Direction,
+    plan: GemmPlan,
+    dtype: torch.dtype,
+    layout: str,
+    factor: Tensor | None,
+    statistics: dict[Direction, Statistics],
+) -> tuple[EncodedMatrix, Tensor | None]:
+    """Return the codes of a weight in `layout`, and its amax.
+
+    source:      the direction whose statistics and history scale the codes.
+    statistics:  those of the whole weight are added, for its other direction.
+    """
+    hybrid, fmt = plan.weight, encoding.fmt
+    seen_dtype = plan.compute_dtype if fmt.is_quantized else dtype
+    if (
+        source not in statistics
+        and is_anchored_as_encoded(fmt, layout)
+        and native.is_available_for(values)
+    ):
+        whole = Encoding(operand_format(fmt, layout), encoding.direction)
+        (whole_statistics,) = dispatch.statistics(values, [whole], dtype=seen_dtype)
+        if whole_statistics.amax is not None:
+            layouts = plan.resolved(dtype, values.device).layouts["weight"]
+            anchored = [
+                d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])
+            ]
+            amax = whole_statistics.amax.view(1)
+            statistics |= dict.fromkeys(anchored, Statistics(None, amax))
+    (codes,) = dispatch.encode(
+        values,
+        [encoding],
+        [statistics[source]] if source in statistics else None,
+        encode_scales=[factor],
+        dtype=seen_dtype,
+        layouts=[layout],
+    )
+    amax = codes.tensor_amax if fmt.tensor_scale else codes.amax
+    if amax is not None and source not in statistics and factor is None:
+        spanning = [
+            d for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated
+        ]
+        if source in spanning:
+            statistics |= {
+                d: of_tensor(hybrid.encodings[d].fmt.tensor_scale, amax)
+                for d in spanning
+                if not hybrid.side(d).is_delayed
+            }
+    return encoded_matrix(codes, encoding, values.shape, dtype), codes.amax
+
+
+def state_for(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
+    """Return the weight's state, or one of the plan's formats (no state, or a context's
+    recipe)."""
+    if state is not None and state.quantizer == plan.weight:
+        return state
+    name = "weight" if state is None else state.name
+    return WeightState(name, plan.weight, tuple(values.shape), plan.compute_dtype)
+
+
+def weight_histories(state: WeightState, plan: GemmPlan, device: torch.device) -> list[AmaxHistory]:
+    """Return the amax histories of the weight's delayed directions."""
+    histories = [
+        state.delayed_history(d, device, plan.weight) for d in plan.weight.delayed_directions
+    ]
+    return [history for history in histories if history is not None]
+
+
+def buffers_of(storage: EncodedMatrix) -> list[Tensor]:
+    return list(storage.buffers().values())
+
+
+def lies_transposed(weight: Tensor) -> bool:
+    """It is a transposed view of contiguous matrices."""
+    return weight.stride(-1) != 1 and weight.mT.is_contiguous()
+
+
+def codes_of_transposed(
+    weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
+) -> dict[Direction, list[Tensor]]:
+    """(data, scale) per direction of a weight that `lies_transposed`.
+
+    call:  `GemmPlan.turned`.
+    """
+    buffers = native.linear_weight(
+        weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], []
+    )
+    of = {COLUMNWISE: buffers[:2], ROWWISE: buffers[-2:]}
+    return {d: of[d] for d in directions}
+
+
+def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
+    """Raise ValueError for an input that came as codes, where the backward reads its values."""
+    if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
+        raise ValueError(
+            "the backward reads the input in high precision, and it came as codes; give it in high "
+            "precision"
+        )
+
+
+def columnwise_of_saved(
+    plan: GemmPlan, saved: list[Tensor], shape: tuple[int, int], dy: Tensor
+) -> EncodedMatrix:
+    """Return the columnwise operand of the input [M, K] from saved codes.
+
+    saved:  their buffers; then the random key of the input's rows (`keeps_key`).
+    """
+    hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
+    direction, key = resolved.saved, None
+    if keeps_key(hybrid, direction is COLUMNWISE):
+        *saved, key = saved
+    fmt, layout = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
+    storage = matrix_over(saved, fmt, direction, shape, dtype, layout if shape[0] else COMPACT)
+    if direction is COLUMNWISE:
+        return storage
+    return hybrid.columnwise_of(to_storage(storage), key)
+
+
+def keeps_key(hybrid: HybridQuantizer, has_columnwise: bool) -> bool:
+    """Return whether the backward rounds the columnwise codes of an input with the key of its
+    forward. has_columnwise: the forward saves them."""
+    is_quantized = not has_columnwise and not hybrid.shares_storage
+    return is_quantized and hybrid.side(COLUMNWISE).is_stochastic
+
+
+def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
+    """Sum over the tokens of dy [M, N], in the order of the kernels that quantize dy too."""
+    quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
+    if quantized and not isinstance(dy, QuantizedTensor):
+        return dispatch.column_sums(dy)
+    return dy.sum(0)
+
+
+def weight_state(weight: Tensor) -> WeightState | None:
+    """The `WeightState` behind a sharded or gathered weight, or None for a plain tensor."""
+    if isinstance(weight, QuantizedTensor):
+        return getattr(weight, "state", weight._pair.owner)
+    return getattr(weight, "state", None)

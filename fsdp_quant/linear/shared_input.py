@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers that read one input share: its codes, and across ranks its gathers and the scatter of
+its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops.reference import known
+from ..storage import Storage
+from ..tensor import torch_compat
+from .call import Call
+from .operands import LocalOperands, buffers_of, keeps_key
+from .transport import Gather, Scattering, SequenceCut, encoded_rows
+
+# Of one module, in eager mode #
+
+
+class GatedInput(NamedTuple):
+    """The parts of an input act(gate) * up; kind: `ops.norm.KINDS`."""
+
+    gate: Tensor
+    up: Tensor
+    kind: int
+
+
+@dataclass(eq=False)
+class Handed:
+    """What the module that computed an input hands over with it, until its forward ends.
+
+    amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
+    grad_amaxes:  where the node of the gradient of y writes its amaxes.
+    source:  where x has a shape and an autograd node, but no values (`fused.can_fuse_activation`).
+    codes:   key -> codes of x, which the first layer that multiplies it leaves for the others.
+    """
+
+    amaxes: Tensor | None = None
+    source: GatedInput | None = None
+    codes: dict[tuple, list[Tensor]] = field(default_factory=dict)
+    grad_amaxes: Tensor | None = None
+
+
+class HandedByInput:
+    """`Handed` of a tensor that several layers of one module read, during its forward."""
+
+    def __init__(self):
+        self._x: Tensor | None = None
+        self._version, self._handed = 0, Handed()
+
+    def of(self, x: Tensor) -> Handed:
+        version = 0 if x.is_inference() else x._version
+        if self._x is not x or self._version != version:
+            self._x, self._version, self._handed = x, version, Handed()
+        return self._handed
+
+
+# Of column layers whose input is cut along the sequence #
+
+
+class SharedInput:
+    """The backward of a cut input: what crosses ranks once for all layers that read it.
+
+    saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of
+            this rank's rows, or its rows in high precision ("input").
+    """
+
+    def __init__(self, call: Call, cut: SequenceCut, device: torch.device):
+        plan, hybrid = call.plan, call.plan.input
+        call.check_travels("input", Direction if call.save else [ROWWISE], cut)
+        self.cut, self._call, self._device = cut, call, device
+        self.saved_direction = COLUMNWISE if plan.saves == "columnwise" else ROWWISE
+        travels = plan.saves == "input" or cut.travels(hybrid.encodings[self.saved_direction])
+        self.saves = plan.saves if travels else "input"
+        self._readers = self._reads = self._summands = self._summed = 0
+        self._columnwise: LocalOperands | Gather | None = None
+        self._backward = -1  # that the following belong to
+        self._dx: Tensor | None = None
+        self._scattering: Scattering | None = None
+
+    def encode(self, x: Tensor) -> tuple[LocalOperands | Gather, dict, list[Tensor]]:
+        """Return (operands of the whole x, rowwise; amaxes; what the backward saves).
+
+        x:  this rank's rows [outer * chunk, K].
+        """
+        call, cut, hybrid = self._call, self.cut, self._call.plan.input
+        key = call.key("input", x.shape[0], cut)
+        passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
+        self._statistics = call.statistics("input", x, passes, cut)
+        saves_columnwise = call.save and self.saves == "columnwise"
+        travels = cut.all_travel(hybrid, [ROWWISE])
+        directions = [ROWWISE] * travels + [COLUMNWISE] * saves_columnwise
+        local, amaxes = {}, {}
+        if directions:
+            rank = None if call.rank is None else call.rank[1]
+            of_input = call.by_direction("input"), self._statistics, rank
+            local, amaxes = encoded_rows(x, hybrid, directions, cut, key, *of_input)
+        rows = local[ROWWISE] if travels else x
+        operands = call.operands("input", rows, [ROWWISE], key, self._statistics, cut, "forward")
+        if not call.save:
+            return operands, amaxes, []
+        saved = [x] if self.saves == "input" else buffers_of(local[self.saved_direction])
+        if key is not None and keeps_key(hybrid, saves_columnwise):
+            saved.append(key)
+        return operands, amaxes, saved
+
+    def is_read(self, wgrad: bool, dgrad: bool) -> None:
+        """Count a layer that multiplied x, and whose backward will compute these."""
+        self._readers += wgrad
+        self._summands += dgrad
+
+    def start_columnwise(self, saved: list[Tensor], dtype: torch.dtype) -> None:
+        """Start to gather the columnwise codes, unless another layer has. saved: of `encode`."""
+        if self._columnwise is not None:
+            return
+        call, plan, cut = self._call, self._call.plan, self.cut
+        key = None
+        if keeps_key(plan.input, self.saves == "columnwise"):
+            *saved, key = saved
+        x = saved[0]
+        if self.saves != "input":
+            fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
+            x = Storage.over(saved, fmt, self.saved_direction, shape, dtype)
+        self._columnwise = call.operands("input", x, [COLUMNWISE], key, self._statistics, cut)
+
+    def columnwise(self, layout: str) -> EncodedMatrix:
+        """Return the columnwise operand; the last layer that reads it frees it."""
+        operands = known(self._columnwise, "the gather of the shared input")
+        self._reads += 1
+        if self._reads >= self._readers:
+            self._columnwise, self._reads = None, 0
+        return operands.take(COLUMNWISE, layout)
+
+    def add(self, multiply: Callable[..., Tensor]) -> None:
+        """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
+        self._enter()
+        if self._dx is None:
+            self._dx = multiply()
+        elif self._call.traced:
+            self._dx = self._dx + multiply()
+        else:
+            self._dx = multiply(out=self._dx, accumulate=True)
+        self._summed += 1
+        if self._summed == self._summands:
+            self._scatter(self._dx)
+
+    def _enter(self) -> None:
+        """Forget what an earlier backward left, which wanted gradients of weights alone."""
+        if self._backward != (number := torch_compat.backward_number()):
+            self._backward, self._dx, self._summed, self._scattering = number, None, 0, None
+
+    def _scatter(self, dx: Tensor) -> None:
+        self._scattering, self._dx, self._summed = Scattering(dx, self.cut), None, 0
+
+    def gradient(self) -> Tensor | None:
+        """Return the sum over layers and ranks of this rank's rows of dx; None if no layer took
+        part."""
+        with self._call.running(self._device):
+            self._enter()
+            if self._dx is not None:  # not every layer took part in this backward
+                self._scatter(self._dx)
+            if self._scattering is None:
+                return None
+            scattering, self._scattering = self._scattering, None
+            return scattering.wait().view(self.cut.shape)
+
+
+class _GatherInput(torch.autograd.Function):
+    """x of this rank, whose gradient is what the layers leave with the `SharedInput`."""
+
+    @staticmethod
+    def forward(ctx, x, shared):
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.shared.gradient(), None
+
+
+class Shared(NamedTuple):
+    """A cut input as one layer reads it. x: at the boundary; others: of `SharedInput.encode`."""
+
+    input: SharedInput
+    x: Tensor
+    operands: LocalOperands | Gather
+    amaxes: dict[Direction, Tensor]
+    saved: list[Tensor]
+
+
+def shared_input(x: Tensor, owner: Tensor, call: Call) -> Shared | None:
+    """Return the cut input that layers share; None if x is not cut.
+
+    The first of several layers that are given one tensor leaves it with the tensor, for the others,
+    if what all ranks know is the same: not which products the guard moved.
+
+    owner:  the tensor that several layers are given: x, or the DTensor over it.
+    """
+    axis, plan = call.axis, call.plan
+    if axis is None or axis.gathered_slot != "input":
+        return None
+    values = torch_compat.local_of(owner)
+    version = 0 if values.is_inference() else values._version
+    key = version, x.dtype, plan.input, plan.saves, axis.sequence_dim, call.save, call.grad
+    is_alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
+    before, shared = owner.__dict__.get("_fq_shared_input", (None, None))
+    if is_alone or shared is None or before != key:
+        cut_of = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
+        cut = cut_of(tuple(owner.shape), axis.cut_dim, axis.group, call.described("input"))
+        rank_input = SharedInput(call, cut, x.device)
+        with call.running(x.device), torch.no_grad():
+            encoded = rank_input.encode(x.detach().reshape(-1, x.shape[-1]))
+        shared = Shared(rank_input, _GatherInput.apply(x, rank_input), *encoded)
+        if not is_alone:
+            vars(owner)["_fq_shared_input"] = key, shared
+    return shared

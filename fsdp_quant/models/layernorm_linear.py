@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fq.LayerNormLinear`: a norm, and a linear layer that quantizes what the norm wrote."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..linear.linear import Linear, handed_to
+from ..linear.shared_input import Handed
+from ..ops.rng import own_name
+from ..recipe import Recipe
+from .norm import Norm
+
+
+class LayerNormLinear(nn.Module):
+    """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
+
+    norm:    `Norm` of `normalization`, "RMSNorm" or "LayerNorm".
+    linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.
+
+    x [.., in_features], y [.., out_features]. state_dict keys: norm.weight (norm.bias),
+    linear.weight, linear.bias.
+
+    >>> fq.LayerNormLinear(64, 32, recipe=fq.recipes.mxfp8())(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        device=None,
+        dtype=None,
+        *,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ):
+        name = own_name(name, "layernorm_linear")
+        super().__init__()
+        self.return_layernorm_output = return_layernorm_output
+        self.norm = Norm(in_features, normalization, eps, zero_centered_gamma, device, dtype)
+        self.linear = Linear(
+            in_features, out_features, bias, device, dtype, recipe=recipe, name=f"{name}.linear"
+        )
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        normal, _, amax = self.norm.forward_with_input(x)
+        y = self.linear(normal, **handed_to(self.linear, Handed(amax)))
+        return (y, normal) if self.return_layernorm_output else y

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`set_recipe`: another recipe for a converted model; models that follow a schedule of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.linear import Linear
+from ..linear.passes import SCHEDULED, Scheduled, steps_of
+from ..linear.plan import build_plan
+from ..ops.capability import arch_of
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..tensor import torch_compat
+from ..tensor.agreement import agree, axes_of, text_of
+from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_codes import WeightCodes
+from .progress import progress
+from .steps import count_steps
+from .transposed_linear import TransposedLinear
+
+
+def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
+    """Change the recipe of every converted module, between steps. Every rank must call it.
+
+    A schedule that the model followed ends.
+
+    Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
+    not the one that other ranks of a `fully_shard` are given (on all of them), a model without
+    converted modules, a gathered weight, or a published or frozen one of other formats.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> fq.set_recipe(model, fq.recipes.identity())
+    """
+    recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
+    if not units:
+        raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
+    recipes = planned_recipes(recipe, asked_of(units), steps_of(model).number)
+    managed = managed_weights(units)
+    check_fixed("fq.set_recipe", recipe, units)
+    agree_on_recipes(model, recipe, recipes)
+    give_recipes(model, units, recipes, managed)
+    follow(model, recipe)
+
+
+def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
+    """Return what `planned_recipes` plans for the layers of `converted_units`."""
+    return {
+        name: [(m.runtime.name, m.runtime.module_type, m.weight.device) for m in layers]
+        for name, layers in units.items()
+    }
+
+
+def managed_weights(units: Mapping[str, Sequence[Linear]]) -> dict[int, tuple]:
+    """Return state id -> (weight that FSDP2 manages, the state of all its matrices). Raises
+    ValueError for a weight of the layers that is gathered."""
+    managed = {
+        id(s): (m, local.state)
+        for m in all_managed_weights()
+        if isinstance(local := m.local, FSDPHooks)
+        for s in local.state.matrices
+    }
+    for module in (m for layers in units.values() for m in layers):
+        under_fsdp = managed.get(id(module.runtime.weight_state))
+        if under_fsdp is not None and not under_fsdp[0].is_sharded:
+            raise ValueError(
+                f"{module.runtime.name}.weight is gathered now, so its formats cannot change; call "
+                "set_recipe between steps, or reshard() on its FSDP module first"
+            )
+    return managed
+
+
+def give_recipes(
+    model: nn.Module,
+    units: Mapping[str, Sequence[Linear]],
+    recipes: Mapping[str, Recipe],
+    managed: dict[int, tuple],
+) -> None:
+    """Let converted layers multiply by other recipes from now on."""
+    modules = [(module, recipes[name]) for name, layers in units.items() for module in layers]
+    for module, recipe in modules:
+        module.runtime.set_recipe(recipe, module.weight.device)
+        state = module.runtime.weight_state
+        state.set_quantizer(module.plan.weight)
+        state.compute_dtype = module.recipe.compute_dtype
+        if id(state) in managed:
+            param, owner = managed[id(state)]
+            if owner is not state:  # of all matrices
+                owner.set_quantizer(None)
+            param.reset_gather_buffers()
+    for module, _ in modules:
+        module.prepare_graphs()
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            module.prepare()
+
+
+def agree_on_recipes(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
+) -> None:
+    """Raise ValueError, on every rank, where ranks that share weights are given other recipes."""
+    facts = {name: text_of(r) for name, r in recipes.items()} | {"the recipe": text_of(recipe)}
+    for groups in axes_of(model):
+        agree(facts, groups)
+
+
+def check_fixed(
+    call: str,
+    recipe: Recipe | PerLayer | Schedule,
+    units: Mapping[str, Sequence[Linear]],
+    frozen: Collection[Linear] = (),
+) -> None:
+    """Raise ValueError for a recipe that changes, in any step, the formats of codes that cannot be
+    encoded again: a weight sync publishes them, or no values are left.
+
+    call:    that is refused, for the error.
+    frozen:  layers whose values `fq.freeze` is about to drop.
+    """
+    for phase in recipe.phases:
+        for module, layer_recipe in given_recipes(units, phase):
+            reason, remedy = (_DROPPED if module in frozen else _why_fixed(module)) or (None, None)
+            if reason is None:
+                continue
+            runtime, state = module.runtime, module.runtime.weight_state
+            weight = runtime.plan_of(layer_recipe, module.weight.device).weight
+            dtype = layer_recipe.compute_dtype
+            if (weight, dtype) != (state.quantizer, state.compute_dtype):
+                raise ValueError(
+                    f"{call}: {runtime.name}.weight {reason} {state.quantizer} of "
+                    f"{state.compute_dtype}, and {layer_recipe} makes it {weight} of {dtype}; "
+                    f"change activations and gradients only, or {remedy}"
+                )
+
+
+def _why_fixed(module: Linear) -> tuple[str, str] | None:
+    """(why the formats of a layer's weight are fixed, what to do); None: they are not."""
+    weight = local_of(module.weight)
+    if module.runtime.weight_state.weight_sync is not None:
+        remedy = "plan the sync of a model that has the new recipe, and refresh it with the masters"
+        return "is published by a weight sync that was planned for", remedy
+    has_values = isinstance(weight, WeightCodes) and weight.has_values
+    if isinstance(weight, QuantizedTensor) and not has_values:
+        return _DROPPED
+    return None
+
+
+_DROPPED = (
+    "keeps no values beside its frozen codes, which are",
+    "freeze it once no recipe changes it any more (fq.unfreeze returns decoded values)",
+)
+
+
+def planned_recipes(
+    recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
+) -> dict[str, Recipe]:
+    """Return the recipe of each layer in this step. Plans every phase, so that errors are raised
+    before anything is changed."""
+    names = list(units)
+    for phase in recipe.phases:
+        for name, layer in progress(list(zip(names, phase.for_layers(names))), "planning"):
+            for module, module_type, device in units[name]:
+                build_plan(layer, module, arch_of(device), module_type)
+    return dict(zip(names, recipe.at(step).for_layers(names)))
+
+
+# Schedules #
+
+
+def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
+    """Count steps, and switch recipes by the step from now on, if the recipe is a schedule."""
+    SCHEDULED.pop(model, None)
+    if isinstance(recipe, Schedule):
+        SCHEDULED[model] = Scheduled(recipe, switch)
+    for layer in (layer for unit in converted_units(model).values() for layer in unit):
+        layer.runtime.schedule = recipe if isinstance(recipe, Schedule) else None
+    count_steps(model, model in SCHEDULED)
+
+
+def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
+    """The schedules that a model, or models inside it, follow. A copy follows none."""
+    return {m: SCHEDULED[m].schedule for m in model.modules() if m in SCHEDULED}
+
+
+def switch(model: nn.Module, schedule: Schedule, step: int, running: str | None = None) -> None:
+    """Give a model the recipe that its schedule has in a step. Raises ValueError if a layer of it
+    is running, and that changes a recipe."""
+    changes = given_recipes(converted_units(model), schedule.at(step))
+    if any(layer.recipe != recipe for layer, recipe in changes):
+        if running is not None:
+            raise ValueError(
+                f"{running}: its model follows a schedule and runs by pieces, and nobody switched "
+                f"it before this layer began step {step}; call fq.begin_step(step), or the model"
+            )
+        torch_compat.reshard(model)
+        set_recipe(model, schedule.at(step))
+        follow(model, schedule)
+
+
+def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """Return the layers of each unit of a model, by qualified name: of an fq.Linear or of the
+    experts of one module."""
+    units, inside = {}, set()
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            units[name] = module.layers
+            inside.update(map(id, module.layers))
+        elif isinstance(module, Linear) and id(module) not in inside:
+            units[name] = [module]
+        elif isinstance(module, TransposedLinear):
+            units[name] = [module.layer]
+    return units
+
+
+def unchosen_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """Return the layers of `converted_units` that were built without a recipe."""
+    units = converted_units(model).items()
+    return {n: layers for n, layers in units if not all(m.runtime.chosen for m in layers)}
+
+
+def given_recipes(
+    units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer
+) -> list[tuple[Linear, Recipe]]:
+    """Return each layer of `converted_units` with the recipe that one without steps gives it."""
+    recipes = recipe.for_layers(list(units))
+    return [(layer, r) for layers, r in zip(units.values(), recipes) for layer in layers]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TransposedLinear`: linear layers whose weight is stored [in, out], as GPT-2's `Conv1D`.
+
+The module keeps its class, its parameters and their names. Products multiply the transposed view of
+the weight as `fq.Linear` multiplies its own, by a layer that is no module of the tree.
+`fully_shard` cuts such a weight along the contraction, and gathers it in high precision.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..linear.grouped_linear import Expert
+from ..linear.linear import Linear
+from ..recipe import Recipe
+from ..tensor import torch_compat
+from ..tensor.root_statistics import check_model_of
+from ..tensor.weight_state import WeightState
+
+TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
+
+
+def is_transposed(cls: type) -> bool:
+    """Modules of this class compute x W + b, of `weight` [in, out]; they are not converted."""
+    return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(
+        cls, TransposedLinear
+    )
+
+
+class TransposedLinear(nn.Module):
+    """y = x W + b of `weight` [in, out] and `bias` [out], in the formats of a recipe."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _layer: Expert
+    source = "weight"  # the parameter that products read
+    transposed = True
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Give the module its layer, which is no submodule."""
+        self.__dict__["_layer"] = layer = Expert(self.read().detach(), recipe, name, "linear")
+        layer.part_of(self, 0)
+        torch_compat.make_fx_leaf(self)
+
+    @property
+    def layer(self) -> Linear:
+        """The `fq.Linear` of it, over the values of now."""
+        return self._layer
+
+    @property
+    def _weight_state(self) -> WeightState:
+        return self._layer.runtime.weight_state
+
+    @property
+    def _matrix_layers(self) -> list[Linear]:
+        return [self._layer]
+
+    def read(self) -> Tensor:
+        """The weight [out, in] that products multiply."""
+        return self.weight.t()
+
+    def values_of(self, index: int) -> tuple[Tensor, None]:
+        """The weight [out, in], without gradients."""
+        return self.read().detach(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_model_of(self, self.source)
+        if x.is_nested:
+            return torch_compat.of_nested(self.forward, x)
+        return self._layer.times(x, self.read(), self.bias)
+
+    def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
+        applied = super()._apply(fn, recurse)
+        self._layer.prepare_graphs()
+        return applied
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._layer.part_of(self, 0)

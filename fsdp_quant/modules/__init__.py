@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Modules whose products are quantized, the plan of those products, and their operator."""
