@@ -34,6 +34,7 @@ from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
+from fsdp_quant.linear.call import Call
 from fsdp_quant.linear.plan import GemmPlan, build_plan
 from fsdp_quant.ops import anchoring, layout, native, norm, reference
 from fsdp_quant.ops.capability import arch_of, spreads
@@ -628,7 +629,8 @@ def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]
 def gated(emulation: Operators, name: str, activation: str, enc: float | None = None) -> None:
     """Codes of an activation that is quantized as it is made: those of what the activation's own
     kernel wrote."""
-    number, call = planned(emulation, build_plan(recipes.by_name(name), "it"))
+    plan = build_plan(recipes.by_name(name), "it")
+    number, call = planned(emulation, plan)
     kind = ACTIVATIONS[activation].kind
     g, u = (on_device(laws.values(256, 384, seed=i)) for i in range(2))
     factors, history = (
@@ -636,18 +638,15 @@ def gated(emulation: Operators, name: str, activation: str, enc: float | None = 
         [] if enc is None else [torch.tensor([0.25, 4.0])],
     )
     given = [on_device(t.clone()) for t in history]
-    made = native.linear_gated(
-        g,
-        u,
-        kind,
-        number,
+    step = Call(
+        plan,
         True,
         on_device(STEP),
         on_device(IDS),
-        None,
-        [on_device(f) for f in factors],
-        given,
+        factors=([on_device(f) for f in factors], [], []),
+        histories=(given, [], []),
     )
+    made = native.linear_gated((g, u, kind), number, step)
     h = native.activation(g, u, kind)[0]
 
     def want() -> list[Tensor]:

@@ -27,7 +27,7 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import round_up
 from fsdp_quant.linear import bad_splits
-from fsdp_quant.linear import stacked_weights as expert_weights
+from fsdp_quant.linear import stacked_weights
 from fsdp_quant.linear.plan import PRODUCTS
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
@@ -905,7 +905,7 @@ def test_held_packed_experts_are_quantized_once_and_copied_never(name: str):
         want, before = accumulated(), gpu.count("linear_weight")
         with (
             fq.hold(module),
-            mock.patch.object(expert_weights, "_stacked", side_effect=AssertionError("copied")),
+            mock.patch.object(stacked_weights, "_stacked", side_effect=AssertionError("copied")),
         ):
             got = accumulated()
             assert gpu.count("linear_weight") == before + before // 3
