@@ -486,9 +486,9 @@ class Family:
     weight: Format
 
     @property
-    def rotates(self) -> bool:
-        """A backward in this family rotates the operands of wgrad, and rounds gradients
-        stochastically."""
+    def rotates_wgrad(self) -> bool:
+        """Whether the operands of wgrad are rotated, and gradients rounded stochastically: 4-bit
+        elements need both, since outliers of a block and rounding to nearest bias the gradient."""
         return self.vector.element.bits == 4
 
 

@@ -440,7 +440,7 @@ def by_families(
         )
         for fmt in pair
     )
-    if b.rotates and role.tensor_type != "weight":
+    if b.rotates_wgrad and role.tensor_type != "weight":
         column = replace(column, rotation=True)
         if is_gradient:
             row, column = (replace(q, rounding="stochastic") for q in (row, column))

@@ -71,7 +71,8 @@ class Scheduled(NamedTuple):
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
 SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function that does before a roll.
+# Models whose ranks share amaxes (`fq.share_amaxes`), and the function to call before histories
+# roll.
 SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
     weakref.WeakKeyDictionary()
 )

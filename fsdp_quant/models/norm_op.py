@@ -104,8 +104,7 @@ def activate(
     """(act(g), or act(g) * u; its amaxes, or None where no kernel computes them).
 
     grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the
-                  gradients of g and u there; not where g is no product of a compiled call: then its
-                  layer reads none.
+                  gradients of g and u there, only if g comes from a compiled call.
     packed:       g [.., 2 F] is g and u, which is None; its gradient is one tensor, of which the
                   kernel writes both halves.
     """
