@@ -26,8 +26,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import round_up
-from fsdp_quant.linear import bad_splits
-from fsdp_quant.linear import stacked_weights
+from fsdp_quant.linear import bad_splits, stacked_weights
 from fsdp_quant.linear.plan import PRODUCTS
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
