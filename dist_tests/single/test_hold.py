@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -477,3 +477,49 @@ def test_a_frozen_weight_follows_gemms_that_the_guard_moves(compiles: bool):
             for a, b in zip(want, got):
                 off = float((a - b).norm() / a.norm())
                 assert off <= (0 if step == 0 else 1e-3), f"{product} {rung} {step}: {off:.1e}"
+
+
+@pytest.mark.parametrize("override", [None, "dequantized"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "nvfp4"])
+def test_graphs_multiply_held_codes(name: str, override: str | None):
+    """If false, a compiled layer quantizes its weight in every forward inside fq.hold, or
+    multiplies other codes than eager mode."""
+    recipe = recipes.by_name(name, backward_override=override)
+    results, quantized = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = fq.convert(nn.Sequential(nn.Linear(64, 32)), recipe)
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        for context in (contextlib.nullcontext(), fq.hold(run)):
+            model.zero_grad()
+            fq.begin_step(0, model=model)
+            x = torch.linspace(-1, 1, 64 * 64, dtype=torch.float32, device="cpu").view(64, 64)
+            x.requires_grad_()
+            counters.reset()
+            with context:
+                outputs = [run(x * scale) for scale in (1.0, 0.5, 3.0, 7.0)]
+                sum(y.square().sum() for y in outputs).backward()
+            quantized.append(sum(counters.of("quantize").values()))
+            results.append([*map(Tensor.detach, outputs), x.grad, model[0].weight.grad])
+    for got in results[1:]:
+        for tensor, want in zip(got, results[0]):
+            assert_same_bytes(tensor, want, "held")
+    eager, eager_held, graph, graph_held = quantized
+    assert graph_held == eager_held < graph, quantized
+    assert eager_held < eager or override is not None, quantized
+    if (name, override) == ("mxfp8", None):
+        assert quantized == [24, 18, 24, 18]
+
+
+def test_a_write_inside_a_hold_of_graphs_is_refused():
+    """If false, a compiled model multiplies codes of a weight that was written since, silently."""
+    model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    run = torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 64, dtype=torch.float32, device="cpu")
+    with pytest.raises(StaleWeightError, match="was written inside fq.hold"):
+        with torch.no_grad(), fq.hold(run):
+            run(x)
+            model[0].weight.add_(1.0)
+    with torch.no_grad(), fq.hold(run):
+        assert_same_bytes(run(x), model(x), "the next hold")

@@ -221,9 +221,12 @@ class BaseLinear(HasWeight, nn.Linear):
             step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
             delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else inputs.rank
-        save = grad and weight.requires_grad
+        save, codes = grad and weight.requires_grad, None
+        if inputs.codes is not None and (inputs.has_columnwise or not grad):
+            codes = inputs.codes if plan.key == self.plan.key else None
+        key = plan.key
         return in_graph(
-            x, weight, bias, plan.key, save, trains, step, ids, guards, *delayed, rank, ranks
+            x, weight, bias, key, save, trains, step, ids, guards, *delayed, rank, ranks, codes
         )
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:

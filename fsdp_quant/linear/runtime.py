@@ -167,11 +167,15 @@ class GraphTensors:
     rank:     int64 [2] of a layer that ranks share: its data-parallel rank, its rank in the group.
     guards:   [forward's, backward's] guard (`linear.guard`); [] where nothing is watched.
     delayed:  `histories_key` of a plan -> encode scales and amax histories, of all slots.
+    codes:    of the weight, inside `fq.hold`; None: graphs quantize it.
+    has_columnwise:  a backward may read `codes`.
     """
 
     ids: Tensor
     rank: Tensor | None
     guards: list[Tensor]
+    codes: QuantizedTensor | None = None
+    has_columnwise = False
 
     def __init__(self):
         self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
@@ -180,7 +184,7 @@ class GraphTensors:
         """Allocate the tensors for the plan and the weight's state. device: None: as before."""
         if device is None or device.type == "meta":
             device = layer.ids.device
-        plan, state = layer.plan, layer.weight_state
+        plan, state, self.codes = layer.plan, layer.weight_state, None
         step, group = STEP.prepare(device), state.tensor_group
         self.ids, self.guards, self.rank = layer.ids_on(device), [], None
         if group is not None and torch_compat.is_named(group) and group.size() > 1:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..linear.linear import Linear
@@ -20,6 +21,7 @@ from ..linear.operands import weight_storages
 from ..linear.passes import SCHEDULED
 from ..models.set_recipe import check_fixed, converted_units
 from ..models.steps import converted_modules
+from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -36,8 +38,13 @@ def hold(model: nn.Module) -> Iterator[None]:
     Use it for micro-batches that share one version of the weights, for generation and for
     evaluation. The codes stay in memory in addition to the weight (one byte per element and
     direction for 8-bit formats). Bits do not change. Under `fully_shard`, the shard's codes are
-    kept and each all-gather sends them. Another recipe drops the codes. Graphs of torch.compile,
-    and weights that FSDP2 gathers in high precision, quantize in each call.
+    kept and each all-gather sends them. Another recipe drops the codes. Weights that FSDP2 gathers
+    in high precision are quantized in each call.
+
+    If the model, or a part of it, is compiled, or the process has graphs, the codes of `fq.Linear`
+    weights that no ranks share are computed at once, and graphs multiply them; a write is noticed
+    at the end of the context. Graphs of experts, and weights with delayed scaling, quantize in each
+    call.
 
     All ranks that share the weights must enter and leave the context at the same points.
 
@@ -62,11 +69,46 @@ def hold(model: nn.Module) -> Iterator[None]:
     place = _place_of_entry()
     for state, weight in states.items():
         state.held = Held(lambda weight=weight: weight.parameter, place)
+    graphed: dict[WeightState, Linear] = {}
+    if counters.has_graphs or any(map(torch_compat.is_compiled, model.modules())):
+        layers = [m for m in converted_modules(model).values() if _is_held_in_graphs(m)]
+        graphed = {layer.runtime.weight_state: layer for layer in layers}
+    for layer in graphed.values():
+        _hold_in_graphs(layer)
     try:
         yield
+        for state, layer in graphed.items():
+            if state.held is not None:  # raises if the weight was written
+                state.held.read(state.name, (), layer.weight, lambda: None)
     finally:
         for state in states:
             state.held = None
+        for layer in graphed.values():
+            layer.runtime.graphs.codes = None
+
+
+def _is_held_in_graphs(layer: nn.Module) -> bool:
+    """Return whether graphs are given codes of the layer's weight: a plain parameter, of whose
+    values alone both directions are quantized."""
+    if not isinstance(layer, Linear) or layer.module_type != "linear" or layer.runtime.is_shared:
+        return False
+    if type(layer.weight) is not nn.Parameter or layer.parallel is not None:
+        return False
+    quantizer = layer.plan.weight
+    is_quantized = all(e.fmt.is_quantized for e in quantizer.encodings.values())
+    return is_quantized and not quantizer.delayed_directions and layer.weight.device.type != "meta"
+
+
+def _hold_in_graphs(layer: Linear) -> None:
+    """Give graphs the codes of a layer's weight, for activations of the dtype of now."""
+    weight, graphs = layer.weight, layer.runtime.graphs
+    dtype = torch_compat.autocast_dtype(weight.device) or weight.dtype
+    plan, graphs.has_columnwise = layer.plan_on(dtype, weight.device), torch.is_grad_enabled()
+    is_read = graphs.has_columnwise and not plan.weight.is_derived
+    directions = [ROWWISE, COLUMNWISE] if is_read else [ROWWISE]
+    codes = weight_storages(weight, directions, plan, layer.runtime.weight_state, dtype)
+    with torch_compat.outside_inference_mode():
+        graphs.codes = QuantizedTensor(*codes.values(), shape=tuple(weight.shape))
 
 
 def _place_of_entry() -> str:

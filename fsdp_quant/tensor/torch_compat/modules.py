@@ -97,3 +97,9 @@ def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
         copied.__kwdefaults__ = function.__kwdefaults__
         names[name] = copied
     return names["multi_head_attention_forward"]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of the module run graphs: torch.compile returned it, or
+    `module.compile()` was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
