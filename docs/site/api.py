@@ -72,7 +72,11 @@ def module_entry(name: str, module: types.ModuleType) -> str:
     """The docstring of a module, and an entry per name of its `__all__`."""
     lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
     for member in getattr(module, "__all__", ()):
-        value = getattr(module, member)
+        try:
+            value = getattr(module, member)
+        except ImportError as error:  # an integration whose tool is not installed
+            lines.append(f"- `fq.{name}.{member}` needs `{error.name}`\n")
+            continue
         if inspect.isroutine(value) or inspect.isclass(value):
             lines.append(entry(f"{name}.{member}", value, "####"))
         else:

@@ -35,7 +35,7 @@ from .plan import PRODUCTS, GemmPlan
 
 
 class GuardedLayer(Protocol):
-    """State of a layer that the guard reads and writes (`layer_runtime.LayerRuntime`).
+    """State of a layer that the guard reads and writes (`runtime.LayerRuntime`).
 
     guard:           fp32 [GEMMs, 2], sums of (extra error, error of the formats) from eager mode
                      and compiled forwards. None until a GEMM is watched.

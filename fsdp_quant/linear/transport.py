@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks that share a linear layer exchange: statistics, rows and sums.
 
-The same code runs in eager mode and while a graph is traced (`traced_linear`). There the transport
-is functional collectives, which the graph holds.
+The same code runs in eager mode and while a graph is traced (`program.in_graph`). There the
+transport is functional collectives, which the graph holds.
 
 [Note: one rule]
     x [.., S / R, .., K] on each rank  ->  the storages of Q(all_gather(x))
@@ -48,7 +48,7 @@ Name = str | Callable[[], str]
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How the ranks of `group` share a linear layer (`linear_definition`, note "who holds what").
+    """How the ranks of `group` share a linear layer (`program`, note "who holds what").
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.

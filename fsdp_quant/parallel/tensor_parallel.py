@@ -3,8 +3,8 @@
 of meshes.
 
 Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized
-ones. torch.compile traces the layers into its graphs, with their collectives (note "layers
-that ranks share" of `modules.traced_linear`).
+ones. torch.compile traces the layers into its graphs, with their collectives
+(`linear.program`).
 """
 
 from __future__ import annotations

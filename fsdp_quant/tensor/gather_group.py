@@ -340,7 +340,7 @@ class _Sent(NamedTuple):
 class _Operands:
     """GEMM operands of gathered weights; allocated once, freed and refilled by FSDP2.
 
-    Packed weights have none: `expert_weights` converts the codes of all matrices in one
+    Packed weights have none: `linear.stacked_weights` converts the codes of all matrices in one
     call.
 
     copies:  per weight and direction, the buffers that are not views of the gathered codes: FSDP2's

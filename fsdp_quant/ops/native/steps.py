@@ -203,7 +203,7 @@ def linear_weight(
     weight:    [N, K], or matrices [E, N, K].
     row, col:  which directions are wanted.
     returns:   for [E, N, K], the buffers of all matrices stacked; for 4 bits, as
-               csrc/step/weight.cpp defines (`stacked_runs`).
+               csrc/step/weight.cpp defines (`stacked_fp4`).
     """
     return _ops.linear_weight(rows_of(weight), plan, row, col, round_to_bf16, factors, amaxes)
 
