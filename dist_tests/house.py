@@ -24,11 +24,12 @@ DIALECT = frozenset(
     "of own found one given made kept at its said now got there lie lies whole them those that who "
     "what rest seen wanted told came done alike known".split()
 )
-# Classes that hold operands without being one: a transfer, a parameter, buffers of a gather.
-HOLDERS = frozenset({"Gather", "QuantizedWeight", "DirectionBuffers", "GraphCall", "Call"})
+# Classes that hold operands without being one: a transfer, a parameter, buffers of a gather, what
+# a node saves.
+HOLDERS = frozenset({"Gather", "QuantizedWeight", "DirectionBuffers", "Call", "Saved"})
 MAX_COMPLEXITY = 20
 MAX_LINES = 500
-LONG_FILES = frozenset({"linear/plan.py", "linear/plan.py"})  # the resolved plan and its reasons
+LONG_FILES = frozenset({"linear/plan.py"})  # the resolved plan and its reasons
 
 Sources = dict[str, str]
 Trees = dict[str, ast.Module]

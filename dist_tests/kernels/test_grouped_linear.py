@@ -34,7 +34,7 @@ from fsdp_quant.formats import (
 from fsdp_quant.linear import grouped as program
 from fsdp_quant.linear import grouped_ops
 from fsdp_quant.linear import plan as plans
-from fsdp_quant.linear.operands import slot_storages
+from fsdp_quant.linear.operands import slot_operands
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
 from fsdp_quant.ops.layout import ANCHORED_TILE, repack
@@ -246,7 +246,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
                     if part.numel():
-                        want = slot_storages(plan, slot, part, [ROWWISE], None, [])[0][ROWWISE]
+                        want = slot_operands(plan, slot, part, [ROWWISE], None, {}).take(ROWWISE)
                         got = (
                             scale[e]
                             if scale.numel() == len(sizes)
@@ -271,9 +271,8 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
                     if part.numel():
-                        want = slot_storages(plan, slot, part, [COLUMNWISE], None, [])[0][
-                            COLUMNWISE
-                        ]
+                        columnwise = slot_operands(plan, slot, part, [COLUMNWISE], None, {})
+                        want = columnwise.take(COLUMNWISE)
                         filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
                         tiles, of_part = slice(at.start // 128, at.stop // 128), want.scale
                         if in_tiles:
