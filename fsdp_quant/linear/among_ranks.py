@@ -17,10 +17,10 @@ from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base import BaseLinear
 from .call import check_travels
+from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear
-from .transport import SequenceCut, TensorParallel
 
 
 def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:

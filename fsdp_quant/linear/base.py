@@ -19,6 +19,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
 from .call import NOTHING, BySlot, Call
+from .cut import Layouts, TensorParallel
 from .guard import guard_of
 from .has_weight import (
     HasWeight,
@@ -34,7 +35,6 @@ from .plan import PRODUCTS, GemmPlan, build_plan
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
-from .transport import Layouts, TensorParallel
 
 
 @torch.compiler.assume_constant_result

@@ -23,9 +23,10 @@ from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
+from .cut import Name, SequenceCut, TensorParallel, text_of
 from .operands import SLOTS, LocalOperands, record_amaxes, slot_key, slot_operands, weight_operands
 from .plan import GemmPlan, Resolved
-from .transport import Gather, Name, SequenceCut, TensorParallel, statistics_of, text_of
+from .transport import Gather, statistics_of
 
 BySlot = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 NOTHING: BySlot = (), (), ()

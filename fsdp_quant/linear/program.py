@@ -57,6 +57,7 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .call import BySlot, Call
+from .cut import SequenceCut, TensorParallel
 from .operands import (
     SLOTS,
     LocalOperands,
@@ -68,7 +69,7 @@ from .operands import (
 )
 from .plan import GemmPlan, Resolved, plan_of
 from .shared_input import Shared, SharedInput, shared_input
-from .transport import Gather, SequenceCut, TensorParallel, scattered_product
+from .transport import Gather, scattered_product, start_sum
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -191,7 +192,7 @@ def backward(
     if need_b:
         db = bias_gradient(plan, rows, directions)
         if axis is not None and cut is not None:
-            bias_sum = axis.start_sum(db)
+            bias_sum = start_sum(db, axis.group)
     if need_x:
         a = operands.take(ROWWISE)
         # FSDP2 fills a gathered weight's codes in the backward of a graph
@@ -203,7 +204,7 @@ def backward(
             else:
                 dx = torch_compat.reshaped(multiply(), x_shape)
                 if axis is not None and axis.column and axis.reduces and axis.sequence_dim is None:
-                    dx = axis.sum(dx)
+                    dx = start_sum(dx, axis.group)()
     if need_w:
         dw = _gemm(call, resolved, 2, dy.dtype)(operands.take(COLUMNWISE), read_input())
     call.record("grad_output", operands.amaxes)
@@ -283,7 +284,7 @@ def _product(
         y = torch_compat.reshaped(y, cut.shape)
     if axis is None or axis.column:
         return y
-    y = axis.sum(y) if cut is None and axis.reduces else y
+    y = start_sum(y, axis.group)() if cut is None and axis.reduces else y
     return y if bias is None else y + bias.to(y.dtype)
 
 

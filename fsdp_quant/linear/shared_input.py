@@ -18,8 +18,9 @@ from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
 from .call import Call
+from .cut import SequenceCut
 from .operands import LocalOperands, buffers_of, keeps_key
-from .transport import Gather, Scattering, SequenceCut, encoded_rows
+from .transport import Gather, encoded_rows, start_scatter
 
 # Of one module, in eager mode #
 
@@ -83,7 +84,7 @@ class SharedInput:
         self._columnwise: LocalOperands | Gather | None = None
         self._backward = -1  # that the following belong to
         self._dx: Tensor | None = None
-        self._scattering: Scattering | None = None
+        self._scattering: Callable[[], Tensor] | None = None
 
     def encode(self, x: Tensor) -> tuple[LocalOperands | Gather, dict, list[Tensor]]:
         """Return (operands of the whole x, rowwise; amaxes; what the backward saves).
@@ -157,7 +158,7 @@ class SharedInput:
             self._backward, self._dx, self._summed, self._scattering = number, None, 0, None
 
     def _scatter(self, dx: Tensor) -> None:
-        self._scattering, self._dx, self._summed = Scattering(dx, self.cut), None, 0
+        self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
 
     def gradient(self) -> Tensor | None:
         """Return the sum over layers and ranks of this rank's rows of dx; None if no layer took
@@ -169,7 +170,7 @@ class SharedInput:
             if self._scattering is None:
                 return None
             scattering, self._scattering = self._scattering, None
-            return scattering.wait().view(self.cut.shape)
+            return scattering().view(self.cut.shape)
 
 
 class _GatherInput(torch.autograd.Function):
