@@ -228,8 +228,6 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
         recipe, runtime = override.recipe, self.runtime
-        if recipe is None:
-            return self.plan
         tracing = torch.compiler.is_compiling()
         recomputed = override.checkpoint if tracing else torch_compat.checkpoint_hook()
         if recomputed is not None and recomputed is not override.checkpoint:
