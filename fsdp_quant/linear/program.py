@@ -133,7 +133,7 @@ def forward(
     layout = resolved.layouts["input"][ROWWISE] if prod(x_shape) else COMPACT
     codes = operands.take(ROWWISE, layout)
     y = _product(call, resolved, codes, weights[ROWWISE], bias, x.dtype, shape, cut)
-    call.record("input", operands.amaxes | ({} if shared is None else shared.amaxes))
+    call.record("input", operands.amaxes)
     if keeps_weight:
         return y, Saved(saved, weights[kept_direction], {"input": statistics})
     return y, Saved(saved, None, {"input": statistics, "weight": of_weight})
@@ -141,7 +141,7 @@ def forward(
 
 def quantized_input(
     call: Call, x: Tensor, resolved: Resolved
-) -> tuple[LocalOperands | Gather, list[Tensor], dict[Direction, Statistics]]:
+) -> tuple[LocalOperands, list[Tensor], dict[Direction, Statistics]]:
     """Return the operands of x [.., K], what the backward saves of it besides x, and statistics."""
     plan = call.plan
     refuse_codes(x, plan, call.save)

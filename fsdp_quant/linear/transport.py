@@ -264,8 +264,9 @@ class Gather:
     statistics:  that ranks shared before (`statistics_of`); None: they are shared here.
     rank:      int64 [], this rank's place in the group, so that graphs are alike; None: a number.
     layouts:   in which products read each direction (`ops.layout`); others are compact.
+    kept:      directions of which `local` has codes too.
 
-    own:       codes of this rank's rows, if they were encoded here.
+    local:     codes of this rank's rows with scales of the whole, if they were encoded here.
     amaxes:    of delayed sides; of a gather in high precision known once it was waited for.
     """
 
@@ -282,26 +283,46 @@ class Gather:
         statistics: dict[Direction, Statistics] | None = None,
         rank: Tensor | None = None,
         layouts: Mapping[Direction, str] | None = None,
+        kept: Sequence[Direction] = (),
     ):
         self.hybrid, self.directions, self.cut, self.phase = hybrid, tuple(directions), cut, phase
         self.layouts = layouts or {}
         self._operands: dict[tuple[Direction, str], EncodedMatrix] = {}
         self.key, self.factors, self._in_backward = key, factors, phase == "backward"
+        self.local: dict[Direction, Storage] = {}
         self.amaxes: dict[Direction, Tensor] = {}
         self._storages: dict[Direction, Storage] = {}
         self._high_precision: Arriving | None = None
         self._moving: dict[Direction, tuple[Storage, Arriving]] = {}
         if isinstance(x, Storage):
             self._send(x)
-        elif cut.all_travel(hybrid, directions):
-            self.own, self.amaxes = encoded_rows(
-                x, hybrid, directions, cut, key, factors, statistics, rank
-            )
-            for d in gathered_directions(hybrid, frozenset(directions)):
-                self._send(self.own[d])
-        else:
+            return
+        travels = cut.all_travel(hybrid, directions)
+        sent = gathered_directions(hybrid, frozenset(directions)) if travels else ()
+        if encoded := gathered_directions(hybrid, frozenset([*sent, *kept])):
+            self._encode(x, encoded, statistics, rank)
+        for d in sent:
+            self._send(self.local[d])
+        if not travels:
             self._high_precision = Arriving({"data": x}, cut, self._in_backward)
             self._count("both", "high precision", self._high_precision)
+
+    def _encode(
+        self,
+        x: Tensor,
+        directions: Sequence[Direction],
+        statistics: dict[Direction, Statistics] | None,
+        rank: Tensor | None,
+    ) -> None:
+        cut, key = self.cut, self.key
+        if key is not None and cut.ranks > 1:
+            key = key.clone()
+            key[4] += (cut.group.rank() if rank is None else rank) * cut.chunk
+        if statistics is None:
+            statistics = statistics_of(self.hybrid, x, directions, cut.group, rows_are_cut=True)
+        self.local, self.amaxes = self.hybrid.storages(
+            x, directions, key=key, factors=self.factors, statistics=statistics
+        )
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
@@ -327,9 +348,10 @@ class Gather:
             return self._storages[direction]
         if self._high_precision is not None:
             x, self._high_precision = self._high_precision.wait()["data"], None
-            self._storages, self.amaxes = self.hybrid.storages(
+            self._storages, amaxes = self.hybrid.storages(
                 x, self.directions, key=self.key, factors=self.factors
             )
+            self.amaxes |= amaxes
         elif direction in self._moving:
             local, moving = self._moving.pop(direction)
             shape = local.shape[0] * self.cut.ranks, local.shape[1]
@@ -338,26 +360,6 @@ class Gather:
             rowwise = self._whole_storage(ROWWISE)
             self._storages[direction] = self.hybrid.columnwise_of(rowwise, self.key)
         return self._storages[direction]
-
-
-def encoded_rows(
-    x: Tensor,
-    hybrid: HybridQuantizer,
-    directions,
-    cut: SequenceCut,
-    key: Tensor | None = None,
-    factors: dict[Direction, Tensor] | None = None,
-    statistics: dict[Direction, Statistics] | None = None,
-    rank: Tensor | None = None,
-) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """(compact storages of this rank's rows with scales of the whole, amaxes of delayed sides)."""
-    encoded = gathered_directions(hybrid, frozenset(directions))
-    if key is not None and cut.ranks > 1:
-        key = key.clone()
-        key[4] += (cut.group.rank() if rank is None else rank) * cut.chunk
-    if statistics is None:
-        statistics = statistics_of(hybrid, x, directions, cut.group, rows_are_cut=True)
-    return hybrid.storages(x, encoded, key=key, factors=factors, statistics=statistics)
 
 
 def start_scatter(y: Tensor, cut: SequenceCut, out: Tensor | None = None) -> Callable[[], Tensor]:
