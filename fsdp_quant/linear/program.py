@@ -288,24 +288,19 @@ def _product(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@dataclass(eq=False)
-class _Facts:
-    """`Saved` without the buffers that the autograd node saves.
+def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Saved]]:
+    """Return the buffers that the autograd node saves, and the function that restores `saved` from
+    them."""
+    count, statistics = len(saved.input), saved.statistics
+    if saved.weight is None:
+        return saved.input, lambda buffers: Saved(buffers, None, statistics)
+    fmt, direction, shape, _, layout, dtype = saved.weight.geometry
 
-    count:     of the buffers of the input; those of the weight follow.
-    geometry:  of the weight's operand; None: it is read again.
-    """
+    def restored(buffers: list[Tensor]) -> Saved:
+        weight = matrix_over(buffers[count:], fmt, direction, shape, dtype, layout)
+        return Saved(buffers[:count], weight, statistics)
 
-    count: int
-    geometry: tuple | None
-    statistics: dict[str, dict[Direction, Statistics]]
-
-    def saved(self, buffers: list[Tensor]) -> Saved:
-        weight = None
-        if self.geometry is not None:
-            fmt, direction, shape, _, layout, dtype = self.geometry
-            weight = matrix_over(buffers[self.count :], fmt, direction, shape, dtype, layout)
-        return Saved(buffers[: self.count], weight, self.statistics)
+    return [*saved.input, *buffers_of(saved.weight)], restored
 
 
 class LinearFunction(torch.autograd.Function):
@@ -317,17 +312,15 @@ class LinearFunction(torch.autograd.Function):
             if call.traced:
                 _prepare_graph(call, weight)
             y, saved = forward(call, x, weight, bias, shared, dgrad)
-        codes = [] if saved.weight is None else buffers_of(saved.weight)
-        geometry = None if saved.weight is None else saved.weight.geometry
-        facts = _Facts(len(saved.input), geometry, saved.statistics)
-        return y, facts, *saved.input, *codes
+        buffers, restored = _flattened(saved)
+        return y, restored, *buffers
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        (x, weight, bias, call, shared, _), (_, facts, *buffers) = inputs, outputs
+        (x, weight, bias, call, shared, _), (_, restored, *buffers) = inputs, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*buffers)
-        ctx.weight, ctx.call, ctx.facts = weight, call, facts
+        ctx.weight, ctx.call, ctx.restored = weight, call, restored
         ctx.shared = None if shared is None else shared.input
         ctx.bias_dtype = None if bias is None else bias.dtype
         saves_x = call.save and shared is None and call.plan.saves == "input"
@@ -336,11 +329,11 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, *_):
         call, shared, bias_dtype = ctx.call, ctx.shared, ctx.bias_dtype
-        facts, needs = ctx.facts, ctx.needs_input_grad[:3]
+        restored, needs = ctx.restored, ctx.needs_input_grad[:3]
 
         def gradients(dy: Tensor, weight: Tensor, x: Tensor | None, *buffers: Tensor) -> Gradients:
             with call.running(dy.device):
-                saved = facts.saved(list(buffers))
+                saved = restored(list(buffers))
                 dx, dw, db = backward(call, dy, x, weight, saved, needs, shared)
                 dw = None if dw is None else dw.to(weight.dtype)
                 return dx, dw, None if db is None else db.to(bias_dtype)
