@@ -62,7 +62,7 @@ class TensorParallel:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
 
-    def output_cut(self, shape: tuple[int, ...], name: Name = "sequence") -> SequenceCut | None:
+    def output_cut(self, shape: tuple[int, ...], name: Name) -> SequenceCut | None:
         """How the output of `shape` is cut along the sequence; None: a rank has all rows."""
         if self.gathered_slot != "grad_output":
             return None

@@ -138,7 +138,6 @@ def weight_storages(
     plan: GemmPlan,
     state: WeightState | None,
     dtype: torch.dtype,
-    records: bool = True,
 ) -> dict[Direction, EncodedMatrix]:
     """Return `weight_operands` with the histories of the weight's state."""
     if isinstance(weight, QuantizedTensor):
@@ -152,7 +151,7 @@ def weight_storages(
         dtype,
         state,
         [h.encode_scale for h in histories],
-        [h.amaxes for h in histories] if records else (),
+        [h.amaxes for h in histories],
         state.tensor_group if state.spans_parts else None,
     )
 
@@ -209,14 +208,13 @@ def weight_operands(
         layout = layouts[direction]
         is_laid_out = layout != COMPACT and is_encoded_as(hybrid.side(direction).fmt, layout)
         rowwise = matrices.get(ROWWISE)
-        has_codes = rowwise is not None and rowwise.layout not in ANCHORS
-        if direction in hybrid.encodings or (
-            hybrid.shares_storage and is_laid_out and not has_codes
-        ):
+        rowwise = None if rowwise is None or rowwise.layout in ANCHORS else rowwise
+        is_encoded = hybrid.shares_storage and is_laid_out and rowwise is None
+        if is_encoded or direction in hybrid.encodings:
             written = layout if is_laid_out and not hybrid.is_derived else COMPACT
             matrices[direction] = encoded(direction, written)
             return to_layout(matrices[direction], layout)
-        if rowwise is None or not has_codes:
+        if rowwise is None:
             rowwise = encoded(ROWWISE, COMPACT)
         derived = hybrid.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
         return to_layout(derived, layout)
