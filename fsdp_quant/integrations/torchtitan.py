@@ -33,8 +33,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 from torchtitan.protocols.sharding import resolve_placements
 
+from ..linear.cut import Layouts
 from ..linear.training_steps import begin_step
-from ..linear.transport import Layouts
 from ..models.convert import convert
 from ..models.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe

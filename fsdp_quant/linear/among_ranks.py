@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,20 +15,10 @@ from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base import BaseLinear
 from .call import check_travels
+from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear
-from .transport import SequenceCut, TensorParallel
-
-
-def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
-    """Return `step` with this axis's data-parallel rank, so that ranks with the same rows round
-    alike."""
-    if STEP.token_offset < 0:  # else it says where this rank's rows are
-        step = step.clone()
-        # a launch that graphs capture
-        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
-    return step
 
 
 def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
@@ -155,10 +143,13 @@ def _multiply(
         axis=axis, require_native=runtime.recipe.require_native
     )
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
-        call = call._replace(
-            step=_step_of(axis, STEP.on(x.device)),
-            ids=axis.slot_ids(runtime.name, weight.shape, x.device),
-        )
+        step = STEP.on(x.device)
+        if STEP.token_offset < 0:  # else it says where this rank's rows are
+            step = step.clone()  # ranks with the same rows round alike
+            # a launch that graphs capture
+            step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
+        ids = axis.slot_ids(runtime.name, weight.shape, x.device)
+        call = call._replace(step=step, ids=ids)
     return linear(x, weight, bias, call, owner)
 
 
@@ -175,18 +166,14 @@ def _check(
     shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
     is_whole = not column or isinstance(owner, DTensor)
     cut_of = SequenceCut.of_whole if is_whole else SequenceCut.of_local
-    name = functools.partial(_described, layer, "input" if column else "output")
-    cut = cut_of(shape, axis.cut_dim, axis.group, name)
+    # a graph does not depend on a layer's name, so it is read in the error alone
+    cut = cut_of(
+        shape,
+        axis.cut_dim,
+        axis.group,
+        lambda: f"{layer.runtime.name} {'input' if column else 'output'}",
+    )
     if layer.recipe.require_native:
         both = torch.is_grad_enabled() and (weight.requires_grad or not column)
         read = tuple(Direction) if both else (ROWWISE,) if column else ()
-        check_travels(functools.partial(_name, layer), plan.hybrid(slot), slot, read, cut)
-
-
-# A graph does not depend on a layer's name, so it is read in the error alone.
-def _name(layer: BaseLinear) -> str:
-    return layer.runtime.name
-
-
-def _described(layer: BaseLinear, what: str) -> str:
-    return f"{layer.runtime.name} {what}"
+        check_travels(lambda: layer.runtime.name, plan.hybrid(slot), slot, read, cut)

@@ -19,6 +19,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
 from .call import NOTHING, BySlot, Call
+from .cut import Layouts, TensorParallel
 from .guard import guard_of
 from .has_weight import (
     HasWeight,
@@ -34,7 +35,6 @@ from .plan import PRODUCTS, GemmPlan, build_plan
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
-from .transport import Layouts, TensorParallel
 
 
 @torch.compiler.assume_constant_result
@@ -231,8 +231,6 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
         recipe, runtime = override.recipe, self.runtime
-        if recipe is None:
-            return self.plan
         tracing = torch.compiler.is_compiling()
         recomputed = override.checkpoint if tracing else torch_compat.checkpoint_hook()
         if recomputed is not None and recomputed is not override.checkpoint:

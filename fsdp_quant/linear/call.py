@@ -18,14 +18,15 @@ from ..ops import opaque
 from ..ops.dispatch import Statistics
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
-from ..storage import Storage
+from ..storage import Storage, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
-from .operands import SLOTS, LocalOperands, record_amaxes, slot_key, slot_operands, weight_operands
+from .cut import Name, SequenceCut, TensorParallel, text_of
+from .operands import SLOTS, LocalOperands, given_storage, record_amaxes, slot_key, weight_operands
 from .plan import GemmPlan, Resolved
-from .transport import Gather, Name, SequenceCut, TensorParallel, statistics_of, text_of
+from .transport import Gather, statistics_of
 
 BySlot = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 NOTHING: BySlot = (), (), ()
@@ -126,33 +127,55 @@ class Call(NamedTuple):
     def operands(
         self,
         slot: str,
+        x: Tensor,
+        directions: Sequence[Direction],
+        key: Tensor | None,
+        statistics: dict[Direction, Statistics],
+    ) -> LocalOperands:
+        """Return the operands of x [rows, cols]: quantized here, or of the codes that it holds.
+
+        key:  of its rows (`key`). statistics: as in `HybridQuantizer.operands`.
+        """
+        plan, factors = self.plan, self.by_direction(slot)
+        layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+        if isinstance(x, QuantizedTensor):
+            codes = {d: given_storage(plan, slot, x, d) for d in directions}
+            laid_out = {d: to_layout(s, layouts[d]) if layouts else s for d, s in codes.items()}
+            return LocalOperands(laid_out, {})
+        return LocalOperands(
+            *plan.hybrid(slot).operands(
+                x, directions, key=key, factors=factors, layouts=layouts, statistics=statistics
+            )
+        )
+
+    def gather(
+        self,
+        slot: str,
         x: Tensor | Storage,
         directions: Sequence[Direction],
         key: Tensor | None,
         statistics: dict[Direction, Statistics],
-        cut: SequenceCut | None = None,
+        cut: SequenceCut,
         phase: str = "backward",
-    ) -> LocalOperands | Gather:
-        """Return the operands of x [rows, cols]: quantized here, or gathered from now on.
+        kept: Sequence[Direction] = (),
+    ) -> Gather:
+        """Return the operands of all ranks' rows, gathered from now on; arguments as of `Gather`.
 
-        cut:    of x along the sequence. phase: of the gather, "forward" or "backward".
+        x:  this rank's rows [rows, cols], or codes of them.
         """
-        plan, factors = self.plan, self.by_direction(slot)
-        if cut is None and not isinstance(x, Storage):
-            return slot_operands(plan, slot, x, directions, key, factors, statistics)
-        data = x.data if isinstance(x, Storage) else x
-        layouts = plan.resolved(x.dtype, data.device).layouts[slot] if data.numel() else {}
+        plan, data = self.plan, x.data if isinstance(x, Storage) else x
         return Gather(
             x,
             plan.hybrid(slot),
             directions,
-            known(cut, "the cut"),
+            cut,
             phase,
             key=key,
-            factors=factors,
+            factors=self.by_direction(slot),
             statistics=statistics,
             rank=None if self.rank is None else self.rank[1],
-            layouts=layouts,
+            layouts=plan.resolved(x.dtype, data.device).layouts[slot] if data.numel() else {},
+            kept=kept,
         )
 
     def quantize(
@@ -160,12 +183,14 @@ class Call(NamedTuple):
         slot: str,
         x: Tensor,
         directions: Sequence[Direction],
-        cut: SequenceCut | None = None,
+        cut: SequenceCut | None,
     ) -> LocalOperands | Gather:
-        """Return `operands` in the backward, with statistics and a key of their own."""
+        """Return the operands in the backward, with statistics and a key of their own."""
         statistics = self.statistics(slot, x, [directions], cut)
         key = self.key(slot, x.shape[0], cut, x if self.traced else None)
-        return self.operands(slot, x, directions, key, statistics, cut)
+        if cut is None:
+            return self.operands(slot, x, directions, key, statistics)
+        return self.gather(slot, x, directions, key, statistics, cut)
 
     def record(self, slot: str, amaxes: dict[Direction, Tensor]) -> None:
         """Record amaxes of a slot's delayed directions in its histories."""

@@ -5,8 +5,6 @@ that no ranks share."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +14,9 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops import native
+from ..ops.native import WeightOperand
 from ..ops.reference import known
 from ..tensor import code_check, torch_compat
-from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
@@ -34,20 +32,6 @@ from .operands import (
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
 from .shared_input import Handed
-
-
-class WeightOperand(NamedTuple):
-    """A weight as the compiled call accepts it.
-
-    values:         to be quantized inside; None: codes.
-    round_to_bf16:  round the values first.
-    rowwise, columnwise:  buffers of codes.
-    """
-
-    values: Tensor | None
-    round_to_bf16: bool = False
-    rowwise: Sequence[Tensor] = ()
-    columnwise: Sequence[Tensor] = ()
 
 
 def _weight_operand(
@@ -192,11 +176,9 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -
     tensors = [t for t in (x, weight, bias) if t is not None]
     if all(t.is_contiguous() for t in tensors):
         return False
-    if any(plan.operand(*side).is_quantized for p in PRODUCTS for side in (p.a, p.b)):
+    if any(fmt.is_quantized for p in PRODUCTS for fmt in plan.pair(p)):
         return False
-    return all(
-        not isinstance(t, (QuantizedTensor, FSDPHooks)) and t.dtype is x.dtype for t in tensors
-    )
+    return all(type(t) in (Tensor, Parameter) and t.dtype is x.dtype for t in tensors)
 
 
 def _torchs_linear(

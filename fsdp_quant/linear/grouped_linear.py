@@ -239,8 +239,8 @@ class GroupedLinear(HasWeight):
     def held(self) -> tuple[Tensor, Tensor | None]:
         """Packed weight and bias of this rank's experts; DTensors while they are sharded."""
         weight, bias = self.matrices, self.bias
-        is_cut = isinstance(weight, DTensor) and self._packed_state.tensor_group is not None
-        if not is_cut or weight.device_mesh.ndim > 1:
+        is_cut = self._packed_state.tensor_group is not None
+        if not (isinstance(weight, DTensor) and is_cut and weight.device_mesh.ndim == 1):
             return weight, bias
         return weight.to_local(), None if bias is None else local_of(bias)
 

@@ -24,7 +24,7 @@ from ..ops.layout import COMPACT, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
-from .operands import buffers_of, given_storage, slot_operands
+from .operands import buffers_of, given_storage
 from .plan import GemmPlan
 from .stacked_weights import concatenated, read_as, two_level_operand
 
@@ -65,7 +65,9 @@ def encoded_tokens(
     plan: GemmPlan, slot: str, x: Tensor, direction: Direction, groups: TokenGroups
 ) -> EncodedMatrix:
     x = spread(x, groups) if direction is COLUMNWISE else x
-    return slot_operands(plan, slot, x, [direction], None, {}).take(direction)
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+    matrices, _ = plan.hybrid(slot).operands(x, [direction], layouts=layouts)
+    return matrices[direction]
 
 
 def saved_codes_of_decoded(plan: GemmPlan, x: Tensor, groups: TokenGroups) -> list[Tensor]:

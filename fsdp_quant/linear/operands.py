@@ -66,33 +66,6 @@ def slot_key(
     return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
 
 
-def slot_operands(
-    plan: GemmPlan,
-    slot: str,
-    x: Tensor,
-    directions: Sequence[Direction],
-    key: Tensor | None,
-    factors: dict[Direction, Tensor],
-    statistics: dict[Direction, Statistics] | None = None,
-) -> LocalOperands:
-    """Quantize x [rows, cols] for these directions, or take the codes that it holds.
-
-    key:         of its rows (`slot_key`).
-    factors:     encode scales of its delayed directions.
-    statistics:  as in `HybridQuantizer.operands`.
-    """
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
-    if isinstance(x, QuantizedTensor):
-        codes = {d: given_storage(plan, slot, x, d) for d in directions}
-        laid_out = {d: to_layout(s, layouts[d]) if layouts else s for d, s in codes.items()}
-        return LocalOperands(laid_out, {})
-    return LocalOperands(
-        *plan.hybrid(slot).operands(
-            x, directions, key=key, factors=factors, layouts=layouts, statistics=statistics
-        )
-    )
-
-
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
     """The given storage of a direction. Raises ValueError if the plan would encode another."""
     hybrid = plan.hybrid(slot)
@@ -116,7 +89,8 @@ def gathered_storage(
         return weight.operand_in_graph(direction, layout, plan.weight)
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
-        return to_layout(decoded_columnwise(weight.matrix_for(ROWWISE), plan), layout)
+        rowwise = weight.matrix_for(ROWWISE)
+        return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
@@ -128,11 +102,6 @@ def gathered_storage(
     if code_check.checking:
         code_check.check_gathered(weight, direction)
     return operand
-
-
-def decoded_columnwise(rowwise: EncodedMatrix, plan: GemmPlan) -> Storage:
-    """The columnwise storage that is derived from the rowwise codes of a weight."""
-    return plan.weight.derive_columnwise(rowwise, plan.compute_dtype)
 
 
 @torch.no_grad()
@@ -169,7 +138,6 @@ def weight_storages(
     plan: GemmPlan,
     state: WeightState | None,
     dtype: torch.dtype,
-    records: bool = True,
 ) -> dict[Direction, EncodedMatrix]:
     """Return `weight_operands` with the histories of the weight's state."""
     if isinstance(weight, QuantizedTensor):
@@ -183,7 +151,7 @@ def weight_storages(
         dtype,
         state,
         [h.encode_scale for h in histories],
-        [h.amaxes for h in histories] if records else (),
+        [h.amaxes for h in histories],
         state.tensor_group if state.spans_parts else None,
     )
 
@@ -240,15 +208,13 @@ def weight_operands(
         layout = layouts[direction]
         is_laid_out = layout != COMPACT and is_encoded_as(hybrid.side(direction).fmt, layout)
         rowwise = matrices.get(ROWWISE)
-        has_codes = rowwise is not None and rowwise.layout not in ANCHORS
-        if direction in hybrid.encodings or (
-            hybrid.shares_storage and is_laid_out and not has_codes
-        ):
-            if direction not in matrices:
-                written = layout if is_laid_out and not hybrid.is_derived else COMPACT
-                matrices[direction] = encoded(direction, written)
+        rowwise = None if rowwise is None or rowwise.layout in ANCHORS else rowwise
+        is_encoded = hybrid.shares_storage and is_laid_out and rowwise is None
+        if is_encoded or direction in hybrid.encodings:
+            written = layout if is_laid_out and not hybrid.is_derived else COMPACT
+            matrices[direction] = encoded(direction, written)
             return to_layout(matrices[direction], layout)
-        if rowwise is None or not has_codes:
+        if rowwise is None:
             rowwise = encoded(ROWWISE, COMPACT)
         derived = hybrid.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
         return to_layout(derived, layout)

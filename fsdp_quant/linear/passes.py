@@ -129,16 +129,9 @@ class TrainingSteps:
 
     def __getstate__(self) -> dict:
         self.catch_up()
-        names = (
-            "step",
-            "open",
-            "history_groups",
-            "is_counting",
-            "is_scheduled",
-            "has_run",
-            "has_root",
-        )
-        return {name: getattr(self, name) for name in names}
+        counted = "step", "open", "has_run", "has_root"
+        planned = "is_counting", "is_scheduled", "history_groups"
+        return {name: getattr(self, name) for name in counted + planned}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -450,8 +443,7 @@ def steps_of(model: nn.Module) -> TrainingSteps:
     counted = [steps for m in model.modules() if (steps := own_steps(m)) is not None]
     if any(layer in loose.layers for layer in layers_of(model)):
         counted.append(loose)
-    run = [steps for steps in counted if steps.has_run]
-    return next(iter([*run, *counted]), None) or TrainingSteps()
+    return max(counted, key=lambda steps: steps.has_run, default=None) or TrainingSteps()
 
 
 def continued(model: nn.Module) -> TrainingSteps:

@@ -57,6 +57,7 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .call import BySlot, Call
+from .cut import SequenceCut, TensorParallel
 from .operands import (
     SLOTS,
     LocalOperands,
@@ -68,7 +69,7 @@ from .operands import (
 )
 from .plan import GemmPlan, Resolved, plan_of
 from .shared_input import Shared, SharedInput, shared_input
-from .transport import Gather, SequenceCut, TensorParallel, scattered_product
+from .transport import Gather, scattered_product, start_sum
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -132,7 +133,7 @@ def forward(
     layout = resolved.layouts["input"][ROWWISE] if prod(x_shape) else COMPACT
     codes = operands.take(ROWWISE, layout)
     y = _product(call, resolved, codes, weights[ROWWISE], bias, x.dtype, shape, cut)
-    call.record("input", operands.amaxes | ({} if shared is None else shared.amaxes))
+    call.record("input", operands.amaxes)
     if keeps_weight:
         return y, Saved(saved, weights[kept_direction], {"input": statistics})
     return y, Saved(saved, None, {"input": statistics, "weight": of_weight})
@@ -140,7 +141,7 @@ def forward(
 
 def quantized_input(
     call: Call, x: Tensor, resolved: Resolved
-) -> tuple[LocalOperands | Gather, list[Tensor], dict[Direction, Statistics]]:
+) -> tuple[LocalOperands, list[Tensor], dict[Direction, Statistics]]:
     """Return the operands of x [.., K], what the backward saves of it besides x, and statistics."""
     plan = call.plan
     refuse_codes(x, plan, call.save)
@@ -191,7 +192,7 @@ def backward(
     if need_b:
         db = bias_gradient(plan, rows, directions)
         if axis is not None and cut is not None:
-            bias_sum = axis.start_sum(db)
+            bias_sum = start_sum(db, axis.group)
     if need_x:
         a = operands.take(ROWWISE)
         # FSDP2 fills a gathered weight's codes in the backward of a graph
@@ -203,7 +204,7 @@ def backward(
             else:
                 dx = torch_compat.reshaped(multiply(), x_shape)
                 if axis is not None and axis.column and axis.reduces and axis.sequence_dim is None:
-                    dx = axis.sum(dx)
+                    dx = start_sum(dx, axis.group)()
     if need_w:
         dw = _gemm(call, resolved, 2, dy.dtype)(operands.take(COLUMNWISE), read_input())
     call.record("grad_output", operands.amaxes)
@@ -283,28 +284,23 @@ def _product(
         y = torch_compat.reshaped(y, cut.shape)
     if axis is None or axis.column:
         return y
-    y = axis.sum(y) if cut is None and axis.reduces else y
+    y = start_sum(y, axis.group)() if cut is None and axis.reduces else y
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@dataclass(eq=False)
-class _Facts:
-    """`Saved` without the buffers that the autograd node saves.
+def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Saved]]:
+    """Return the buffers that the autograd node saves, and the function that restores `saved` from
+    them."""
+    count, statistics = len(saved.input), saved.statistics
+    if saved.weight is None:
+        return saved.input, lambda buffers: Saved(buffers, None, statistics)
+    fmt, direction, shape, _, layout, dtype = saved.weight.geometry
 
-    count:     of the buffers of the input; those of the weight follow.
-    geometry:  of the weight's operand; None: it is read again.
-    """
+    def restored(buffers: list[Tensor]) -> Saved:
+        weight = matrix_over(buffers[count:], fmt, direction, shape, dtype, layout)
+        return Saved(buffers[:count], weight, statistics)
 
-    count: int
-    geometry: tuple | None
-    statistics: dict[str, dict[Direction, Statistics]]
-
-    def saved(self, buffers: list[Tensor]) -> Saved:
-        weight = None
-        if self.geometry is not None:
-            fmt, direction, shape, _, layout, dtype = self.geometry
-            weight = matrix_over(buffers[self.count :], fmt, direction, shape, dtype, layout)
-        return Saved(buffers[: self.count], weight, self.statistics)
+    return [*saved.input, *buffers_of(saved.weight)], restored
 
 
 class LinearFunction(torch.autograd.Function):
@@ -316,17 +312,15 @@ class LinearFunction(torch.autograd.Function):
             if call.traced:
                 _prepare_graph(call, weight)
             y, saved = forward(call, x, weight, bias, shared, dgrad)
-        codes = [] if saved.weight is None else buffers_of(saved.weight)
-        geometry = None if saved.weight is None else saved.weight.geometry
-        facts = _Facts(len(saved.input), geometry, saved.statistics)
-        return y, facts, *saved.input, *codes
+        buffers, restored = _flattened(saved)
+        return y, restored, *buffers
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        (x, weight, bias, call, shared, _), (_, facts, *buffers) = inputs, outputs
+        (x, weight, bias, call, shared, _), (_, restored, *buffers) = inputs, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*buffers)
-        ctx.weight, ctx.call, ctx.facts = weight, call, facts
+        ctx.weight, ctx.call, ctx.restored = weight, call, restored
         ctx.shared = None if shared is None else shared.input
         ctx.bias_dtype = None if bias is None else bias.dtype
         saves_x = call.save and shared is None and call.plan.saves == "input"
@@ -335,11 +329,11 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, *_):
         call, shared, bias_dtype = ctx.call, ctx.shared, ctx.bias_dtype
-        facts, needs = ctx.facts, ctx.needs_input_grad[:3]
+        restored, needs = ctx.restored, ctx.needs_input_grad[:3]
 
         def gradients(dy: Tensor, weight: Tensor, x: Tensor | None, *buffers: Tensor) -> Gradients:
             with call.running(dy.device):
-                saved = facts.saved(list(buffers))
+                saved = restored(list(buffers))
                 dx, dw, db = backward(call, dy, x, weight, saved, needs, shared)
                 dw = None if dw is None else dw.to(weight.dtype)
                 return dx, dw, None if db is None else db.to(bias_dtype)

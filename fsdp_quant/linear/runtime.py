@@ -26,12 +26,12 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .boundary import BoundaryIds
+from .cut import TensorParallel
 from .guard import backward_guard_of, guard_of
 from .operands import lay_out_frozen
 from .passes import Runtime, root_begins
 from .plan import GemmPlan, build_plan
 from .shared_input import HandedByInput
-from .transport import TensorParallel
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 

@@ -18,8 +18,9 @@ from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
 from .call import Call
-from .operands import LocalOperands, buffers_of, keeps_key
-from .transport import Gather, Scattering, SequenceCut, encoded_rows
+from .cut import SequenceCut
+from .operands import buffers_of, keeps_key
+from .transport import Gather, start_scatter
 
 # Of one module, in eager mode #
 
@@ -80,36 +81,29 @@ class SharedInput:
         travels = plan.saves == "input" or cut.travels(hybrid.encodings[self.saved_direction])
         self.saves = plan.saves if travels else "input"
         self._readers = self._reads = self._summands = self._summed = 0
-        self._columnwise: LocalOperands | Gather | None = None
+        self._columnwise: Gather | None = None
         self._backward = -1  # that the following belong to
         self._dx: Tensor | None = None
-        self._scattering: Scattering | None = None
+        self._scattering: Callable[[], Tensor] | None = None
 
-    def encode(self, x: Tensor) -> tuple[LocalOperands | Gather, dict, list[Tensor]]:
-        """Return (operands of the whole x, rowwise; amaxes; what the backward saves).
+    def encode(self, x: Tensor) -> tuple[Gather, list[Tensor]]:
+        """Return the rowwise operands of the whole x, and what the backward saves.
 
         x:  this rank's rows [outer * chunk, K].
         """
-        call, cut, hybrid = self._call, self.cut, self._call.plan.input
+        call, cut, direction = self._call, self.cut, self.saved_direction
         key = call.key("input", x.shape[0], cut)
         passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
         self._statistics = call.statistics("input", x, passes, cut)
         saves_columnwise = call.save and self.saves == "columnwise"
-        travels = cut.all_travel(hybrid, [ROWWISE])
-        directions = [ROWWISE] * travels + [COLUMNWISE] * saves_columnwise
-        local, amaxes = {}, {}
-        if directions:
-            rank = None if call.rank is None else call.rank[1]
-            of_input = call.by_direction("input"), self._statistics, rank
-            local, amaxes = encoded_rows(x, hybrid, directions, cut, key, *of_input)
-        rows = local[ROWWISE] if travels else x
-        operands = call.operands("input", rows, [ROWWISE], key, self._statistics, cut, "forward")
+        kept = [COLUMNWISE] * saves_columnwise
+        gather = call.gather("input", x, [ROWWISE], key, self._statistics, cut, "forward", kept)
         if not call.save:
-            return operands, amaxes, []
-        saved = [x] if self.saves == "input" else buffers_of(local[self.saved_direction])
-        if key is not None and keeps_key(hybrid, saves_columnwise):
+            return gather, []
+        saved = [x] if self.saves == "input" else buffers_of(gather.local[direction])
+        if key is not None and keeps_key(call.plan.input, saves_columnwise):
             saved.append(key)
-        return operands, amaxes, saved
+        return gather, saved
 
     def is_read(self, wgrad: bool, dgrad: bool) -> None:
         """Count a layer that multiplied x, and whose backward will compute these."""
@@ -128,7 +122,7 @@ class SharedInput:
         if self.saves != "input":
             fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
             x = Storage.over(saved, fmt, self.saved_direction, shape, dtype)
-        self._columnwise = call.operands("input", x, [COLUMNWISE], key, self._statistics, cut)
+        self._columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         """Return the columnwise operand; the last layer that reads it frees it."""
@@ -157,7 +151,7 @@ class SharedInput:
             self._backward, self._dx, self._summed, self._scattering = number, None, 0, None
 
     def _scatter(self, dx: Tensor) -> None:
-        self._scattering, self._dx, self._summed = Scattering(dx, self.cut), None, 0
+        self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
 
     def gradient(self) -> Tensor | None:
         """Return the sum over layers and ranks of this rank's rows of dx; None if no layer took
@@ -169,7 +163,7 @@ class SharedInput:
             if self._scattering is None:
                 return None
             scattering, self._scattering = self._scattering, None
-            return scattering.wait().view(self.cut.shape)
+            return scattering().view(self.cut.shape)
 
 
 class _GatherInput(torch.autograd.Function):
@@ -191,8 +185,7 @@ class Shared(NamedTuple):
 
     input: SharedInput
     x: Tensor
-    operands: LocalOperands | Gather
-    amaxes: dict[Direction, Tensor]
+    operands: Gather
     saved: list[Tensor]
 
 

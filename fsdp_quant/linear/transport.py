@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks that share a linear layer exchange: statistics, rows and sums.
 
-The same code runs in eager mode and while a graph is traced (`program.in_graph`). There the
-transport is functional collectives, which the graph holds.
+The same code runs in eager mode and while a graph is traced. There the transport is functional
+collectives, which the graph holds.
 
 [Note: one rule]
     x [.., S / R, .., K] on each rank  ->  the storages of Q(all_gather(x))
@@ -15,187 +15,27 @@ are those of quantizing the gathered tensor. Sums stay in high precision.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
-from ..formats import ROWWISE, Direction, Encoding
+from ..formats import ROWWISE, Direction
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
 from ..ops.reference import known
-from ..ops.rng import placed_id
 from ..quantizer import HybridQuantizer
-from ..roles import QUANTIZED_TYPES as SLOTS
-from ..roles import slot_ids
 from ..scaling import reduce_amaxes, share_amaxes
-from ..storage import Placement, Storage, codes_travel, to_layout
+from ..storage import Placement, Storage, to_layout
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
-
-# Of a tensor, in errors; a function where a graph must not depend on it.
-Name = str | Callable[[], str]
-
-
-@dataclass(frozen=True, eq=False)
-class TensorParallel:
-    """How the ranks of `group` share a linear layer (`program`, note "who holds what").
-
-    column:        the rows of the weight are cut; else its columns.
-    sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
-    reduces:       without sequence_dim, this layer sums dx or y over ranks; else the caller does.
-    """
-
-    group: dist.ProcessGroup
-    column: bool
-    sequence_dim: int | None = None
-    reduces: bool = True
-
-    @property
-    def cut_slot(self) -> str:
-        """The activation of which each rank has other columns."""
-        return "grad_output" if self.column else "input"
-
-    @property
-    def gathered_slot(self) -> str | None:
-        """The activation of which each rank has other rows."""
-        return None if self.sequence_dim is None else "input" if self.column else "grad_output"
-
-    @property
-    def cut_dim(self) -> int:
-        """`sequence_dim` of a layer that has one. Raises ValueError."""
-        return known(self.sequence_dim, "the dim that is cut along the sequence")
-
-    def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
-        """How an activation is cut along the sequence, of this rank's part x; None: it is not."""
-        if slot != self.gathered_slot:
-            return None
-        return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
-
-    def output_cut(self, shape: tuple[int, ...], name: Name = "sequence") -> SequenceCut | None:
-        """How the output of `shape` is cut along the sequence; None: a rank has all rows."""
-        if self.gathered_slot != "grad_output":
-            return None
-        return SequenceCut.of_whole(shape, self.cut_dim, self.group, name)
-
-    def sum(self, y: Tensor) -> Tensor:
-        """The sum of y over the ranks; in eager mode it replaces y."""
-        return self.start_sum(y)()
-
-    def start_sum(self, y: Tensor) -> Callable[[], Tensor]:
-        """Start `sum`; return the function that waits for it."""
-        return transport().all_reduce(y, self.group) if self.group.size() > 1 else lambda: y
-
-    def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`operands.slot_ids` of a layer whose `cut_slot` has columns of this rank alone.
-
-        shape:  [N, K] of this rank's part of the weight.
-        """
-        cols = shape[0 if self.column else 1]
-        return _ids_of_part(name, self.cut_slot, self.group.rank(), cols, device)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Ranks of a group hold one batch: they count as one."""
-        return min(dist.get_process_group_ranks(self.group)) // self.group.size()
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """Placements of the plain input and of the output of a layer whose weight is a DTensor."""
-
-    input: Layout
-    output: Layout
-    use_local_output: bool
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceCut:
-    """Equal pieces of one dim: rows [outer, R, chunk, cols], per rank [outer, chunk, cols].
-
-    shape:  this rank's, [.., S / R, .., cols].
-    dim:    that is cut; not the last.
-    """
-
-    group: dist.ProcessGroup
-    shape: tuple[int, ...]
-    dim: int
-
-    @classmethod
-    def of_whole(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
-    ) -> SequenceCut:
-        """The cut of a whole tensor. Raises ValueError where R does not divide its dim."""
-        dim = _checked_dim(shape, dim, name)
-        if shape[dim] % group.size():
-            raise ValueError(
-                f"{text_of(name)}: dim {dim} of {list(shape)} is {shape[dim]}, which the "
-                f"{group.size()} "
-                f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
-            )
-        return cls(group, (*shape[:dim], shape[dim] // group.size(), *shape[dim + 1 :]), dim)
-
-    @classmethod
-    def of_local(
-        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: Name = "sequence"
-    ) -> SequenceCut:
-        """The cut of which each rank holds `shape`."""
-        return cls(group, tuple(shape), _checked_dim(shape, dim, name))
-
-    @property
-    def ranks(self) -> int:
-        return self.group.size()
-
-    @property
-    def outer(self) -> int:
-        return prod(self.shape[: self.dim])
-
-    @property
-    def chunk(self) -> int:
-        return prod(self.shape[self.dim : -1])
-
-    @property
-    def rows(self) -> int:
-        """Of this rank."""
-        return self.outer * self.chunk
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        before, (size, *behind) = self.shape[: self.dim], self.shape[self.dim :]
-        return *before, size * self.ranks, *behind
-
-    def travels(self, encoding: Encoding) -> bool:
-        """Codes of the pieces are those of the whole (see the note)."""
-        return self.ranks == 1 or codes_travel(encoding, self.chunk, self.outer == 1)
-
-    def all_travel(self, hybrid: HybridQuantizer, directions) -> bool:
-        return all(
-            self.travels(hybrid.encodings[d])
-            for d in gathered_directions(hybrid, frozenset(directions))
-        )
-
-
-def text_of(name: Name) -> str:
-    return name if isinstance(name, str) else name()
-
-
-def _checked_dim(shape: tuple[int, ...], dim: int, name: Name) -> int:
-    if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
-        raise ValueError(
-            f"{text_of(name)}: dim {dim} of {list(shape)} cannot be cut; give one before the last, "
-            "which products contract"
-        )
-    return dim % len(shape)
-
+from .cut import SequenceCut
 
 # Transport: one way to start and to wait #
 
@@ -299,57 +139,17 @@ def transport() -> type[_Works | _Functional]:
     return _Functional if opaque.is_tracing() else _Works
 
 
+def start_sum(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start to sum y over the ranks; return the function that waits. In eager mode the sum replaces
+    y."""
+    return transport().all_reduce(y, group) if group.size() > 1 else lambda: y
+
+
 def _bytes(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.uint8)
 
 
 # What ranks share before they encode #
-
-
-@functools.cache
-@torch_compat.outside_modes()
-def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.device) -> Tensor:
-    """Made on the device once, before graphs are captured."""
-    ids, slot = slot_ids(name), SLOTS.index(cut_slot)
-    ids[slot] = placed_id(ids[slot], part, cols)
-    return ids.to(device)
-
-
-def shared_statistics(
-    x: Tensor,
-    hybrid: HybridQuantizer,
-    directions: Collection[Direction],
-    group: dist.ProcessGroup,
-    rows_are_cut: bool,
-    *,
-    dtype: torch.dtype | None = None,
-    local: Mapping[Direction, Statistics] | None = None,
-    tensors: str = "activations",
-) -> dict[Direction, Statistics]:
-    """Return statistics of x [rows, cols] whose scales span ranks, after at most one MAX
-    all-reduce.
-
-    rows_are_cut:  scales that span all rows are shared; else cols are, and only scales of the whole
-                   tensor are shared (scales of a row are each rank's own).
-    dtype:         that encoders see; None: x's.
-    local:         of these rows, where they were taken already.
-    tensors:       what x is, for the counts.
-    """
-    crossing = {}
-    for d in gathered_directions(hybrid, frozenset(directions)) if group.size() > 1 else ():
-        encoding = hybrid.encodings[d]
-        spans_rows = encoding.fmt.has_scales and encoding.fmt.dims(d)[0] is None
-        if encoding.fmt.spans_tensor or (rows_are_cut and spans_rows):
-            crossing[d] = encoding
-    if not crossing:
-        return {}
-    taken = dict(local or {})
-    missing = {d: e for d, e in crossing.items() if d not in taken}
-    if missing:
-        taken |= zip(missing, dispatch.statistics(x, list(missing.values()), dtype=dtype))
-    counters.add("amax all-reduce", tensors)
-    by_rank = [(e, taken[d]) for d, e in crossing.items()]
-    return dict(zip(crossing, share_amaxes(by_rank, group, transport().reduce_amaxes)))
 
 
 # In graphs, amaxes are torch operators, which a compiler fuses with what writes x: by rows, since
@@ -394,20 +194,35 @@ def statistics_of(
     dtype: torch.dtype | None = None,
     tensors: str = "activations",
 ) -> dict[Direction, Statistics]:
-    """Return the statistics of x [rows, cols] that encoders are given, by direction.
+    """Return the statistics of x [rows, cols] that encoders are given, by direction, after at most
+    one MAX all-reduce of those whose scales span ranks.
 
-    group:  ranks that share x (None: they do not); other arguments are those of
-            `shared_statistics`.
+    group:         ranks that share x; None: they do not.
+    rows_are_cut:  scales that span all rows are shared; else cols are, and only scales of the whole
+                   tensor are shared (scales of a row are each rank's own).
+    dtype:         that encoders see; None: x's.
+    tensors:       what x is, for the counts.
     """
     shares = group is not None and group.size() > 1
-    local = {}
+    statistics = {}
     if opaque.is_tracing():
-        local = _fusible_statistics(hybrid, x, directions, shares, dtype)
-    if group is None or not shares or x.numel() == 0:
-        return local
-    return local | shared_statistics(
-        x, hybrid, directions, group, rows_are_cut, dtype=dtype, local=local, tensors=tensors
-    )
+        statistics = _fusible_statistics(hybrid, x, directions, shares, dtype)
+    if not shares or x.numel() == 0:
+        return statistics
+    crossing = {}
+    for d in gathered_directions(hybrid, frozenset(directions)):
+        encoding = hybrid.encodings[d]
+        spans_rows = encoding.fmt.has_scales and encoding.fmt.dims(d)[0] is None
+        if encoding.fmt.spans_tensor or (rows_are_cut and spans_rows):
+            crossing[d] = encoding
+    if not crossing:
+        return statistics
+    if missing := {d: e for d, e in crossing.items() if d not in statistics}:
+        statistics |= zip(missing, dispatch.statistics(x, list(missing.values()), dtype=dtype))
+    counters.add("amax all-reduce", tensors)
+    by_rank = [(e, statistics[d]) for d, e in crossing.items()]
+    statistics |= zip(crossing, share_amaxes(by_rank, group, transport().reduce_amaxes))
+    return statistics
 
 
 # Moving rows #
@@ -446,11 +261,12 @@ class Gather:
     phase:     "forward" or "backward", for the counts, and for what a graph sends in its backward.
     key:       int64 [5] random key of the whole tensor.
     factors:   of delayed sides; see `HybridQuantizer.storages`.
-    statistics:  that ranks shared before (`shared_statistics`); None: they are shared here.
+    statistics:  that ranks shared before (`statistics_of`); None: they are shared here.
     rank:      int64 [], this rank's place in the group, so that graphs are alike; None: a number.
     layouts:   in which products read each direction (`ops.layout`); others are compact.
+    kept:      directions of which `local` has codes too.
 
-    own:       codes of this rank's rows, if they were encoded here.
+    local:     codes of this rank's rows with scales of the whole, if they were encoded here.
     amaxes:    of delayed sides; of a gather in high precision known once it was waited for.
     """
 
@@ -467,26 +283,46 @@ class Gather:
         statistics: dict[Direction, Statistics] | None = None,
         rank: Tensor | None = None,
         layouts: Mapping[Direction, str] | None = None,
+        kept: Sequence[Direction] = (),
     ):
         self.hybrid, self.directions, self.cut, self.phase = hybrid, tuple(directions), cut, phase
         self.layouts = layouts or {}
         self._operands: dict[tuple[Direction, str], EncodedMatrix] = {}
         self.key, self.factors, self._in_backward = key, factors, phase == "backward"
+        self.local: dict[Direction, Storage] = {}
         self.amaxes: dict[Direction, Tensor] = {}
         self._storages: dict[Direction, Storage] = {}
         self._high_precision: Arriving | None = None
         self._moving: dict[Direction, tuple[Storage, Arriving]] = {}
         if isinstance(x, Storage):
             self._send(x)
-        elif cut.all_travel(hybrid, directions):
-            self.own, self.amaxes = encoded_rows(
-                x, hybrid, directions, cut, key, factors, statistics, rank
-            )
-            for d in gathered_directions(hybrid, frozenset(directions)):
-                self._send(self.own[d])
-        else:
+            return
+        travels = cut.all_travel(hybrid, directions)
+        sent = gathered_directions(hybrid, frozenset(directions)) if travels else ()
+        if encoded := gathered_directions(hybrid, frozenset([*sent, *kept])):
+            self._encode(x, encoded, statistics, rank)
+        for d in sent:
+            self._send(self.local[d])
+        if not travels:
             self._high_precision = Arriving({"data": x}, cut, self._in_backward)
             self._count("both", "high precision", self._high_precision)
+
+    def _encode(
+        self,
+        x: Tensor,
+        directions: Sequence[Direction],
+        statistics: dict[Direction, Statistics] | None,
+        rank: Tensor | None,
+    ) -> None:
+        cut, key = self.cut, self.key
+        if key is not None and cut.ranks > 1:
+            key = key.clone()
+            key[4] += (cut.group.rank() if rank is None else rank) * cut.chunk
+        if statistics is None:
+            statistics = statistics_of(self.hybrid, x, directions, cut.group, rows_are_cut=True)
+        self.local, self.amaxes = self.hybrid.storages(
+            x, directions, key=key, factors=self.factors, statistics=statistics
+        )
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
@@ -512,9 +348,10 @@ class Gather:
             return self._storages[direction]
         if self._high_precision is not None:
             x, self._high_precision = self._high_precision.wait()["data"], None
-            self._storages, self.amaxes = self.hybrid.storages(
+            self._storages, amaxes = self.hybrid.storages(
                 x, self.directions, key=self.key, factors=self.factors
             )
+            self.amaxes |= amaxes
         elif direction in self._moving:
             local, moving = self._moving.pop(direction)
             shape = local.shape[0] * self.cut.ranks, local.shape[1]
@@ -525,42 +362,18 @@ class Gather:
         return self._storages[direction]
 
 
-def encoded_rows(
-    x: Tensor,
-    hybrid: HybridQuantizer,
-    directions,
-    cut: SequenceCut,
-    key: Tensor | None = None,
-    factors: dict[Direction, Tensor] | None = None,
-    statistics: dict[Direction, Statistics] | None = None,
-    rank: Tensor | None = None,
-) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """(compact storages of this rank's rows with scales of the whole, amaxes of delayed sides)."""
-    encoded = gathered_directions(hybrid, frozenset(directions))
-    if key is not None and cut.ranks > 1:
-        key = key.clone()
-        key[4] += (cut.group.rank() if rank is None else rank) * cut.chunk
-    if statistics is None:
-        statistics = shared_statistics(x, hybrid, directions, cut.group, rows_are_cut=True)
-    return hybrid.storages(x, encoded, key=key, factors=factors, statistics=statistics)
-
-
-class Scattering:
-    """Partial sums [outer * R * chunk, N], reduce-scattered to this rank's rows of the sum."""
-
-    def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
-        shape = cut.rows, y.shape[1]
-        if cut.ranks == 1 or not y.numel():
-            whole = y if cut.ranks == 1 else y.new_empty(shape)
-            self._scattered = lambda: whole
-            return
-        rows = y.view(cut.outer, cut.ranks, cut.chunk, -1).transpose(0, 1).contiguous()
-        into = None if out is None else out.view(rows.shape[1:])
-        scattered = transport().reduce_scatter(rows, into, cut.group)
-        self._scattered = lambda: scattered().view(shape)
-
-    def wait(self) -> Tensor:
-        return self._scattered()
+def start_scatter(y: Tensor, cut: SequenceCut, out: Tensor | None = None) -> Callable[[], Tensor]:
+    """Start to reduce-scatter partial sums y [outer * R * chunk, N]; return the function that waits
+    for this rank's rows of the sum. out: where to."""
+    shape = cut.rows, y.shape[1]
+    if cut.ranks == 1:
+        return lambda: y
+    if not y.numel():
+        return lambda: y.new_empty(shape)
+    rows = y.view(cut.outer, cut.ranks, cut.chunk, -1).transpose(0, 1).contiguous()
+    target = None if out is None else out.view(rows.shape[1:])
+    wait = transport().reduce_scatter(rows, target, cut.group)
+    return lambda: wait().view(shape)
 
 
 def scattered_product(
@@ -575,14 +388,14 @@ def scattered_product(
     """
     n = cut.chunk // pieces
     if pieces == 1 or codes.operand_rows(0, n) is None:
-        return Scattering(multiply(codes), cut).wait()
+        return start_scatter(multiply(codes), cut)()
     piece, cols = SequenceCut(cut.group, (n, cut.shape[-1]), 0), cut.shape[-1]
-    result, moving = codes.data.new_empty(cut.chunk, cols, dtype=codes.dtype), []
+    result, waits = codes.data.new_empty(cut.chunk, cols, dtype=codes.dtype), []
     for start in range(0, cut.chunk, n):
         y = result.new_empty(cut.ranks, n, cols)
         for rank, out in enumerate(y):
             multiply(codes.operand_rows(rank * cut.chunk + start, n), out=out)
-        moving.append(Scattering(y.view(-1, cols), piece, result.narrow(0, start, n)))
-    for one in moving:
-        one.wait()
+        waits.append(start_scatter(y.view(-1, cols), piece, result.narrow(0, start, n)))
+    for wait in waits:
+        wait()
     return result

@@ -6,7 +6,7 @@
 `plan` goes to torch's `parallelize_module(block, mesh["tp"], plan)`.
 """
 
-from ..linear.transport import TensorParallel
+from ..linear.cut import TensorParallel
 from .expert_parallel import ExpertParallel, planned_dispatch
 from .experts import combine_tokens, dispatch_tokens
 from .sequence import gather_sequence, planned_gathers, reduce_scatter_sequence

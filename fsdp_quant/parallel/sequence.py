@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..linear.cut import SequenceCut, TensorParallel
 from ..linear.linear import Linear
 from ..linear.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
-from ..linear.transport import Arriving, Gather, Scattering, SequenceCut, TensorParallel
+from ..linear.transport import Arriving, Gather, start_scatter
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..storage import Placement, scale_placement
 from ..tensor import torch_compat
@@ -61,7 +62,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        rows = Scattering(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut).wait()
+        rows = start_scatter(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut)()
         return rows.view(ctx.cut.shape), None, None, None, None
 
 
@@ -103,7 +104,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cut):
         ctx.cut = cut
-        rows = Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait()
+        rows = start_scatter(y.reshape(-1, y.shape[-1]).contiguous(), cut)()
         return torch_compat.reshaped(rows, cut.shape)
 
     @staticmethod

@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import quantized_init_recipe
 from ..counters import counters
+from ..linear.cut import Layouts, TensorParallel
 from ..linear.linear import Linear
-from ..linear.transport import Layouts, TensorParallel
 from ..models.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity

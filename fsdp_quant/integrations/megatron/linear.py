@@ -17,9 +17,9 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from ...linear.among_ranks import multiply_shared
+from ...linear.cut import TensorParallel
 from ...linear.linear import Linear
 from ...linear.runtime import LayerRuntime
-from ...linear.transport import TensorParallel
 from ...recipe import Recipe, as_recipe, identity
 from ...tensor import torch_compat
 from ...tensor.quantized_tensor import QuantizedTensor

@@ -225,24 +225,25 @@ class StepCall(Protocol):
     def histories(self) -> Sequence[Sequence[Tensor]]: ...
 
 
-class StepWeight(Protocol):
-    """A weight of a compiled step (`linear.fused.WeightOperand`)."""
+class WeightOperand(NamedTuple):
+    """A weight as a compiled step accepts it.
 
-    @property
-    def values(self) -> Tensor | None: ...
-    @property
-    def round_to_bf16(self) -> bool: ...
-    @property
-    def rowwise(self) -> Sequence[Tensor]: ...
-    @property
-    def columnwise(self) -> Sequence[Tensor]: ...
+    values:         to be quantized inside; None: codes.
+    round_to_bf16:  round the values first.
+    rowwise, columnwise:  buffers of codes.
+    """
+
+    values: Tensor | None
+    round_to_bf16: bool = False
+    rowwise: Sequence[Tensor] = ()
+    columnwise: Sequence[Tensor] = ()
 
 
 def linear_step(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    operand: StepWeight,
+    operand: WeightOperand,
     plan: int,
     call: StepCall,
     codes: Sequence[Tensor],
