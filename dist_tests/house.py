@@ -213,8 +213,8 @@ def long_files(sources: Sources, _: Trees) -> list[str]:
 BUDGETS = {
     "autograd functions that multiply": Budget(multiplying_functions, 5, 1),
     "operand types": Budget(operand_types, 17, 8),
-    "places that ask for a graph": Budget(graph_questions, 50, 15),
-    "files that ask for a graph": Budget(graph_question_files, 24, 6),
+    "places that ask for a graph": Budget(graph_questions, 6, 6),
+    "files that ask for a graph": Budget(graph_question_files, 6, 6),
     "dialect names, % of stored names": Budget(
         dialect_names, 4.8, 0.5, share=lambda _, trees: len(stored_names(trees))
     ),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .ops import opaque
 from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
@@ -74,23 +75,19 @@ class _ThreadLocal(threading.local):
 _THREAD = _ThreadLocal()
 
 
+@opaque.compiled_as(lambda: _THREAD.contexts)
 def contexts() -> Contexts:
     """Return the contexts of this thread; in a thread of the autograd engine, those of the thread
     that called the backward."""
     entered = _THREAD.contexts
-    if (
-        not torch.compiler.is_compiling()
-        and entered is _NO_CONTEXTS
-        and torch_compat.backward_is_running()
-    ):
+    if entered is _NO_CONTEXTS and torch_compat.backward_is_running():
         return torch_compat.get_in_backward("contexts", entered)
     return entered
 
 
 def _enter(entered: Contexts) -> None:
     _THREAD.contexts = entered
-    if not torch.compiler.is_compiling():
-        torch_compat.set_for_backward("contexts", entered)
+    torch_compat.set_for_backward("contexts", entered)
 
 
 @contextlib.contextmanager
@@ -197,13 +194,11 @@ class StepState:
             here.steps[device] = self._of_offset(device, here.token_offset)
         return tensor
 
+    @opaque.compiled_as(
+        lambda self, offset: {d: _with_offset(t, offset) for d, t in contexts().steps.items()}
+    )
     def for_graphs(self, offset: int) -> dict[torch.device, Tensor]:
-        """Return `Contexts.steps` for an offset. torch.compile traces it."""
-        if torch.compiler.is_compiling():
-            return {
-                device: _with_offset(tensor, offset)
-                for device, tensor in _THREAD.contexts.steps.items()
-            }
+        """Return `Contexts.steps` for an offset."""
         if offset == _DEFAULT_OFFSET:
             return _NO_CONTEXTS.steps
         return {device: self._of_offset(device, offset) for device in _NO_CONTEXTS.steps}
@@ -323,6 +318,9 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 _HIGH_PRECISION = identity(backward_override=None)
 
 
+entered_checkpoint = opaque.eager_only(torch_compat.checkpoint_hook)
+
+
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of modules that run inside; enabled=False multiplies in high precision.
@@ -339,8 +337,7 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     """
     override = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
     override = override if enabled else _HIGH_PRECISION
-    checkpoint = None if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
-    with _inside(autocast=None if override is None else Autocast(override, checkpoint)):
+    with _inside(autocast=None if override is None else Autocast(override, entered_checkpoint())):
         yield
 
 

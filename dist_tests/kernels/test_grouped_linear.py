@@ -21,7 +21,7 @@ from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.encoded_matrix import has_tensor_amax
+from fsdp_quant.encoded_matrix import EncodedMatrix, has_tensor_amax
 from fsdp_quant.formats import (
     COLUMNWISE,
     IDENTITY,
@@ -34,7 +34,6 @@ from fsdp_quant.formats import (
 from fsdp_quant.linear import grouped as program
 from fsdp_quant.linear import grouped_ops
 from fsdp_quant.linear import plan as plans
-from fsdp_quant.linear.operands import slot_operands
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
 from fsdp_quant.ops.layout import ANCHORED_TILE, repack
@@ -71,6 +70,12 @@ EXACT = {
 }
 ALSO = DELAYED | VALUES | TWO_LEVEL | EXACT
 ONE_BY_ONE = {"mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact")}
+
+
+def operand(plan: plans.GemmPlan, slot: str, x: Tensor, direction: Direction) -> EncodedMatrix:
+    """Codes of x [rows, cols] as the plan's products read them."""
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot]
+    return plan.hybrid(slot).operands(x, [direction], layouts=layouts)[0][direction]
 
 
 def rows_and_blocks(role):
@@ -246,7 +251,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
                     if part.numel():
-                        want = slot_operands(plan, slot, part, [ROWWISE], None, {}).take(ROWWISE)
+                        want = operand(plan, slot, part, ROWWISE)
                         got = (
                             scale[e]
                             if scale.numel() == len(sizes)
@@ -271,8 +276,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
                     if part.numel():
-                        columnwise = slot_operands(plan, slot, part, [COLUMNWISE], None, {})
-                        want = columnwise.take(COLUMNWISE)
+                        want = operand(plan, slot, part, COLUMNWISE)
                         filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
                         tiles, of_part = slice(at.start // 128, at.stop // 128), want.scale
                         if in_tiles:

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import STEP, STEP_FIELDS, current_autocast
-from ..counters import counters
 from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base import BaseLinear
@@ -19,6 +18,7 @@ from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear
+from .transport import count_high_precision_gather
 
 
 def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def _local_input(
     wanted = Replicate() if column else Shard(dims - 1)
     if not _same(layout, wanted, dims):
         x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
-        if not layout.is_replicate() and not torch.compiler.is_compiling():
-            counters.add("sequence gather", ("forward", "both", "high precision"), x.nbytes)
+        if not layout.is_replicate():
+            count_high_precision_gather(x.nbytes)
         x = x.redistribute(placements=[wanted])
     if not isinstance(x, DTensor):
         return x, None, True

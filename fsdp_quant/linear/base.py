@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, new_weight_state
+from ..context import STEP, Autocast, entered_checkpoint, new_weight_state
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
@@ -153,8 +153,7 @@ class BaseLinear(HasWeight, nn.Linear):
                 "tangents and no batches; use torch.func.grad or vjp, or transform the model "
                 "before fq.convert"
             )
-        if not torch.compiler.is_compiling():
-            runtime.last_run = counters.epoch
+        runtime.last_run = counters.epoch
         if weight_state(weight) is None and torch_compat.is_managed(weight):
             self._fallback(
                 "its weight is a plain tensor under fully_shard, so high-precision bytes were "
@@ -231,8 +230,7 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
         recipe, runtime = override.recipe, self.runtime
-        tracing = torch.compiler.is_compiling()
-        recomputed = override.checkpoint if tracing else torch_compat.checkpoint_hook()
+        recomputed = entered_checkpoint()
         if recomputed is not None and recomputed is not override.checkpoint:
             raise ValueError(
                 f"{runtime.name}: the backward would recompute this forward outside fq.autocast, "

@@ -63,7 +63,7 @@ class _Boundary(torch.autograd.Function):
 def _through_codes(
     x: Tensor, sides: OutputQuantization, slot: int, keyed_by: tuple[Tensor, Tensor]
 ) -> Tensor:
-    with opaque.tracing(torch_compat.dispatch_is_watched()):
+    with torch_compat.tracing_if_watched():
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
         if side.is_stochastic:
             step, ids = (t.to(x.device) for t in keyed_by)

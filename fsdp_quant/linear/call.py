@@ -76,7 +76,7 @@ class Call(NamedTuple):
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
         """Run the program: outside autocast, as operators of a graph if one is built."""
-        graph = opaque.tracing() if self.traced else contextlib.nullcontext()
+        graph = opaque.tracing(self.traced)
         with graph, torch_compat.without_autocast(device):
             yield
 

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 from ..counters import counters
 from ..encoded_matrix import has_tensor_amax
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..ops import native, opaque
+from ..ops import dispatch, native, opaque
 from ..ops.capability import arch_of
 from ..roles import QUANTIZED_TYPES as SLOTS
-from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -139,10 +138,9 @@ class TracedCall(NamedTuple):
             return
         amaxes = results.pop().unbind()
         owners = _delayed_slots(self.plan, self.spec.experts)
-        with opaque.tracing():
-            for slot, history, amax in zip(owners, self.histories, amaxes):
-                if slot in slots and self.records:
-                    AmaxHistory.record_in(history, amax)
+        for slot, history, amax in zip(owners, self.histories, amaxes):
+            if slot in slots and self.records:
+                dispatch.record_amax_by_torch(history, amax)
 
 
 @torch.compiler.allow_in_graph

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
+from ..ops import opaque
 from ..ops.product_error import PROBED_STEPS
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -101,13 +102,12 @@ def backward_guard_of(layer: GuardedLayer, device: torch.device) -> Tensor:
     return layer.backward_guard
 
 
+@opaque.eager_only
 def apply_underflow_policy() -> None:
     """Move GEMMs by the sums that have arrived, and start to copy newer sums, in one of
     `PROBED_STEPS` calls. Called when a step begins or ends."""
     global _since
-    if torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         copied = _UNDERWAY.pop(0)

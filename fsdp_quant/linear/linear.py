@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..context import current_autocast, quantized_init_recipe
+from ..ops import opaque
 from ..ops.rng import own_name
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
@@ -97,11 +98,10 @@ class Linear(BaseLinear):
         y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
         return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
 
+    @opaque.compiled_as(lambda self, x, weight, bias, plan, _: self.in_graph(x, weight, bias, plan))
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
     ) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.in_graph(x, weight, bias, plan)
         if not isinstance(x, QuantizedTensor):
             plan = plan.on(x.dtype, x.device)
         return linear(x, weight, bias, self.call(x, weight, bias, plan), handed)
@@ -118,11 +118,10 @@ class Linear(BaseLinear):
         return can_fuse_activation(x, self.weight, self.bias, self.plan.on(x.dtype, x.device))
 
 
+@opaque.compiled_as(lambda layer: False)
 def takes_handed(layer: nn.Module) -> bool:
     """It is an `fq.Linear` that multiplies its input itself, now and unseen by hooks."""
-    if not isinstance(layer, Linear) or torch.compiler.is_compiling():
-        return False
-    return not torch_compat.has_hooks(layer)
+    return isinstance(layer, Linear) and not torch_compat.has_hooks(layer)
 
 
 def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:

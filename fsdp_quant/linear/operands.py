@@ -80,13 +80,12 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
+@opaque.traced_as(lambda w, direction, plan, to: w.operand_in_graph(direction, to, plan.weight))
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
     """Return the codes of a gathered, frozen or held weight, or of a quantized parameter, for a
     GEMM."""
-    if opaque.is_tracing():
-        return weight.operand_in_graph(direction, layout, plan.weight)
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
         rowwise = weight.matrix_for(ROWWISE)

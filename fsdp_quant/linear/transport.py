@@ -134,9 +134,15 @@ class _Functional:
         return [by_id[id(a)] for a in amaxes]
 
 
+@opaque.traced_as(lambda: _Functional)
 def transport() -> type[_Works | _Functional]:
     """Return the collectives of the code that runs: of eager mode, or of a graph."""
-    return _Functional if opaque.is_tracing() else _Works
+    return _Works
+
+
+@opaque.eager_only
+def count_high_precision_gather(nbytes: int) -> None:
+    counters.add("sequence gather", ("forward", "both", "high precision"), nbytes)
 
 
 def start_sum(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -181,6 +187,11 @@ def _fusible_statistics(
     return {d: of_tensor(fmt.tensor_scale, amax.float()) for d, fmt in spans.items()}
 
 
+@opaque.traced_as(_fusible_statistics)
+def _statistics_in_graph(*args) -> dict[Direction, Statistics]:
+    return {}
+
+
 def of_tensor(is_two_level: bool, amax: Tensor) -> Statistics:
     return Statistics(None, amax.view(1)) if is_two_level else Statistics(amax, None)
 
@@ -204,9 +215,7 @@ def statistics_of(
     tensors:       what x is, for the counts.
     """
     shares = group is not None and group.size() > 1
-    statistics = {}
-    if opaque.is_tracing():
-        statistics = _fusible_statistics(hybrid, x, directions, shares, dtype)
+    statistics = _statistics_in_graph(hybrid, x, directions, shares, dtype)
     if not shares or x.numel() == 0:
         return statistics
     crossing = {}

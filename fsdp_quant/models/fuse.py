@@ -420,7 +420,7 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
     def forward(self, *args, **kwargs):
         inputs = (*args, *kwargs.values())
         x = inputs[0] if len(inputs) == 1 else None
-        if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
+        if torch_compat.dispatch_is_watched():
             if recomputes and x is not None:
                 return recomputed(functools.partial(cls.forward, self), x)
             return cls.forward(self, *args, **kwargs)

@@ -31,7 +31,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, spec):
-        with _tracing():
+        with torch_compat.tracing_if_watched():
             y, rstd, mean, amax = norm.norm(x, weight, bias, spec)
         ctx.save_for_backward(x, weight, bias, rstd, mean)
         ctx.spec = spec
@@ -51,7 +51,7 @@ class _Normalize(torch.autograd.Function):
             grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
             dx, dweight, dbias = (next(grads) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
-        with _tracing():
+        with torch_compat.tracing_if_watched():
             dx, dweight, dbias, _ = norm.norm_backward(
                 dy, x, weight, bias, residual, rstd, mean, ctx.spec
             )
@@ -63,24 +63,19 @@ class _Activate(torch.autograd.Function):
     def forward(ctx, g, u, kind, grad_amaxes):
         ctx.save_for_backward(g, u)
         ctx.kind, ctx.grad_amaxes = kind, grad_amaxes
-        with _tracing():
+        with torch_compat.tracing_if_watched():
             return norm.activation(g, u, kind)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh):
-        with _tracing():
+        with torch_compat.tracing_if_watched():
             g, u = ctx.saved_tensors
             dg, du, amaxes = norm.activation_backward(dh, g, u, ctx.kind)
         # else no layer reads them either: see `activate`
         if ctx.grad_amaxes is not None and amaxes is not None:
             ctx.grad_amaxes.copy_(torch.stack(amaxes))
         return dg, du, None, None
-
-
-def _tracing():
-    """Graphs, and modes that see operators, get operators of the reference."""
-    return opaque.tracing(torch_compat.dispatch_is_watched())
 
 
 @torch.compiler.allow_in_graph

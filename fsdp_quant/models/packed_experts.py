@@ -40,6 +40,7 @@ from torch.nn.parameter import is_lazy
 from ..linear.bad_splits import BAD_SPLITS
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
+from ..ops import opaque
 from ..ops.reference import known
 from ..tensor import torch_compat
 from .reads import Reads, held, probe_of, proven
@@ -304,6 +305,7 @@ class _Quantized(nn.Module):
     packed_kind: Kind
 
 
+@opaque.eager_only  # graphs guard what `forward` reads
 def changed_in(module: nn.Module) -> str | None:
     """What is not as it was proven, of experts that were taken over."""
     cls, kind = (getattr(type(module), name) for name in ("converted_from", "packed_kind"))
@@ -328,9 +330,7 @@ def _class_of(
 
     @functools.wraps(code)
     def proven_forward(self, *args, **kwargs):
-        if cls.forward is not code:  # graphs guard this, and what `forward` reads
-            return cls.forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and changed_in(self) is not None:
+        if cls.forward is not code or changed_in(self) is not None:
             return cls.forward(self, *args, **kwargs)
         return named(self, *args, **kwargs)
 

@@ -424,18 +424,18 @@ def random_key(
     return opaque.random_key(step, ids, slot, rows, after)
 
 
-def _record_by_torch(amaxes: Tensor, amax: Tensor) -> None:
+def record_amax_by_torch(amaxes: Tensor, amax: Tensor) -> None:
     amax = amax.detach().reshape(())
     amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
 
 
-@opaque.traced_as(_record_by_torch)  # a compiler fuses it into other work
+@opaque.traced_as(record_amax_by_torch)  # a compiler fuses it into other work
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
     if native.is_available_for(amaxes):
         native.record_amax(amaxes, amax.detach().reshape(()))
     else:
-        _record_by_torch(amaxes, amax)
+        record_amax_by_torch(amaxes, amax)
 
 
 # GEMM layouts #

@@ -157,12 +157,7 @@ def runs_on(device: torch.device, warn: bool = False) -> str | None:
         reason = _missing_code_for(
             device.index if device.index is not None else torch.cuda.current_device()
         )
-    if (
-        warn
-        and reason is not None
-        and STATUS.reason != TURNED_OFF
-        and not torch.compiler.is_compiling()
-    ):
+    if warn and reason is not None and STATUS.reason != TURNED_OFF:
         _warn_once(reason)
     return reason
 

@@ -5,6 +5,7 @@ the graph needs; their callers do not ask.
     operator     an operator of the reference in graphs, the Python function outside
     traced_as    another function while AOTAutograd traces (inside `tracing`)
     compiled_as  another function while dynamo traces
+    eager_only   nothing (None) while dynamo traces
 
 The reference consists of torch operators. A compiler would fuse them, and fused arithmetic differs
 in the last bits. So graphs hold operators that run the reference in Python, opaque to compilers,
@@ -75,6 +76,9 @@ def _chosen(in_graph: Callable, asks: Callable[[], bool], eager: _Function) -> _
         return in_graph(*args, **kwargs) if asks() else eager(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+eager_only = compiled_as(lambda *args, **kwargs: None)
 
 
 # Formats as strings: operators accept no Python objects, and graphs cached on disk run in other

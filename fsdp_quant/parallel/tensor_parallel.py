@@ -20,9 +20,9 @@ from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import quantized_init_recipe
-from ..counters import counters
 from ..linear.cut import Layouts, TensorParallel
 from ..linear.linear import Linear
+from ..linear.transport import count_high_precision_gather
 from ..models.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
@@ -184,9 +184,9 @@ class PrepareModuleInput(styles.PrepareModuleInput):
             and desired_layout.is_replicate()
         )
         stays = is_gathered and not self.use_local_output
-        if is_gathered and not stays and not torch.compiler.is_compiling():
-            size = input.nbytes if isinstance(input, DTensor) else input.nbytes * mesh.size()
-            counters.add("sequence gather", ("forward", "both", "high precision"), size)
+        if is_gathered and not stays:
+            ranks = 1 if isinstance(input, DTensor) else mesh.size()
+            count_high_precision_gather(input.nbytes * ranks)
         return super()._prepare_input_arg(
             input, mesh, input_layout, input_layout if stays else desired_layout
         )

@@ -128,10 +128,10 @@ class QuantizedTensor(Tensor):
         """
         return self._readable(self._current().matrix(direction, self))
 
+    @opaque.traced_as(lambda self, storage: storage)  # a graph may read the direction later
     def _readable(self, storage: EncodedMatrix) -> EncodedMatrix:
         owner = self._pair.owner
-        # a graph that is traced may read the direction later
-        if owner is not None and owner.weight_sync is not None and not opaque.is_tracing():
+        if owner is not None and owner.weight_sync is not None:
             owner.weight_sync.check_ready(owner.name, storage.direction)
         return storage.readable("" if owner is None else owner.name)
 

@@ -80,11 +80,12 @@ class QuantizedWeight(WeightCodes):
 
     # The master #
 
+    @opaque.traced_as(lambda self: self._pair)
     def _current(self) -> StoragePair:
         """The codes to read: of a whole weight encoded again if its values changed; of a shard
         those of the last event."""
         is_shard = self.dim() != 2 or self.shape[0] != self.state.shape[0]
-        if is_shard or self.state.weight_sync is not None or opaque.is_tracing():
+        if is_shard or self.state.weight_sync is not None:
             return self._pair
         version = self.version
         if self.is_current(ROWWISE, version) and self.is_current(COLUMNWISE, version):
@@ -109,6 +110,7 @@ class QuantizedWeight(WeightCodes):
             return super()._decoded(dtype)
         return self.read().to(dtype or self.dtype)
 
+    @opaque.traced_as(QuantizedTensor.operand_for)
     def operand_for(
         self,
         direction: Direction,
@@ -119,7 +121,7 @@ class QuantizedWeight(WeightCodes):
         """As `QuantizedTensor.operand_for`, cached until the codes are written again."""
         pair = self._current()
         operand = super().operand_for(direction, layout, quantizer, compute_dtype)
-        if layout != COMPACT and operand.fmt.is_quantized and not opaque.is_tracing():
+        if layout != COMPACT and operand.fmt.is_quantized:
             pair.cache_operand(direction, layout, operand)
         return operand
 

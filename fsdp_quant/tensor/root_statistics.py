@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..counters import counters
 from ..formats import Direction
+from ..ops import opaque
 from ..ops.dispatch import Statistics
 from ..scaling import Fragment, SharedStatistics
 from . import torch_compat
@@ -115,10 +116,11 @@ def check_model(managed: ManagedParam) -> None:
             _ROOTS[shared].begin(root, True, ())
 
 
+@opaque.eager_only
 def check_model_of(module: nn.Module, attribute: str) -> None:
     """`check_model` in the first forward of a module whose weight FSDP2 gathers in high precision,
     so without a hook of ours."""
-    if torch.compiler.is_compiling() or module.__dict__.get("_ranks_agree"):
+    if module.__dict__.get("_ranks_agree"):
         return
     every = torch_compat.all_managed_params()
     managed = next((m for m in every if (module, attribute) in m.owners), None)

@@ -422,24 +422,29 @@ class Held:
         self._first = parameter if self._first is None else self._first
         if parameter is not self._first:
             return encode()
-        local = local_of(parameter)
-        source = values_of(local)
-        # DTensor's operators count a write of a sharded parameter on one of these
-        counts = [0 if t.is_inference() else t._version for t in (parameter, local, source)]
-        version = source.data_ptr(), *counts
-        if self._version is None:
-            self._version = version
-        if self._version != version:
+        if self.is_written():
             raise StaleWeightError(
                 f"{name} was written inside fq.hold, which multiplies the codes of its first use; "
                 "leave the context before the weights change"
             )
+        source = values_of(local_of(parameter))
         memory = values_of(values).untyped_storage().data_ptr()
         if memory != source.untyped_storage().data_ptr():
             return encode()
         if key not in self.codes:
             self.codes[key] = encode()
         return self.codes[key]
+
+    def is_written(self) -> bool:
+        """Return whether torch counted a write of the parameter since the first call."""
+        parameter = self._parameter()
+        local = local_of(parameter)
+        source = values_of(local)
+        # DTensor's operators count a write of a sharded parameter on one of these
+        counts = [0 if t.is_inference() else t._version for t in (parameter, local, source)]
+        version = source.data_ptr(), *counts
+        self._version = version if self._version is None else self._version
+        return self._version != version
 
 
 def held(state: WeightState | None, key: tuple, values: Tensor, encode: Callable[[], _T]) -> _T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -42,8 +43,8 @@ def hold(model: nn.Module) -> Iterator[None]:
     in high precision are quantized in each call.
 
     If the model, or a part of it, is compiled, or the process has graphs, the codes of `fq.Linear`
-    weights that no ranks share are computed at once, and graphs multiply them; a write is noticed
-    at the end of the context. Graphs of experts, and weights with delayed scaling, quantize in each
+    weights that no ranks share are computed at once, and graphs multiply them; a write inside is
+    a warning at the end of the context. Graphs of experts, and weights with delayed scaling, quantize in each
     call.
 
     All ranks that share the weights must enter and leave the context at the same points.
@@ -77,10 +78,15 @@ def hold(model: nn.Module) -> Iterator[None]:
         _hold_in_graphs(layer)
     try:
         yield
-        for state, layer in graphed.items():
-            if state.held is not None:  # raises if the weight was written
-                state.held.read(state.name, (), layer.weight, lambda: None)
     finally:
+        written = [s.name for s in graphed if s.held is not None and s.held.is_written()]
+        if written:
+            warnings.warn(
+                f"{', '.join(written[:3])} (of {len(written)}) was written inside fq.hold, and "
+                "graphs of torch.compile multiplied the codes of before until its end; leave the "
+                "context before the weights change",
+                stacklevel=3,
+            )
         for state in states:
             state.held = None
         for layer in graphed.values():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...formats import ROWWISE, Encoding, Format
-from .. import extension
+from .. import extension, opaque
 from ..capability import ARCHITECTURES, arch_of, unsupported_reason
 
 COMPACT, OPERAND = 0, 3  # layouts of csrc/quantize/quantize.h, as HOPPER and BLACKWELL
@@ -116,6 +116,7 @@ def is_available_on(device: torch.device) -> bool:
     return device.type == "cuda" and extension.runs_on(device) is None
 
 
+@opaque.compiled_as(lambda x: is_available_on(x.device))  # dynamo traces no warning
 def is_available_for(x: Tensor) -> bool:
     """Return whether kernels run on the device of x. Warns once if they are off there."""
     return x.is_cuda and extension.runs_on(x.device, warn=True) is None

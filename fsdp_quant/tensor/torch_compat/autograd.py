@@ -19,6 +19,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...ops import opaque
+
 _F = TypeVar("_F", bound=Callable)
 _T = TypeVar("_T")
 
@@ -60,6 +62,7 @@ def backward_is_running() -> bool:
     return backward_number() != -1
 
 
+@opaque.eager_only
 def set_for_backward(name: str, value: object) -> None:
     """Let the autograd engine's threads read `value` in backwards that this thread calls
     (`get_in_backward`)."""
@@ -88,10 +91,16 @@ def get_in_backward(name: str, default: _T) -> _T:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
 
 
+@opaque.compiled_as(lambda: True)
 def dispatch_is_watched() -> bool:
-    """A dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or torch.func
-    sees operators."""
+    """Dynamo, a dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or
+    torch.func sees operators."""
     return torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+
+
+def tracing_if_watched() -> contextlib.AbstractContextManager:
+    """Give graphs, and modes that see operators, operators of the reference."""
+    return opaque.tracing(dispatch_is_watched())
 
 
 def is_transformed() -> bool:

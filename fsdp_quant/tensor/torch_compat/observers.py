@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...ops import opaque
 from .autograd import is_fake
 
 
@@ -29,9 +30,10 @@ class Observer:
         return Observer, ()
 
 
+@opaque.compiled_as(lambda: False)
 def can_observe() -> bool:
     """Operators compute values now: no graph, no fake tensors, no transform of torch.func."""
-    return not (torch.compiler.is_compiling() or is_fake() or peek_interpreter_stack() is not None)
+    return not (is_fake() or peek_interpreter_stack() is not None)
 
 
 @contextlib.contextmanager
