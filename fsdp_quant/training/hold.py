@@ -43,9 +43,9 @@ def hold(model: nn.Module) -> Iterator[None]:
     in high precision are quantized in each call.
 
     If the model, or a part of it, is compiled, or the process has graphs, the codes of `fq.Linear`
-    weights that no ranks share are computed at once, and graphs multiply them; a write inside is
-    a warning at the end of the context. Graphs of experts, and weights with delayed scaling, quantize in each
-    call.
+    weights that no ranks share are computed at once, and graphs multiply them; a write inside is a
+    warning at the end of the context. Graphs of experts, and weights with delayed scaling, quantize
+    in each call.
 
     All ranks that share the weights must enter and leave the context at the same points.
 
