@@ -300,7 +300,7 @@ class GroupedLinear(HasWeight):
             raise_bad_splits()
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        plan, reason = self._plan_of_one(x, rows)
+        plan, reason = (None, None) if is_compiling else self._plan_of_one(x, rows)
         if plan is not None:
             y = self._in_one(plan, rows, sizes)
         else:
