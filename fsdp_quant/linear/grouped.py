@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from . import program
+from .autograd import Differentiable, Gradients
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .grouped_tokens import (
@@ -50,7 +51,6 @@ from .grouped_tokens import (
 )
 from .operands import lies_transposed, refuse_codes
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
-from .program import Gradients
 from .stacked_weights import StackedWeight, read_as, stacked_weight
 
 # Which plans one grouped GEMM computes #
@@ -425,35 +425,35 @@ def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:
 # Autograd #
 
 
-class GroupedLinearFunction(torch.autograd.Function):
-    """The three GEMMs of x [M, K], whose groups end at `ends`.
+class Experts(NamedTuple):
+    """The program of all experts, as `autograd.LinearFunction` differentiates it.
 
-    call:        `GroupedCall`, or `grouped_ops.TracedCall` in a graph that is traced.
-    parameters:  `count` weights, then biases, as of `GroupedCall.forward`.
+    call:  `GroupedCall`, or `grouped_ops.TracedCall` in a graph that is traced.
+    ends:  the row after the last of each expert.
     """
 
-    @staticmethod
-    def forward(ctx, x, ends, call, count, *parameters):
-        weights, biases = parameters[:count], parameters[count:]
-        y, saved, weight = call.forward(x, ends, weights, biases, ctx.needs_input_grad[0])
-        ctx.call, ctx.weights = call, weights
-        ctx.described = [(p.dtype, p.dim()) for p in parameters]
-        ctx.count, ctx.read = len(saved), None if weight is None else weight.read
-        ctx.save_for_backward(*saved, *([] if weight is None else weight.buffers))
-        return y
+    call: Any
+    ends: Tensor
 
-    @staticmethod
-    def backward(ctx, dy):
-        if torch.is_grad_enabled():
-            raise NotImplementedError(program.REFUSED)
-        need_x, _, _, _, *needs = ctx.needs_input_grad
-        tensors, count = ctx.saved_tensors, len(ctx.weights)
-        weight = None if ctx.read is None else StackedWeight(tensors[ctx.count :], ctx.read)
-        needed = need_x, any(needs[:count]), any(needs[count:])
-        dx, dw, db = ctx.call.backward(dy, tensors[: ctx.count], ctx.weights, weight, needed)
-        gradients = []
-        for i, (need, (dtype, dims)) in enumerate(zip(needs, ctx.described)):
-            stacked, expert = (dw, i) if i < count else (db, i - count)
-            of_parameter = stacked if not need or stacked.dim() == dims else stacked[expert]
-            gradients.append(of_parameter.to(dtype) if need else None)
-        return dx, None, None, None, *gradients
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dgrad: bool
+    ) -> Differentiable:
+        y, saved, weight = self.call.forward(x, self.ends, weights, biases, dgrad)
+        is_x, read = [t is x for t in saved], None if weight is None else weight.read
+        buffers = [t for t in saved if t is not x]
+
+        def restored(x: Tensor | None, tensors: list[Tensor]) -> tuple[list, StackedWeight | None]:
+            remaining = iter(tensors)
+            read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
+            return read_by_wgrad, None if read is None else StackedWeight([*remaining], read)
+
+        return y, any(is_x), [*buffers, *([] if weight is None else weight.buffers)], restored
+
+    def backward(
+        self,
+        dy: Tensor,
+        weights: Sequence[Tensor],
+        saved: tuple[list[Tensor], StackedWeight | None],
+        needs: Sequence[bool],
+    ) -> Gradients:
+        return self.call.backward(dy, saved[0], weights, saved[1], needs)

@@ -27,8 +27,9 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import check_model_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
+from .autograd import differentiated
 from .bad_splits import new_tag, raise_bad_splits
-from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .grouped import Experts, GroupedCall, unsupported_reason
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import Linear
@@ -432,7 +433,7 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
         call = GroupedCall.combined(calls, states, self._tag)
-        return GroupedLinearFunction.apply(rows, ends, call, len(weights), *weights, *biases)
+        return differentiated(Experts(call, ends), rows, len(weights), (*weights, *biases))
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

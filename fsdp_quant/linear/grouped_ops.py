@@ -25,8 +25,9 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
+from .autograd import differentiated
 from .call import BySlot, Call
-from .grouped import GroupedCall, GroupedLinearFunction, unsupported_reason
+from .grouped import Experts, GroupedCall, unsupported_reason
 from .plan import GemmPlan, plan_of
 from .stacked_weights import gathered_codes, read_as, weight_of_codes
 
@@ -182,7 +183,7 @@ def traced_experts(
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories)
-    return GroupedLinearFunction.apply(x, ends, call, len(weights), *weights, *biases)
+    return differentiated(Experts(call, ends), x, len(weights), (*weights, *biases))
 
 
 # The operators #

@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ from ..storage import matrix_over
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
+from .autograd import Differentiable, Gradients, differentiated
 from .call import BySlot, Call
 from .cut import SequenceCut, TensorParallel
 from .operands import (
@@ -71,18 +73,11 @@ from .plan import GemmPlan, Resolved, plan_of
 from .shared_input import Shared, SharedInput, shared_input
 from .transport import Gather, scattered_product, start_sum
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
 # Sums are scattered in two pieces, one during the product of the other, where the products of a
 # rank's rows stay large. Over one after the other, 8192 tokens on two H200s: .95 of the time
 # ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and .97; an all-gather during
 # the product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
 PIECES, LEAST_ROWS, LEAST_WEIGHT = 2, 2048, 2**24
-
-REFUSED = (
-    "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the "
-    "layers of a gradient penalty out of fq.convert"
-)
 
 
 @dataclass(eq=False)
@@ -303,43 +298,34 @@ def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Sav
     return [*saved.input, *buffers_of(saved.weight)], restored
 
 
-class LinearFunction(torch.autograd.Function):
-    """The autograd of `forward` and `backward`."""
+class Dense(NamedTuple):
+    """The program of one layer. shared: of an x that is cut along the sequence."""
 
-    @staticmethod
-    def forward(x, weight, bias, call, shared, dgrad):
+    call: Call
+    shared: Shared | None
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dgrad: bool
+    ) -> Differentiable:
+        call, weight, bias = self.call, weights[0], next(iter(biases), None)
         with call.running(x.device):
             if call.traced:
                 _prepare_graph(call, weight)
-            y, saved = forward(call, x, weight, bias, shared, dgrad)
+            y, saved = forward(call, x, weight, bias, self.shared, dgrad)
         buffers, restored = _flattened(saved)
-        return y, restored, *buffers
+        saves_x = call.save and self.shared is None and call.plan.saves == "input"
+        return y, saves_x, buffers, lambda x, tensors: (x, restored(tensors))
 
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        (x, weight, bias, call, shared, _), (_, restored, *buffers) = inputs, outputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*buffers)
-        ctx.weight, ctx.call, ctx.restored = weight, call, restored
-        ctx.shared = None if shared is None else shared.input
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        saves_x = call.save and shared is None and call.plan.saves == "input"
-        ctx.save_for_backward(x if saves_x else None, *buffers)
-
-    @staticmethod
-    def backward(ctx, dy, *_):
-        call, shared, bias_dtype = ctx.call, ctx.shared, ctx.bias_dtype
-        restored, needs = ctx.restored, ctx.needs_input_grad[:3]
-
-        def gradients(dy: Tensor, weight: Tensor, x: Tensor | None, *buffers: Tensor) -> Gradients:
-            with call.running(dy.device):
-                saved = restored(list(buffers))
-                dx, dw, db = backward(call, dy, x, weight, saved, needs, shared)
-                dw = None if dw is None else dw.to(weight.dtype)
-                return dx, dw, None if db is None else db.to(bias_dtype)
-
-        tensors = dy, ctx.weight, *ctx.saved_tensors
-        return *torch_compat.once_differentiable(gradients, REFUSED, *tensors), None, None, None
+    def backward(
+        self,
+        dy: Tensor,
+        weights: Sequence[Tensor],
+        saved: tuple[Tensor | None, Saved],
+        needs: Sequence[bool],
+    ) -> Gradients:
+        shared = None if self.shared is None else self.shared.input
+        with self.call.running(dy.device):
+            return backward(self.call, dy, saved[0], weights[0], saved[1], needs, shared)
 
 
 def linear(
@@ -351,8 +337,8 @@ def linear(
     """
     shared = shared_input(x, x if owner is None else owner, call)
     x = x if shared is None else shared.x
-    dgrad = torch.is_grad_enabled() and x.requires_grad
-    return LinearFunction.apply(x, weight, bias, call, shared, dgrad)[0]
+    parameters = (weight,) if bias is None else (weight, bias)
+    return differentiated(Dense(call, shared), x, 1, parameters)
 
 
 # In graphs #
