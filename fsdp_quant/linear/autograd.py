@@ -52,7 +52,7 @@ class LinearFunction(torch.autograd.Function):
         x, ctx.program, ctx.count, _, *parameters = inputs
         _, (saves_x, ctx.restored), *buffers = outputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*buffers)
+        ctx.mark_non_differentiable(*(b for b in buffers if b is not None))
         ctx.weights = parameters[: ctx.count]
         ctx.described = [(p.dtype, p.dim()) for p in parameters]
         ctx.save_for_backward(x if saves_x else None, *buffers)

@@ -247,7 +247,7 @@ class GroupedLinear(HasWeight):
 
     @property
     def first(self) -> Linear:
-        """The layer of this rank's first expert, for what all experts have alike."""
+        """The layer of this rank's first expert."""
         return self._linears[0]
 
     @property
@@ -292,10 +292,10 @@ class GroupedLinear(HasWeight):
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
         if is_compiling and isinstance(splits, Tensor):
-            in_graph = self._goes_into_graphs and current_autocast() is None
-            in_graph = in_graph and not isinstance(x, QuantizedTensor)
+            in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
             in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
+            in_graph = in_graph and current_autocast() is None
             return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
         if not is_compiling:
             raise_bad_splits()
@@ -356,9 +356,7 @@ class GroupedLinear(HasWeight):
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _graph_state(
-        self,
-    ) -> tuple[Tensor | None, list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    def _graph_state(self) -> tuple[Tensor | None, list, list, list, list]:
         """Step, ids, guards, factors and histories of `traced_experts`."""
         first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
         device, plan = graphs[0].ids.device, first.plan
@@ -411,12 +409,12 @@ class GroupedLinear(HasWeight):
     @property
     def decodes(self) -> bool:
         """One product for all is of values that codes decode to."""
-        plan, device = self.common_plan, self._linears[0].weight.device
-        return plan is not None and plan.decodes_groups(arch_of(device))
+        plan, arch = self.common_plan, arch_of(self._linears[0].weight.device)
+        return plan is not None and plan.decodes_groups(arch)
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
-        device, layers = rows.device, self._linears
+        layers = self._linears
         held = [self._operand(owner) for owner in self.owners]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
@@ -430,10 +428,10 @@ class GroupedLinear(HasWeight):
         if not isinstance(ends, Tensor):
             ends = torch.tensor(ends, dtype=torch.int64, device="cpu").cumsum(0)
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
-        ends = ends if ends.device == device else ends.to(device, non_blocking=True)
+        ends = ends.to(rows.device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
-        call = GroupedCall.combined(calls, states, self._tag)
-        return differentiated(Experts(call, ends), rows, len(weights), (*weights, *biases))
+        program = Experts(GroupedCall.combined(calls, states, self._tag), ends)
+        return differentiated(program, rows, len(weights), (*weights, *biases))
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

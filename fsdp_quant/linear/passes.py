@@ -71,8 +71,7 @@ class Scheduled(NamedTuple):
 
 # Models that follow a schedule of recipes (`fq.set_recipe`).
 SCHEDULED: MutableMapping[nn.Module, Scheduled] = weakref.WeakKeyDictionary()
-# Models whose ranks share amaxes (`fq.share_amaxes`), and the function to call before histories
-# roll.
+# Models whose ranks share amaxes (`fq.share_amaxes`): the function to call before histories roll.
 SHARED: MutableMapping[nn.Module, Callable[[nn.Module, Collection[AmaxHistory]], None]] = (
     weakref.WeakKeyDictionary()
 )
