@@ -76,7 +76,8 @@ def multiplying_functions(_: Sources, trees: Trees) -> list[str]:
             if isinstance(method, ast.FunctionDef) and method.name == "forward":
                 arguments = [*method.args.args, method.args.vararg]
                 names = {a.arg for a in arguments if a is not None}
-                if names & {"weight", "weights", "w", "parameters"} and names & {"plan", "call", "program"}:
+                weights = names & {"weight", "weights", "w", "parameters"}
+                if weights and names & {"plan", "call", "program"}:
                     places.append(f"{source}:{node.lineno}: {node.name}")
     return places
 
