@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import sys
 import weakref
 
 import pytest
@@ -523,3 +524,20 @@ def test_a_write_inside_a_hold_of_graphs_is_named():
             model[0].weight.add_(1.0)
     with torch.no_grad(), fq.hold(run):
         assert_same_bytes(run(x), model(x), "the next hold")
+
+
+def test_a_hold_that_cannot_begin_holds_nothing(monkeypatch):
+    """If false, a model whose codes did not fit into memory stays held, and can never be held
+    again."""
+
+    def fail(*args):
+        raise MemoryError("no room for codes")
+
+    model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    model.compile(backend="aot_eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[fq.freeze.__module__], "_encode_weight", fail)
+        with pytest.raises(MemoryError), fq.hold(model):
+            pass
+    with torch.no_grad(), fq.hold(model):
+        model(torch.ones(2, 64, dtype=torch.float32, device="cpu"))

@@ -74,9 +74,9 @@ def hold(model: nn.Module) -> Iterator[None]:
     if counters.has_graphs or any(map(torch_compat.is_compiled, model.modules())):
         layers = [m for m in converted_modules(model).values() if _is_held_in_graphs(m)]
         graphed = {layer.runtime.weight_state: layer for layer in layers}
-    for layer in graphed.values():
-        _hold_in_graphs(layer)
     try:
+        for layer in graphed.values():
+            _hold_in_graphs(layer)
         yield
     finally:
         written = [s.name for s in graphed if s.held is not None and s.held.is_written()]
@@ -109,10 +109,8 @@ def _hold_in_graphs(layer: Linear) -> None:
     """Give graphs the codes of a layer's weight, for activations of the dtype of now."""
     weight, graphs = layer.weight, layer.runtime.graphs
     dtype = torch_compat.autocast_dtype(weight.device) or weight.dtype
-    plan, graphs.has_columnwise = layer.plan_on(dtype, weight.device), torch.is_grad_enabled()
-    is_read = graphs.has_columnwise and not plan.weight.is_derived
-    directions = [ROWWISE, COLUMNWISE] if is_read else [ROWWISE]
-    codes = weight_storages(weight, directions, plan, layer.runtime.weight_state, dtype)
+    graphs.has_columnwise = torch.is_grad_enabled()
+    codes = _encode_weight(layer, graphs.has_columnwise, dtype)
     with torch_compat.outside_inference_mode():
         graphs.codes = QuantizedTensor(*codes.values(), shape=tuple(weight.shape))
 
@@ -169,7 +167,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
         if id(weight) not in frozen:
-            codes = _encode_weight(layer, backward).values()
+            codes = _encode_weight(layer, backward, weight.dtype).values()
             tensor = QuantizedTensor(*codes, shape=tuple(weight.shape))
             frozen[id(weight)] = nn.Parameter(tensor, requires_grad=False)
         if state.holds_codes:
@@ -181,14 +179,17 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     return len(layers)
 
 
-def _encode_weight(layer: Linear, backward: bool) -> dict[Direction, EncodedMatrix]:
-    """Return the codes of a layer's weight [N, K], in the layout in which its GEMMs read them:
-    rowwise, and if backward columnwise too, unless they are derived from the rowwise ones."""
-    plan = layer.plan.on(layer.weight.dtype, layer.weight.device)
+def _encode_weight(
+    layer: Linear, backward: bool, dtype: torch.dtype
+) -> dict[Direction, EncodedMatrix]:
+    """Return the codes of a layer's weight [N, K], in the layout in which its GEMMs of `dtype`
+    activations read them: rowwise, and if backward columnwise too, unless they are derived from the
+    rowwise ones."""
+    plan = layer.plan.on(dtype, layer.weight.device)
     both = backward and not plan.weight.is_derived
     directions = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
     state = layer.runtime.weight_state
-    return weight_storages(layer.weight, directions, plan, state, layer.weight.dtype)
+    return weight_storages(layer.weight, directions, plan, state, dtype)
 
 
 def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
