@@ -28,7 +28,6 @@ from .operands import (
     gathered_storage,
     lies_transposed,
     record_activations,
-    state_for,
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
 from .shared_input import Handed
@@ -52,11 +51,12 @@ def _weight_operand(
             return None
         return WeightOperand(None, False, buffers_of(rowwise), columnwise)
     values = values_of(weight).detach()
-    state = state_for(call.state, plan, values)
+    state = call.state
     is_cast = values.dtype is not dtype and not all(
         plan.weight.side(d).fmt.is_quantized for d in Direction
     )
-    if state.spans_parts or state.held is not None or code_check.checking or is_cast:
+    is_held = state is not None and state.held is not None
+    if is_held or call.weight_group is not None or code_check.checking or is_cast:
         codes = call.weight_operands(weight, directions, dtype, {})
         columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else ()
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
@@ -66,7 +66,7 @@ def _weight_operand(
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     for d in coded:
         if d in plan.weight.encodings:
-            counters.add("weight encode", (state.name, d.value))
+            counters.add("weight encode", ("weight" if state is None else state.name, d.value))
     transposed = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
     if transposed is None:
         return WeightOperand(quantized_values, round_to_bf16)
@@ -172,7 +172,7 @@ def linear(
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
     """Nothing is quantized, and operands have strides on which the rounding of torch's linear
-    depends: it flattens contiguous ones alone, as the definition does all."""
+    depends: it flattens contiguous ones alone, as the program does all."""
     tensors = [t for t in (x, weight, bias) if t is not None]
     if all(t.is_contiguous() for t in tensors):
         return False
@@ -184,7 +184,7 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -
 def _torchs_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, resolved: Resolved
 ) -> Tensor:
-    """torch's linear, whose products are counted as those of the definition."""
+    """torch's linear, whose products are counted as those of the program."""
 
     def count(*products: int) -> None:
         for product in products:
