@@ -227,32 +227,23 @@ def test_no_branch_on_the_kind_of_a_format():
                 assert not asked & classes, (
                     f"fsdp_quant/{source}:{node.lineno}: {ast.unparse(node)}"
                 )
-            if isinstance(node, (ast.Compare, ast.Match)):
-                operands = (
-                    [node.left, *node.comparators]
-                    if isinstance(node, ast.Compare)
-                    else [node.subject]
-                )
-                for operand in operands:
-                    named = (
-                        isinstance(operand, ast.Attribute)
-                        and operand.attr == "name"
-                        and names_a_format(operand.value)
-                    )
-                    assert not named, (
-                        f"fsdp_quant/{source}:{node.lineno} compares the name of a format: "
-                        f"{ast.unparse(node)}"
-                    )
-            if (
+            if isinstance(node, ast.Compare):
+                compared = [node.left, *node.comparators]
+            elif isinstance(node, ast.Match):
+                compared = [node.subject]
+            elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr in ("startswith", "endswith")
             ):
-                value = node.func.value
+                compared = [node.func.value]
+            else:
+                compared = []
+            for operand in compared:
                 named = (
-                    isinstance(value, ast.Attribute)
-                    and value.attr == "name"
-                    and names_a_format(value.value)
+                    isinstance(operand, ast.Attribute)
+                    and operand.attr == "name"
+                    and names_a_format(operand.value)
                 )
                 assert not named, (
                     f"fsdp_quant/{source}:{node.lineno} compares the name of a format: "
