@@ -76,7 +76,7 @@ def _traced_boundary(
     x: Tensor, key: str, output: bool, grad_input: bool, step: Tensor, ids: Tensor
 ) -> Tensor:
     """`boundary` in a graph that is being traced; key: of the sides."""
-    torch_compat.save_by_reference([step, ids])
+    torch_compat.save_inputs([step, ids])
     return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids))
 
 

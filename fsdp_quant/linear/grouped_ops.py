@@ -23,7 +23,6 @@ from ..ops import dispatch, native, opaque
 from ..ops.capability import arch_of
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
-from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
 from .call import BySlot, Call
@@ -90,13 +89,10 @@ class TracedCall(NamedTuple):
         keeps_weight: bool,
     ) -> tuple[Tensor, list[Tensor], None]:
         """`GroupedCall.forward`, which keeps no weight."""
-        read = [t for t in (self.step, *self.factors) if t is not None]
-        torch_compat.save_by_reference([*read, *self.ids, *self.histories, *self.guards])
-        torch_compat.save_current_values(read)
-        if self.spec.is_gathered:
-            torch_compat.save_by_reference(weights)
-            if torch_compat.is_recomputed_in_graph():
-                RECOMPUTED_IN_GRAPHS.add(self.plan.weight)
+        written = [t for t in (self.step, *self.factors) if t is not None]
+        gathered = weights if self.spec.is_gathered else ()
+        read = [*written, *self.ids, *self.histories, *self.guards, *gathered]
+        torch_compat.save_inputs(read, written, self.plan.weight if gathered else None)
         operands, biases = self._operands(weights, ROWWISE), list(biases)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
         y, *saved = _experts(x, ends, operands, biases, key, self.spec, step, ids, factors)

@@ -80,7 +80,7 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
-@opaque.traced_as(lambda w, direction, plan, to: w.operand_in_graph(direction, to, plan.weight))
+@opaque.traced_as(lambda w, direction, plan, to: w.operand_for(direction, to, plan.weight))
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:

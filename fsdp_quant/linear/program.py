@@ -55,7 +55,6 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
 from ..storage import matrix_over
 from ..tensor import torch_compat
-from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import Differentiable, Gradients, differentiated
 from .call import BySlot, Call
@@ -310,7 +309,7 @@ class Dense(NamedTuple):
         call, weight, bias = self.call, weights[0], next(iter(biases), None)
         with call.running(x.device):
             if call.traced:
-                _prepare_graph(call, weight)
+                _save_inputs(call, weight)
             y, saved = forward(call, x, weight, bias, self.shared, dgrad)
         buffers, restored = _flattened(saved)
         saves_x = call.save and self.shared is None and call.plan.saves == "input"
@@ -356,17 +355,13 @@ def linear(
 # cache is bypassed by functions that it does not know; inductor's is not.
 
 
-def _prepare_graph(call: Call, weight: Tensor) -> None:
+def _save_inputs(call: Call, weight: Tensor) -> None:
     """Tell the partitioner which inputs the backward reads as they are then, and of which it reads
     the values of the forward."""
-    torch_compat.save_by_reference(call.tensors())
-    factors = [f for slot in call.factors for f in slot]
-    current = factors if call.step is None else [call.step, *factors]
-    torch_compat.save_current_values(current)
-    if isinstance(weight, QuantizedTensor):
-        torch_compat.save_by_reference([weight])
-        if torch_compat.is_recomputed_in_graph():
-            RECOMPUTED_IN_GRAPHS.add(call.plan.weight)
+    written = [t for t in (call.step, *(f for slot in call.factors for f in slot)) if t is not None]
+    is_gathered = isinstance(weight, QuantizedTensor)
+    read = [*call.tensors(), *([weight] if is_gathered else [])]
+    torch_compat.save_inputs(read, written, call.plan.weight if is_gathered else None)
 
 
 @torch.compiler.allow_in_graph

@@ -239,9 +239,6 @@ class QuantizedTensor(Tensor):
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
 
-    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> EncodedMatrix:
-        return self.operand_for(direction, layout, hybrid)
-
     def _shown_buffers(self) -> dict[str, Tensor]:
         if self._pair.shown is None:
             self._pair.shown = {

@@ -27,7 +27,7 @@ from ..formats import ROWWISE, Direction, Encoding, Format
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
-from ..scaling import AmaxHistory, RowCuts, share_amaxes
+from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .torch_compat import ManagedParam, autocast_dtype, local_of
 
@@ -452,11 +452,3 @@ def held(state: WeightState | None, key: tuple, values: Tensor, encode: Callable
     if state is None or state.held is None:
         return encode()
     return state.held.read(state.name, key, values, encode)
-
-
-def share_over_tensor_group(
-    statistics: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup
-) -> list[Statistics]:
-    """Statistics of whole tensors from those of each rank's part; every rank must call it."""
-    counters.add("amax all-reduce", "weights")
-    return share_amaxes(statistics, group)

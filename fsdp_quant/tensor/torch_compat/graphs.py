@@ -29,19 +29,19 @@ def save_inputs(
 ) -> None:
     """Save inputs of the graph that is traced for its backward; do nothing outside a graph.
 
-    read:     tensors that the backward reads as they are then (`save_by_reference`).
+    read:     tensors that the backward reads as they are then (`_save_by_reference`).
     written:  tensors that the graph writes at its end, saved with the values of the forward
-              (`save_current_values`).
+              (`_save_current_values`).
     layer:    joins `RECOMPUTED_IN_GRAPHS` if the backward may recompute the forward. Layers share
               the graph, so it cannot name them.
     """
-    save_by_reference(read)
-    save_current_values(written)
+    _save_by_reference(read)
+    _save_current_values(written)
     if layer is not None and dispatch_is_watched() and is_recomputed_in_graph():
         RECOMPUTED_IN_GRAPHS.add(layer)
 
 
-def save_by_reference(tensors: Sequence[Tensor]) -> None:
+def _save_by_reference(tensors: Sequence[Tensor]) -> None:
     """Let the backward of the traced graph read these inputs as they are then, like a ctx attribute
     of an autograd.Function: no version check, no saved-tensor hooks."""
     for tensor in tensors:
@@ -51,7 +51,7 @@ def save_by_reference(tensors: Sequence[Tensor]) -> None:
 
 # A backward that recomputed these values (step, scales) from the input would get those of the next
 # step. The partitioner ignores "recompute" in the meta of views and of items of a tuple.
-def save_current_values(tensors: Sequence[Tensor]) -> None:
+def _save_current_values(tensors: Sequence[Tensor]) -> None:
     """Save for the backward of the traced graph the current values of inputs that the graph writes
     at its end; never recompute them."""
     for tensor in tensors:
