@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.linear import program
 from fsdp_quant.linear.plan import EXACT
+from fsdp_quant.linear.shared_input import SharedInput
 from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_state import values_of as inner_of
 
@@ -81,6 +84,7 @@ def ranks(rank: int, world: int) -> None:
     if harness.DEVICE == "cpu":  # which has one domain for these
         assert_same(*results, "a product of one rank that moved")
     written_masters(mesh, x, dy)
+    codes_of_the_forward(mesh, x)
     uneven(mesh, world)
     if harness.DEVICE != "cpu":
         return  # which is no emulated GPU
@@ -164,6 +168,21 @@ def written_masters(mesh, x: torch.Tensor, dy: torch.Tensor) -> None:
         run(net, x, dy)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def codes_of_the_forward(mesh, x: torch.Tensor) -> None:
+    """The node of a layer keeps what its backward reads, and not the codes that its forward did."""
+    made, encode = [], SharedInput.encode
+
+    def remembered(self, rows):
+        gather, saved = encode(self, rows)
+        made.append(weakref.ref(gather))
+        return gather, saved
+
+    with patch.object(SharedInput, "encode", remembered):
+        for recipe in RECIPES:
+            y = build(mesh, getattr(fq.recipes, recipe)())(x.clone().requires_grad_())
+            assert y.requires_grad and made.pop()() is None, recipe
 
 
 def uneven(mesh, world: int) -> None:

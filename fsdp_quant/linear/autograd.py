@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,30 +11,20 @@ from torch import Tensor
 from ..tensor import torch_compat
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-# y; whether the backward reads x; the buffers that it reads besides; and the function that restores
-# `saved` of `Program.backward` from x and them
-Differentiable = tuple[Tensor, bool, list[Tensor], Callable[[Tensor | None, list[Tensor]], Any]]
+# (dy, x if it was saved, buffers, weights, needs) -> dx, dw and db, stacked for several weights;
+# None where `needs` (of x, weights, biases) says so. What it refers to lives as long as the node.
+Backward = Callable[
+    [Tensor, Tensor | None, list[Tensor], Sequence[Tensor], Sequence[bool]], Gradients
+]
+# y; whether the backward reads x; the buffers that it reads besides; the backward
+Differentiable = tuple[Tensor, bool, list[Tensor], Backward]
+# (x, weights, biases (none: empty), whether the backward computes dx)
+Program = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], Differentiable]
 
 REFUSED = (
     "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the "
     "layers of a gradient penalty out of fq.convert"
 )
-
-
-class Program(Protocol):
-    """What `LinearFunction` differentiates: `Dense`, or `grouped.Experts`."""
-
-    def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dgrad: bool
-    ) -> Differentiable:
-        """Compute y. biases: empty: none. dgrad: the backward computes dx."""
-        ...
-
-    def backward(
-        self, dy: Tensor, weights: Sequence[Tensor], saved: Any, needs: Sequence[bool]
-    ) -> Gradients:
-        """Return dx, dw and db, stacked for several weights; None where `needs` says so."""
-        ...
 
 
 class LinearFunction(torch.autograd.Function):
@@ -44,13 +33,13 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(x, program, count, dgrad, *parameters):
         weights, biases = parameters[:count], parameters[count:]
-        y, saves_x, buffers, restored = program.forward(x, weights, biases, dgrad)
-        return y, (saves_x, restored), *buffers
+        y, saves_x, buffers, backward = program(x, weights, biases, dgrad)
+        return y, (saves_x, backward), *buffers
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        x, ctx.program, ctx.count, _, *parameters = inputs
-        _, (saves_x, ctx.restored), *buffers = outputs
+        x, _, ctx.count, _, *parameters = inputs
+        _, (saves_x, ctx.gradients), *buffers = outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(b for b in buffers if b is not None))
         ctx.weights = parameters[: ctx.count]
@@ -59,13 +48,12 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
-        program, count, restored, described = ctx.program, ctx.count, ctx.restored, ctx.described
+        gradients, count, described = ctx.gradients, ctx.count, ctx.described
         need_x, _, _, _, *needs = ctx.needs_input_grad
 
-        def gradients(dy: Tensor, x: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-            saved = restored(x, list(tensors[count:]))
+        def of_each(dy: Tensor, x: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
             needed = need_x, any(needs[:count]), any(needs[count:])
-            dx, dw, db = program.backward(dy, tensors[:count], saved, needed)
+            dx, dw, db = gradients(dy, x, list(tensors[count:]), tensors[:count], needed)
             results = [dx]
             for i, (need, (dtype, dims)) in enumerate(zip(needs, described)):
                 stacked, expert = (dw, i) if i < count else (db, i - count)
@@ -76,7 +64,7 @@ class LinearFunction(torch.autograd.Function):
 
         x, *buffers = ctx.saved_tensors
         tensors = dy, x, *ctx.weights, *buffers
-        dx, *rest = torch_compat.once_differentiable(gradients, REFUSED, *tensors)
+        dx, *rest = torch_compat.once_differentiable(of_each, REFUSED, *tensors)
         return dx, None, None, None, *rest
 
 

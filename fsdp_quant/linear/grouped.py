@@ -20,8 +20,8 @@ All have the bits of a loop over `fq.Linear`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from . import program
-from .autograd import Differentiable, Gradients
+from .autograd import Differentiable, Gradients, Program
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .grouped_tokens import (
@@ -425,35 +425,29 @@ def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:
 # Autograd #
 
 
-class Experts(NamedTuple):
-    """The program of all experts, as `autograd.LinearFunction` differentiates it.
+def experts(
+    forward: Callable[..., tuple[Tensor, list[Tensor], StackedWeight | None]],
+    backward: Callable[..., Gradients],
+    ends: Tensor,
+) -> Program:
+    """Return the program of all experts.
 
-    call:  `GroupedCall`, or `grouped_ops.TracedCall` in a graph that is traced.
-    ends:  the row after the last of each expert.
+    forward, backward:  of `GroupedCall`, or of `grouped_ops.TracedCall`, in a graph being traced.
+    ends:  the row after the last of each.
     """
 
-    call: Any
-    ends: Tensor
-
-    def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dgrad: bool
-    ) -> Differentiable:
-        y, saved, weight = self.call.forward(x, self.ends, weights, biases, dgrad)
+    def program(x, weights, biases, dgrad) -> Differentiable:
+        y, saved, weight = forward(x, ends, weights, biases, dgrad)
         is_x, read = [t is x for t in saved], None if weight is None else weight.read
         buffers = [t for t in saved if t is not x]
 
-        def restored(x: Tensor | None, tensors: list[Tensor]) -> tuple[list, StackedWeight | None]:
-            remaining = iter(tensors)
+        def gradients(dy, x, buffers, weights, needs) -> Gradients:
+            remaining = iter(buffers)
             read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
-            return read_by_wgrad, None if read is None else StackedWeight([*remaining], read)
+            stacked = None if read is None else StackedWeight([*remaining], read)
+            return backward(dy, read_by_wgrad, weights, stacked, needs)
 
-        return y, any(is_x), [*buffers, *([] if weight is None else weight.buffers)], restored
+        read_again = [] if weight is None else weight.buffers
+        return y, any(is_x), [*buffers, *read_again], gradients
 
-    def backward(
-        self,
-        dy: Tensor,
-        weights: Sequence[Tensor],
-        saved: tuple[list[Tensor], StackedWeight | None],
-        needs: Sequence[bool],
-    ) -> Gradients:
-        return self.call.backward(dy, saved[0], weights, saved[1], needs)
+    return program

@@ -29,7 +29,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .autograd import differentiated
 from .bad_splits import new_tag, raise_bad_splits
-from .grouped import Experts, GroupedCall, unsupported_reason
+from .grouped import GroupedCall, experts, unsupported_reason
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import Linear
@@ -430,7 +430,8 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends.to(rows.device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
-        program = Experts(GroupedCall.combined(calls, states, self._tag), ends)
+        call = GroupedCall.combined(calls, states, self._tag)
+        program = experts(call.forward, call.backward, ends)
         return differentiated(program, rows, len(weights), (*weights, *biases))
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:

@@ -26,7 +26,7 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
 from .call import BySlot, Call
-from .grouped import Experts, GroupedCall, unsupported_reason
+from .grouped import GroupedCall, experts, unsupported_reason
 from .plan import GemmPlan, plan_of
 from .stacked_weights import gathered_codes, read_as, weight_of_codes
 
@@ -179,7 +179,8 @@ def traced_experts(
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories)
-    return differentiated(Experts(call, ends), x, len(weights), (*weights, *biases))
+    program = experts(call.forward, call.backward, ends)
+    return differentiated(program, x, len(weights), (*weights, *biases))
 
 
 # The operators #

@@ -41,7 +41,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -297,34 +296,28 @@ def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Sav
     return [*saved.input, *buffers_of(saved.weight)], restored
 
 
-class Dense(NamedTuple):
+def _dense(
+    call: Call,
+    shared: Shared | None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    dgrad: bool,
+) -> Differentiable:
     """The program of one layer. shared: of an x that is cut along the sequence."""
+    with call.running(x.device):
+        if call.traced:
+            _save_inputs(call, weights[0])
+        y, saved = forward(call, x, weights[0], next(iter(biases), None), shared, dgrad)
+    buffers, restored = _flattened(saved)
+    # the codes of a shared x are freed with the layers' forwards
+    shared_input = None if shared is None else shared.input
 
-    call: Call
-    shared: Shared | None
+    def gradients(dy, x, buffers, weights, needs) -> Gradients:
+        with call.running(dy.device):
+            return backward(call, dy, x, weights[0], restored(buffers), needs, shared_input)
 
-    def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dgrad: bool
-    ) -> Differentiable:
-        call, weight, bias = self.call, weights[0], next(iter(biases), None)
-        with call.running(x.device):
-            if call.traced:
-                _save_inputs(call, weight)
-            y, saved = forward(call, x, weight, bias, self.shared, dgrad)
-        buffers, restored = _flattened(saved)
-        saves_x = call.save and self.shared is None and call.plan.saves == "input"
-        return y, saves_x, buffers, lambda x, tensors: (x, restored(tensors))
-
-    def backward(
-        self,
-        dy: Tensor,
-        weights: Sequence[Tensor],
-        saved: tuple[Tensor | None, Saved],
-        needs: Sequence[bool],
-    ) -> Gradients:
-        shared = None if self.shared is None else self.shared.input
-        with self.call.running(dy.device):
-            return backward(self.call, dy, saved[0], weights[0], saved[1], needs, shared)
+    return y, call.save and shared is None and call.plan.saves == "input", buffers, gradients
 
 
 def linear(
@@ -337,7 +330,7 @@ def linear(
     shared = shared_input(x, x if owner is None else owner, call)
     x = x if shared is None else shared.x
     parameters = (weight,) if bias is None else (weight, bias)
-    return differentiated(Dense(call, shared), x, 1, parameters)
+    return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)
 
 
 # In graphs #
