@@ -4,8 +4,9 @@ contexts.
 
 Operators read seed, step, micro-batch and token offset from an int64 tensor on the device, so that
 a compiled or captured step sees new values without another trace or capture. Contexts (`autocast`,
-`token_offset`, `quantized_model_init`) belong to the thread that entered them. A backward sees the
-contexts of the thread that called it. `linear/passes.py` counts the steps.
+`token_offset`, `quantized_model_init`) belong to the thread that entered them. A recomputation sees
+those of its forward; a backward else those of the thread that called it. `linear/passes.py` counts
+the steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
 from .tensor.quantized_weight import QuantizedWeightState
+from .tensor.torch_compat import wrap_recomputed
 from .tensor.weight_state import WeightState
 
 # Fields of the step's tensor, int64 [5].
@@ -41,12 +43,12 @@ _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 class Autocast:
     """State of an `autocast` context.
 
-    recipe:      overrides the recipes of modules.
-    checkpoint:  the activation checkpoint in which the context was entered, if any.
+    recipe:    overrides the recipes of modules.
+    function:  the autograd.Function in whose forward the context was entered, if any.
     """
 
     recipe: Recipe
-    checkpoint: object | None
+    function: object | None
 
 
 class Contexts(NamedTuple):
@@ -88,6 +90,28 @@ def contexts() -> Contexts:
 def _enter(entered: Contexts) -> None:
     _THREAD.contexts = entered
     torch_compat.set_for_backward("contexts", entered)
+
+
+def _restoring_contexts(fn: Callable) -> Callable:
+    """Return `fn` that runs in the contexts of now."""
+    entered = contexts()
+    if entered is _NO_CONTEXTS:  # and not those of the thread that calls the backward
+        entered = _NO_CONTEXTS._replace()
+
+    def run(*args, **kwargs):
+        before = _THREAD.contexts
+        inherited = torch_compat.get_in_backward("contexts", before)
+        _enter(entered)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _enter(before)
+            torch_compat.set_for_backward("contexts", inherited)
+
+    return run
+
+
+wrap_recomputed(_restoring_contexts)
 
 
 @contextlib.contextmanager
@@ -318,16 +342,13 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 _HIGH_PRECISION = identity(backward_override=None)
 
 
-entered_checkpoint = opaque.eager_only(torch_compat.checkpoint_hook)
-
-
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of modules that run inside; enabled=False multiplies in high precision.
 
-    Applies to the thread that enters it, as torch.autocast does, and to weights that FSDP2 does not
-    manage. `fully_shard` prefetches all-gathers outside any context. So a module that it manages
-    raises ValueError if the format of its weight would change: use `set_recipe` instead.
+    Applies to the thread that enters it, as torch.autocast does, and to what torch.utils.checkpoint
+    recomputes of it. `fully_shard` prefetches all-gathers outside any context. So a module that it
+    manages raises ValueError if the format of its weight would change: use `set_recipe` instead.
 
     >>> layer, x = fq.Linear(64, 32, recipe=fq.recipes.mxfp8()), torch.ones(2, 64)
     >>> with fq.autocast(enabled=False):
@@ -337,7 +358,9 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     """
     override = None if recipe is None else as_recipe(recipe, "fq.autocast", Recipe)
     override = override if enabled else _HIGH_PRECISION
-    with _inside(autocast=None if override is None else Autocast(override, entered_checkpoint())):
+    with _inside(
+        autocast=None if override is None else Autocast(override, torch_compat.running_function())
+    ):
         yield
 
 

@@ -4,6 +4,7 @@ of all that."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -187,6 +188,94 @@ def test_autocast_keeps_the_histories_of_recipes_apart():
         got = run(m)["dx"]
     want = DY @ m.state_dict()["fc.weight"]
     assert (got - want).norm() < 0.1 * want.norm()
+
+
+class Recomputed(nn.Module):
+    """Three layers, the second in a context that the recomputed function enters."""
+
+    def __init__(self, recompute: str | None):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(40, 48), nn.Linear(48, 56), nn.Linear(56, 56)
+        self.recompute = recompute
+
+    def run(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.recompute is None:
+            return fn(x)
+        return checkpoint(fn, x, use_reentrant=self.recompute == "reentrant")
+
+    def first(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with fq.autocast(recipes.fp8_row()):
+            return self.b(h).relu()
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.c(self.run(self.first, x) if self.recompute == "nested" else self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.both, x)
+
+
+@pytest.mark.parametrize("backward", ["outside", "in another context", "in another thread"])
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant", "nested"])
+def test_a_recomputation_has_the_contexts_of_its_forward(recompute: str, backward: str):
+    """If false, the gradients are those of a forward in another recipe, or with other random
+    bits."""
+    contexts = {
+        "autocast": lambda: fq.autocast(recipes.fp8_block()),
+        "disabled": lambda: fq.autocast(enabled=False),
+        "token_offset": lambda: fq.token_offset(64),
+        "none": contextlib.nullcontext,
+    }
+    results: dict[str, list[dict[str, Tensor]]] = {name: [] for name in contexts}
+    for kind in (None, recompute):
+        torch.manual_seed(0)
+        m = fq.convert(Recomputed(kind), fq.CustomRecipe(rounds_inputs_and_gradients))
+        for name, enter in contexts.items():
+            fq.begin_step(0)
+            m.zero_grad()
+            x = X.clone().requires_grad_()
+            with enter():
+                y = m(x)
+            if kind is None or backward == "outside":
+                y.backward(DY)
+            elif backward == "in another context":
+                with fq.autocast(recipes.mxfp8()), fq.token_offset(128):
+                    y.backward(DY)
+            else:
+                in_thread(lambda: y.backward(DY))
+            gradients = {n: p.grad.clone() for n, p in m.named_parameters()}
+            results[name].append({"y": y.detach(), "dx": x.grad} | gradients)
+    for name, (want, got) in results.items():
+        assert_same(got, want, name)
+    distinct = {bytes(of[0]["a.weight"].numpy()) for of in results.values()}
+    assert len(distinct) == len(contexts), "a control"
+
+
+class RecomputedByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fn, x):
+        ctx.fn = fn
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise AssertionError("the forward is refused")
+
+
+def test_functions_that_recompute_by_hand_are_refused_in_a_context():
+    """If false, a checkpoint that is not torch's computes gradients of another recipe."""
+    m, x = net(RECIPES["mxfp8"]), X.clone().requires_grad_()
+
+    def inside(x: Tensor) -> Tensor:
+        with fq.autocast(recipes.fp8_block()):
+            return m(x)
+
+    RecomputedByHand.apply(inside, x)
+    with (
+        pytest.raises(ValueError, match="fc: the backward of RecomputedByHandBackward would"),
+        fq.autocast(recipes.fp8_block()),
+    ):
+        RecomputedByHand.apply(m, x)
 
 
 def test_autocast_refuses_what_it_cannot_honour():

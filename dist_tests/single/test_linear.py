@@ -663,49 +663,6 @@ def test_recomputation_records_no_amax():
     assert_same_bytes(histories(module)[".input.rowwise"], recorded, "input history")
 
 
-@pytest.mark.parametrize("used_again", [False, True])
-def test_recomputation_outside_autocast_is_exact_or_refused(used_again: bool):
-    """Otherwise a block checkpointed under fq.autocast is recomputed, in the backward, with the
-    module's own recipe; also when the module was used outside in between, as by the next
-    micro-batch."""
-    x, dy = values(64, 40, dtype=torch.float32), values(64, 56, seed=1, dtype=torch.float32)
-    gradients = []
-    for use in (False, True):
-        module = linear(recipes.mxfp8())
-        try:
-            with fq.autocast(recipes.mxfp8(scale_rounding="floor")):
-                y = checkpoint(module, x, use_reentrant=False) if use else module(x)
-            if used_again:
-                module(x)
-            y.backward(dy)
-        except (NotImplementedError, ValueError) as refused:
-            assert "autocast" in str(refused)
-            return
-        gradients.append(module.weight.grad)
-    assert_same_bytes(gradients[1], gradients[0], "weight gradient")
-
-
-@pytest.mark.parametrize("used_again", [False, True])
-def test_autocast_inside_a_checkpointed_function_is_recomputed(used_again: bool):
-    """Otherwise the one place where fq.autocast and checkpointing can be combined is refused, or
-    wrong, when the module has also been used outside the context in between."""
-    x, dy = values(64, 40, dtype=torch.float32), values(64, 56, seed=1, dtype=torch.float32)
-    gradients = []
-    for use in (False, True):
-        module = linear(recipes.mxfp8())
-
-        def block(x):
-            with fq.autocast(recipes.mxfp8(scale_rounding="floor")):
-                return module(x)
-
-        y = checkpoint(block, x, use_reentrant=False) if use else block(x)
-        if used_again:
-            module(x)
-        y.backward(dy)
-        gradients.append(module.weight.grad)
-    assert_same_bytes(gradients[1], gradients[0], "weight gradient")
-
-
 # Random bits #
 
 

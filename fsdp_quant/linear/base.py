@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, entered_checkpoint, new_weight_state
+from ..context import STEP, Autocast, new_weight_state
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
@@ -230,11 +230,12 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
         recipe, runtime = override.recipe, self.runtime
-        recomputed = entered_checkpoint()
-        if recomputed is not None and recomputed is not override.checkpoint:
+        function = torch_compat.running_function()
+        if function not in (None, override.function) and not hasattr(function, "is_wrapped"):
             raise ValueError(
-                f"{runtime.name}: the backward would recompute this forward outside fq.autocast, "
-                "with another recipe; enter fq.autocast inside the checkpointed function"
+                f"{runtime.name}: the backward of {type(function).__name__} would recompute this "
+                "forward outside fq.autocast, with another recipe; enter fq.autocast inside the "
+                "recomputed function, or use torch.utils.checkpoint"
             )
         if recipe.tail:
             raise ValueError(
@@ -258,7 +259,9 @@ class BaseLinear(HasWeight, nn.Linear):
             owner.recomputes = bool(self.recomputes_forward)
         elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
-        elif torch_compat.in_function():  # reentrant checkpointing runs the first forward
+        elif (
+            torch_compat.running_function() is not None
+        ):  # reentrant checkpointing runs the first forward
             owner.recomputes = True
 
     def _check_domains(

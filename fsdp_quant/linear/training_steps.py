@@ -52,7 +52,7 @@ def note_forward(layer: Layer, operands: Sequence[Tensor | None]) -> bool:
     operands:  x, weight and bias that are multiplied.
     """
     grad = torch.is_grad_enabled()
-    if not (grad or torch_compat.in_function()) or torch_compat.is_fake():
+    if not (grad or torch_compat.running_function() is not None) or torch_compat.is_fake():
         return False
     steps = layer.runtime.steps
     if steps is None or not steps.is_counting or steps.is_orphaned:

@@ -17,6 +17,7 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...ops import opaque
@@ -145,30 +146,32 @@ def forward_transform(x: Tensor) -> str | None:
     return None
 
 
-def in_function() -> bool:
-    """The forward of an autograd.Function is running whose backward may follow: of a reentrant
-    checkpoint, or another that will compute the gradients of what runs in it."""
+@opaque.eager_only
+def running_function() -> BackwardCFunction | None:
+    """Return the context of the autograd.Function whose forward is running and whose backward may
+    follow: of a reentrant checkpoint, or another that will compute the gradients of what runs in
+    it."""
     if (
         torch.is_grad_enabled()
         or torch._C._is_fwd_grad_enabled()  # only a Function's forward disables it
         or torch.is_inference_mode_enabled()
     ):
-        return False
+        return None
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",):
             ctx = frame.f_locals.get("ctx")
             # it has no edges if gradients are disabled around it
             if isinstance(ctx, BackwardCFunction) and ctx.next_functions:
-                return True
+                return ctx
         frame = frame.f_back
-    return False
+    return None
 
 
 def backward_may_follow(module: nn.Module, args: tuple) -> bool:
     """A backward may follow the forward of `module` that begins with these arguments."""
     if not torch.is_grad_enabled():
-        return in_function()
+        return running_function() is not None
     inputs = any(isinstance(x, Tensor) and x.requires_grad for x in args)
     return inputs or any(p.requires_grad for p in module.parameters())
 
@@ -183,6 +186,20 @@ def checkpoint_hook() -> object | None:
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return hooks[0]
     return None
+
+
+def wrap_recomputed(wrap: Callable[[Callable], Callable]) -> None:
+    """Let torch.utils.checkpoint, reentrant or not, run `wrap(fn)` in place of each fn that it
+    recomputes; it calls `wrap` where the forward begins. torch offers no hook for it."""
+    frame, reentrant = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    frame_init, forward = frame.__init__, reentrant.forward
+
+    def wrapping_forward(ctx, fn, *args):
+        ctx.is_wrapped = True
+        return forward(ctx, wrap(fn), *args)
+
+    frame.__init__ = lambda self, fn, *args, **kwargs: frame_init(self, wrap(fn), *args, **kwargs)
+    reentrant.forward = staticmethod(wrapping_forward)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
