@@ -79,6 +79,19 @@ def test_hold_quantizes_once_with_the_same_bits(name: str):
     assert model[0]._weight_state.held is None
 
 
+def test_micro_batches_in_flight_share_held_codes():
+    """If false, a pipeline saves the codes of every weight once per micro-batch in flight."""
+    layer, copies = fq.convert(nn.Sequential(nn.Linear(256, 512)), "mxfp8"), []
+    x = values(8, 256, dtype=torch.float32).requires_grad_()
+    for held in (contextlib.nullcontext(), fq.hold(layer)):
+        with recorded_saves() as saved, held:
+            outputs = [layer(x) for _ in range(4)]
+        codes = [t for t in saved if t.numel() == 256 * 512 and t.dtype.itemsize == 1]
+        copies.append(len({t.data_ptr() for t in codes}))
+        del outputs
+    assert copies == [4, 1]
+
+
 def delayed_both_ways(role: fq.Role) -> fq.HybridQuantizer:
     sides = [
         fq.Quantizer(fq.format_of("fp8_tensor", element=e), scaling=fq.DelayedScaling(4))
