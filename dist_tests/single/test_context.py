@@ -190,6 +190,21 @@ def test_autocast_keeps_the_histories_of_recipes_apart():
     assert (got - want).norm() < 0.1 * want.norm()
 
 
+def test_a_context_of_delayed_scaling_goes_on_as_a_module_of_it():
+    """If false, the weight's history begins again in every forward of the context, in silence."""
+    recipe, results = recipes.fp8_delayed(length=3), []
+    for own in (recipe, recipes.mxfp8()):
+        m = net(own)
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        for step, scale in enumerate((1.0, 30.0, 0.01, 0.5)):
+            fq.begin_step(step)
+            with fq.autocast(recipe) if own is not recipe else contextlib.nullcontext():
+                results.append(run(m, X * scale))
+            optimizer.step()
+    for got, want in zip(results[4:], results):
+        assert_same(got, want)
+
+
 class Recomputed(nn.Module):
     """Three layers, the second in a context that the recomputed function enters."""
 

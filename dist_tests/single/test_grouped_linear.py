@@ -405,6 +405,35 @@ def test_set_recipe_changes_every_expert():
         assert {layer.recipe for layer in module.layers} == {recipes.fp8_delayed()}
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_experts_have_the_recipe_of_a_context(packed: bool):
+    """If false, experts ignore fq.autocast, wait for the device inside it, break graphs, or lose
+    the histories of its recipe."""
+    batches = list(SPLITS.values())[:2]
+
+    def inside(m, x, sizes):
+        ends = torch.tensor(sizes).cumsum(0)
+        with fq.autocast(recipe):
+            return m(x, ends)
+
+    for name in ("fp8_delayed", "nvfp4", "dequantized"):
+        recipe = RECIPES[name]
+        want = trained(grouped(recipe, packed), packed, batches, lambda m, *given: m(*given))
+        module = grouped(recipes.mxfp8(), packed)
+        compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+        if name == "fp8_delayed":
+            with pytest.raises(Exception, match="run it once in eager mode first"):
+                compiled(module, values(4, K, dtype=torch.float32), [1, 1, 1, 1])
+        # nobody counts the steps of a compiled layer without a model
+        calls = {inside: batches} | ({compiled: batches[:1]} if name != "fp8_delayed" else {})
+        for call, at in calls.items():
+            counters.reset()
+            got = trained(grouped(recipes.mxfp8(), packed), packed, at, call)
+            assert not counters.of("departure"), name
+            for a, b in zip(got, want):
+                assert_same(a, b, f"{name} {call}")
+
+
 # Wrong splits #
 
 

@@ -196,7 +196,9 @@ class BaseLinear(HasWeight, nn.Linear):
         """Return `Call.factors` and `Call.histories`. Gradients are recorded where they are
         computed, so always."""
         of_input = self.runtime.histories(plan, "input", device)
-        of_weight = [] if state is None else weight_histories(state, plan, device)
+        of_weight = []
+        if state is not None:  # which a context may have made for this call; histories go on
+            of_weight = weight_histories(self.runtime.weight_state, plan, device)
         of_grad = self.runtime.histories(plan, "grad_output", device)
         scales = [[h.encode_scale for h in slot] for slot in (of_input, of_weight, of_grad)]
         amaxes = [[h.amaxes for h in slot] for slot in (of_input, of_weight, of_grad)]

@@ -175,7 +175,9 @@ class GroupedCall(NamedTuple):
     tag: int = 0
 
     @staticmethod
-    def combined(calls: Sequence[Call], states: Sequence[WeightState], tag: int) -> GroupedCall:
+    def combined(
+        calls: Sequence[Call], states: Sequence[WeightState], experts: int, tag: int
+    ) -> GroupedCall:
         """Return the call of one product. calls: of each expert, or one if they are equal."""
         first = calls[0]
         factors, histories = (
@@ -186,7 +188,7 @@ class GroupedCall(NamedTuple):
         is_keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
         ids = [known(call.ids, "ids") for call in calls] if is_keyed else []
         call = first._replace(save=save, factors=factors, histories=histories)
-        return GroupedCall(call, ids, states, len(states), tag=tag)
+        return GroupedCall(call, ids, states, experts, tag=tag)
 
     def forward(
         self,

@@ -29,12 +29,13 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .autograd import differentiated
 from .bad_splits import new_tag, raise_bad_splits
+from .base import plan_of_recipe
 from .grouped import GroupedCall, experts, unsupported_reason
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
-from .runtime import LayerRuntime
+from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_traced
 
 EXPERT = "grouped_linear"  # `Role.module_type`
@@ -295,8 +296,15 @@ class GroupedLinear(HasWeight):
             in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
             in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
-            in_graph = in_graph and current_autocast() is None
-            return self._in_graph(x, splits) if in_graph else self._outside_graphs(x, splits)
+            plan, is_keyed = self.first.plan, self._is_keyed
+            if in_graph and (override := current_autocast()) is not None:
+                plan = self.first._overriding_plan(override, self.owners[0].weight)
+                names, arch = self._names, arch_of(x.device)
+                same, is_keyed = _is_for_all(override.recipe.key, names, arch)
+                in_graph = same and plan.boundary is None
+            if in_graph:
+                return self._in_graph(x, splits, plan, is_keyed)
+            return self._outside_graphs(x, splits)
         if not is_compiling:
             raise_bad_splits()
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
@@ -314,10 +322,16 @@ class GroupedLinear(HasWeight):
 
     def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""
-        plan, is_watched = self.common_plan, torch_compat.dispatch_is_watched()
-        if plan is None or is_watched or current_autocast() is not None or not len(rows):
-            return None, "experts differ, or it is compiled, overridden or of no tokens"
-        reason = self.unsupported_reason(rows.dtype, x.device)
+        plan, override = self.common_plan, current_autocast()
+        if override is not None and not isinstance(x, QuantizedTensor):
+            weights = cycle([self._operand(owner)[0] for owner in self.owners])
+            made = [m._overriding_plan(override, w) for m, w in zip(self._linears, weights)]
+            plan = made[0].of_groups if all(p.key == made[0].key for p in made) else None
+        elif override is not None:
+            return None, "tokens came as codes, which fq.autocast overrides"
+        if plan is None or torch_compat.dispatch_is_watched() or not len(rows):
+            return None, "experts differ, or it is compiled or of no tokens"
+        reason = self.unsupported_reason(rows.dtype, x.device, plan)
         two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
         if reason is None and two_level and isinstance(x, QuantizedTensor):
             reason = "the tokens came as two-level codes"
@@ -331,19 +345,19 @@ class GroupedLinear(HasWeight):
         operands = zip(self._linears, parts, weight.unbind(), biases)
         return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
 
-    def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
+    def _in_graph(self, x: Tensor, ends: Tensor, plan: GemmPlan, is_keyed: bool) -> Tensor:
         first, grad = self._linears[0], torch.is_grad_enabled()
         weights: list[Tensor] = [owner.weight for owner in self.owners]
         biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
         rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
         save = grad and any(w.requires_grad for w in weights)
-        step, ids, guards, factors, histories = self._graph_state()
+        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed)
         y = traced_experts(
             rows,
             ends if ends.device == rows.device else ends.to(rows.device),
             weights,
             biases,
-            first.plan.key,
+            plan.key,
             first.recipe.require_native,
             self.transposed,
             save,
@@ -356,24 +370,26 @@ class GroupedLinear(HasWeight):
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _graph_state(self) -> tuple[Tensor | None, list, list, list, list]:
+    def _graph_state(
+        self, plan: GemmPlan, is_keyed: bool
+    ) -> tuple[Tensor | None, list, list, list, list]:
         """Step, ids, guards, factors and histories of `traced_experts`."""
         first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
-        device, plan = graphs[0].ids.device, first.plan
+        device = graphs[0].ids.device
         note_traced(first, plan, device)
         if not plan.needs_steps:
             return None, [], [], [], []
-        delayed = [tensors.delayed[plan.histories_key] for tensors in graphs]
+        delayed = [tensors.delayed.get(plan.histories_key, NO_HISTORIES) for tensors in graphs]
         factors, histories = (
             [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
         )
-        ids = [tensors.ids for tensors in graphs if self._is_keyed]
+        ids = [tensors.ids for tensors in graphs if is_keyed]
         return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
 
     @torch.compiler.disable(
         reason="experts take token splits that are a tensor outside graphs if their plans differ, "
-        "a recipe has boundary slots or overrides theirs (fq.autocast), tokens came as codes of "
-        "several experts, or a weight is a DTensor or codes of one expert; give counts, a list"
+        "a recipe has boundary slots, tokens came as codes of several experts, or a weight is a "
+        "DTensor or codes of one expert; give counts, a list"
     )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
@@ -396,9 +412,12 @@ class GroupedLinear(HasWeight):
         self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
         return self._planned[1]
 
-    def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why no one product serves all experts, in one clause; None: it does."""
-        plan, first, bias = self.common_plan, self.first, self._operand(self.owners[0])[1]
+    def unsupported_reason(
+        self, dtype: torch.dtype, device: torch.device, plan: GemmPlan | None = None
+    ) -> str | None:
+        """Why no one product serves all experts, in one clause; None: it does. plan: default,
+        theirs."""
+        plan, first, bias = plan or self.common_plan, self.first, self._operand(self.owners[0])[1]
         if plan is None:
             return "experts have different plans"
         if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
@@ -430,7 +449,9 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends.to(rows.device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
-        call = GroupedCall.combined(calls, states, self._tag)
+        if states[0].quantizer != plan.weight:  # held codes are not of a context's recipe
+            states = []
+        call = GroupedCall.combined(calls, states, len(layers), self._tag)
         program = experts(call.forward, call.backward, ends)
         return differentiated(program, rows, len(weights), (*weights, *biases))
 
@@ -475,7 +496,7 @@ class GroupedLinear(HasWeight):
 
     def _choose_for_graphs(self) -> None:
         """Set what decides a graph, since a trace computes no properties of plans."""
-        plan = self.common_plan
+        plan, self._names = self.common_plan, tuple(m.runtime.name for m in self._linears)
         self._goes_into_graphs = plan is not None and plan.boundary is None
         self._is_keyed = plan is not None and any(
             hybrid.is_stochastic for hybrid in (plan.input, plan.grad_output)
@@ -494,6 +515,15 @@ class GroupedLinear(HasWeight):
         first = self._linears[0]
         sizes = f"{first.in_features} -> {first.out_features}"
         return f"{len(self._linears)} experts, {sizes}, packed={self.packed}"
+
+
+@torch.compiler.assume_constant_result
+def _is_for_all(key: str, names: tuple[str, ...], arch: str) -> tuple[bool, bool]:
+    """Return whether experts have one plan of a recipe, and whether it keys random bits by
+    expert."""
+    plans = [plan_of_recipe(key, name, arch, EXPERT) for name in names]
+    is_keyed = plans[0].input.is_stochastic or plans[0].grad_output.is_stochastic
+    return len({plan.key for plan in plans}) == 1, is_keyed
 
 
 def _sizes_of(ends: list[int]) -> list[int]:

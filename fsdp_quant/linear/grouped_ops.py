@@ -28,6 +28,7 @@ from .autograd import differentiated
 from .call import BySlot, Call
 from .grouped import GroupedCall, experts, unsupported_reason
 from .plan import GemmPlan, plan_of
+from .program import check_histories
 from .stacked_weights import gathered_codes, read_as, weight_of_codes
 
 
@@ -173,6 +174,7 @@ def traced_experts(
         (first.mT if transposed else first).shape,
     )
     shape = [len(weights), *shape] if first.dim() == 2 else shape
+    check_histories(of_expert, factors, shape[0])
     reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
     decodes = of_groups.decodes_groups(arch_of(x.device))
     in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)

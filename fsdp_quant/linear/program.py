@@ -388,6 +388,7 @@ def in_graph(
     """
     counters.has_graphs = True
     gemm_plan = plan_of(plan)
+    check_histories(gemm_plan, factors)
     axis, weight_group, owner = None, None, x
     if ranks is None:
         gemm_plan = gemm_plan.on(x.dtype, x.device)
@@ -418,11 +419,15 @@ def in_graph(
 
 def _by_slot(plan: GemmPlan, tensors: Sequence[Tensor]) -> BySlot:
     counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
-    if tensors and len(tensors) < sum(counts):
+    ends = list(accumulate(counts))
+    of_input, of_weight, of_grad = (tensors[e - n : e] for e, n in zip(ends, counts))
+    return of_input, of_weight, of_grad
+
+
+def check_histories(plan: GemmPlan, factors: Sequence[Tensor], layers: int = 1) -> None:
+    """Raise ValueError unless a graph is given the encode factor of every delayed direction."""
+    if len(factors) < layers * sum(len(plan.hybrid(slot).delayed_directions) for slot in SLOTS):
         raise ValueError(
             "a compiled region entered fq.autocast with delayed scaling, whose histories cannot be "
             "made while a graph is traced; run it once in eager mode first"
         )
-    ends = list(accumulate(counts))
-    of_input, of_weight, of_grad = (tensors[e - n : e] for e, n in zip(ends, counts))
-    return of_input, of_weight, of_grad
