@@ -66,6 +66,8 @@ TARGETS = {
     "code_hash": ("checkpoint/code_hash.py", OF_CHECKPOINTS),
     "verification": ("checkpoint/verification.py", OF_CHECKPOINTS),
     "gemm_layout": ("ops/gemm_layout.py", f"{SINGLE}storage.py"),
+    "program": ("linear/program.py", f"{SINGLE}linear.py {MULTI}sequence_parallel.py"),
+    "operands": ("linear/operands.py", f"{SINGLE}linear.py {SINGLE}hold.py -k 'not decode'"),
 }
 
 
