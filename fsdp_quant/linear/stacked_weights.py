@@ -104,9 +104,9 @@ def _of_values(
 
     @functools.cache
     def encoded() -> dict[Direction, StackedWeight]:
-        for state in states:
-            for d in directions:
-                if plan.operand("weight", d).is_quantized:
+        for d in directions:
+            if plan.operand("weight", d).is_quantized:
+                for state in states:
                     counters.add("weight encode", (state.name, d.value))
         return _encode_packed(values, directions, plan, dtype, factors, histories)
 
