@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .migration import answers_keywords
 from .ops import opaque
 from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
@@ -276,6 +277,7 @@ def token_offset(offset: int) -> contextlib.AbstractContextManager[None]:
 # Quantized parameters #
 
 
+@answers_keywords
 def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextManager[None]:
     """Create weights of `fq.Linear` modules as `QuantizedTensor` parameters: codes of both
     directions.
@@ -321,6 +323,7 @@ _HIGH_PRECISION = identity(backward_override=None)
 entered_checkpoint = opaque.eager_only(torch_compat.checkpoint_hook)
 
 
+@answers_keywords
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of modules that run inside; enabled=False multiplies in high precision.

@@ -7,11 +7,13 @@ from torch import Tensor, nn
 
 from ..linear.linear import Linear, handed_to
 from ..linear.shared_input import Handed
+from ..migration import answers_keywords
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .norm import Norm
 
 
+@answers_keywords
 class LayerNormLinear(nn.Module):
     """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..linear.linear import Linear, handed_to, takes_handed
 from ..linear.shared_input import GatedInput, Handed
+from ..migration import answers_keywords
 from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
@@ -20,6 +21,7 @@ from .norm import Norm
 from .norm_op import activate
 
 
+@answers_keywords
 class LayerNormMLP(nn.Module):
     """y = down(act(gate(n)) * up(n)), or down(act(up(n))), with n = norm(x).
 
