@@ -17,6 +17,9 @@ from .norm import Norm
 class LayerNormLinear(nn.Module):
     """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
 
+    Defaults, as of `fq.LayerNormMLP` and of TransformerEngine: bias=True,
+    normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False.
+
     norm:    `Norm` of `normalization`, "RMSNorm" or "LayerNorm".
     linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.
 

@@ -25,6 +25,10 @@ from .norm_op import activate
 class LayerNormMLP(nn.Module):
     """y = down(act(gate(n)) * up(n)), or down(act(up(n))), with n = norm(x).
 
+    Defaults, as of `fq.LayerNormLinear` and of TransformerEngine: bias=True,
+    normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False. A Llama's MLP is
+    LayerNormMLP(hidden_size, ffn_size, bias=False, normalization="RMSNorm").
+
     activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh",
                  "silu", "relu", "relu_squared", which have no gate.
     residual:    y + x is returned; one pass computes the gradient of both uses of x.
@@ -49,8 +53,8 @@ class LayerNormMLP(nn.Module):
         hidden_size: int,
         ffn_size: int,
         activation: str = "swiglu",
-        bias: bool = False,
-        normalization: str = "RMSNorm",
+        bias: bool = True,
+        normalization: str = "LayerNorm",
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
         residual: bool = False,
