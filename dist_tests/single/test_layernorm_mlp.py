@@ -526,7 +526,7 @@ def test_wrong_options_are_refused():
         ValueError, match="normalization must be 'RMSNorm' or 'LayerNorm', got 'rms'"
     ):
         fq.LayerNormLinear(D, D, normalization="rms")
-    with pytest.raises(ValueError, match=r"RMSNorm: input is \[3, 40\], its last dim must be 48"):
+    with pytest.raises(ValueError, match=r"LayerNorm: input is \[3, 40\], its last dim must be 48"):
         fq.LayerNormMLP(D, HIDDEN)(torch.zeros(3, 40))
 
 
