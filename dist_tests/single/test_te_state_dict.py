@@ -146,8 +146,10 @@ def test_a_state_that_does_not_fit_writes_nothing(name: str):
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
 
 
-def test_a_model_on_meta_is_refused():
-    """If false, a load ends without an error and without values."""
+def test_a_path_and_a_model_on_meta_are_refused():
+    """If false, a load ends without an error and without values, or on one rank alone."""
+    with pytest.raises(ValueError, match="the state is a str; wanted the dict"):
+        fq.load_te_state_dict(Net(), "te.pt")
     with torch.device("meta"):
         net = Net()
     with pytest.raises(ValueError, match=r"on the meta device: model.to_empty\(device="):

@@ -71,12 +71,18 @@ def load_te_state_dict(model: nn.Module, state: Mapping[str, object]) -> None:
 
 def _translated(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return values for every tensor of the model, by its keys."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"fq.load_te_state_dict(model, state): the state is a {type(state).__name__}; wanted "
+            "the dict of names and tensors that torch.load returns"
+        )
     here = {torch_compat.in_state_dict(key): (key, t) for key, t in model.state_dict().items()}
     here = {key: item for key, item in here.items() if not key.endswith(_EXTRA)}
-    given = {key: value for key, value in state.items() if not key.endswith(_EXTRA)}
+    tensors = {key: value for key, value in state.items() if not key.endswith(_EXTRA)}
     shapes = {key: list(tensor.shape) for key, (_, tensor) in here.items()}
     targets = _targets(model, shapes)
-    problems = _problems({there: _shape(rows, shapes) for there, rows in targets.items()}, given)
+    expected = {te_key: _shape(rows, shapes) for te_key, rows in targets.items()}
+    problems = _problems(expected, tensors)
     if any(tensor.is_meta for _, tensor in here.values()):
         problems.append("the model is on the meta device: model.to_empty(device=...) first")
     if problems:
@@ -88,8 +94,8 @@ def _translated(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]
         )
     wholes: dict[str, Tensor] = {}
     matrices: dict[str, list[Tensor]] = {}
-    for there, rows in targets.items():
-        value = given[there].detach()
+    for te_key, rows in targets.items():
+        value = tensors[te_key].detach()
         if type(value) is not Tensor:  # codes of te
             value = value.dequantize()
         parts = [value] if len(rows) == 1 else value.split([shapes[row.key][0] for row in rows])
@@ -100,8 +106,8 @@ def _translated(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]
                 matrices.setdefault(row.key, []).append(part)
     wholes |= {key: torch.stack(experts) for key, experts in matrices.items()}
     return {
-        here[key][0]: torch_compat.distributed_as(here[key][1], whole, key)
-        for key, whole in wholes.items()
+        here[key][0]: torch_compat.distributed_as(here[key][1], tensor, key)
+        for key, tensor in wholes.items()
     }
 
 
@@ -111,10 +117,10 @@ def _targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str, lis
     for name, module in model.named_modules():
         path = torch_compat.in_state_dict(name)
         prefix = f"{path}." if path else ""
-        for there, rows in _names_of(module).items():
+        for te_key, rows in _names_of(module).items():
             moved = [row._replace(key=prefix + row.key) for row in rows]
             if all(row.key in shapes for row in moved):
-                targets[prefix + there] = moved
+                targets[prefix + te_key] = moved
     renamed = {row.key for rows in targets.values() for row in rows}
     return targets | {key: [_Rows(key)] for key in shapes if key not in renamed}
 
@@ -137,7 +143,7 @@ def _names_of(module: nn.Module) -> dict[str, list[_Rows]]:
         for kind in ("weight", "bias"):
             names[f"fc1_{kind}"] = [f"{layer}.{kind}" for layer in first]
             names[f"fc2_{kind}"] = [f"down_proj.{kind}"]
-    return {there: [_Rows(key) for key in keys] for there, keys in names.items()}
+    return {te_key: [_Rows(key) for key in keys] for te_key, keys in names.items()}
 
 
 def _shape(rows: list[_Rows], shapes: Mapping[str, list[int]]) -> list[int]:
@@ -148,19 +154,19 @@ def _shape(rows: list[_Rows], shapes: Mapping[str, list[int]]) -> list[int]:
     return first if len(rows) == 1 else [sum(shape[0] for shape in of_keys), *first[1:]]
 
 
-def _problems(wanted: Mapping[str, list[int]], given: Mapping[str, object]) -> list[str]:
+def _problems(expected: Mapping[str, list[int]], tensors: Mapping[str, object]) -> list[str]:
     """Return what keeps a state from being loaded, a clause per kind."""
     problems = []
     for kind, keys in (
-        ("missing", wanted.keys() - given.keys()),
-        ("unexpected", given.keys() - wanted.keys()),
+        ("missing", expected.keys() - tensors.keys()),
+        ("unexpected", tensors.keys() - expected.keys()),
     ):
         if keys:
             problems.append(f"{kind}: {', '.join(sorted(keys))}")
-    for key in sorted(wanted.keys() & given.keys()):
-        value = given[key]
+    for key in sorted(expected.keys() & tensors.keys()):
+        value = tensors[key]
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             problems.append(f"{key} is a {type(value).__name__}, wanted a whole tensor")
-        elif list(value.shape) != wanted[key]:
-            problems.append(f"{key} is {list(value.shape)}, wanted {wanted[key]}")
+        elif list(value.shape) != expected[key]:
+            problems.append(f"{key} is {list(value.shape)}, wanted {expected[key]}")
     return problems
