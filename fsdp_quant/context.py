@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .migration import answers_keywords
 from .ops import opaque
 from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
@@ -300,6 +301,7 @@ def token_offset(offset: int) -> contextlib.AbstractContextManager[None]:
 # Quantized parameters #
 
 
+@answers_keywords
 def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextManager[None]:
     """Create weights of `fq.Linear` modules as `QuantizedTensor` parameters: codes of both
     directions.
@@ -342,6 +344,7 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 _HIGH_PRECISION = identity(backward_override=None)
 
 
+@answers_keywords
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of modules that run inside; enabled=False multiplies in high precision.

@@ -31,6 +31,7 @@ from .models.layernorm_linear import LayerNormLinear
 from .models.layernorm_mlp import LayerNormMLP
 from .models.norm import Norm
 from .models.set_recipe import set_recipe
+from .models.te_state_dict import load_te_state_dict
 from .models.unconvert import unconvert
 from .recipe import Recipe
 from .recipe import custom as CustomRecipe

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .encoded_matrix import EncodedMatrix
 from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of, value_class
+from .migration import answers_keywords
 from .ops import dispatch
 from .ops.dispatch import Statistics
 from .ops.layout import COMPACT
@@ -125,6 +126,7 @@ class Quantizer:
         return "+".join(marks)
 
 
+@answers_keywords
 @value_class
 class HybridQuantizer:
     """One quantizer per direction; the two may have different formats.

@@ -37,6 +37,7 @@ from typing import TypeVar, overload
 import torch
 
 from .formats import FAMILIES, canonical_text, family_of
+from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
@@ -396,6 +397,9 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
             f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give "
             "fq.convert that one"
         )
+    if remedy := recipe_remedy(value):
+        kind = f"a {type(value).__name__}" if type(value) is not bool else repr(value)
+        raise ValueError(f"{what} wants a recipe, got {kind}; pass {remedy}")
     is_ours = type(value).__module__.split(".")[0] == __name__.split(".")[0]
     kind = f", a {type(value).__name__} of one tensor" if is_ours else ""
     raise ValueError(
@@ -583,8 +587,9 @@ def by_name(name: str, **options) -> Recipe:
     forward, slash, backward = name.partition("/")
     if slash and "/" not in backward:
         return hybrid(forward.strip(), backward.strip(), **options)
+    remedy = "" if recipe_remedy(name) is None else f"pass {recipe_remedy(name)}; "
     raise ValueError(
-        f"unknown recipe {name!r}; known recipes: {', '.join(sorted(_BY_NAME))}, or "
+        f"unknown recipe {name!r}; {remedy}known recipes: {', '.join(sorted(_BY_NAME))}, or "
         f"forward/backward of the families {', '.join(FAMILIES)}"
     )
 

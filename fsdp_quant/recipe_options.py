@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .formats import SCALE_RULES, Format, format_of
+from .migration import with_remedies
 from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING
 from .roles import BACKWARD_OVERRIDES
@@ -47,7 +48,7 @@ _GRAD_ELEMENTS = {"fp8_tensor": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2")}  # 
 def check_names(recipe: str, options: Mapping[str, object]) -> None:
     """Raise ValueError for an option that no recipe has."""
     known = list(RECIPE_OPTIONS)[2:]  # without name and arguments
-    if unknown := ", ".join(sorted(options.keys() - set(known))):
+    if unknown := with_remedies(sorted(options.keys() - set(known))):
         raise ValueError(
             f"{recipe} has no option {unknown}; options of all recipes: {', '.join(known)}"
         )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .formats import Encoding, ceil_div, value_class
+from .migration import answers_keywords
 from .ops import dispatch, flat_codes, reference
 from .ops.dispatch import Statistics
 from .ops.reference import known
@@ -397,6 +398,7 @@ _DELAYED_OPTIONS = {
 }
 
 
+@answers_keywords
 @dataclass(frozen=True)
 class DelayedScaling:
     """Derive per-tensor scales from a history of amaxes.

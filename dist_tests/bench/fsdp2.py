@@ -107,7 +107,8 @@ class Block(nn.Module):
             (fq.Norm if fused else nn.RMSNorm)(dim),
             Attention(dim, heads, key_heads),
         )
-        self.mlp = fq.LayerNormMLP(dim, hidden, residual=True) if fused else MLP(dim, hidden)
+        options = {"bias": False, "normalization": "RMSNorm", "residual": True}
+        self.mlp = fq.LayerNormMLP(dim, hidden, **options) if fused else MLP(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x + self.attention(self.norm(x)))

@@ -223,6 +223,8 @@ def fused(recipe: str, recompute: str | None = None) -> Callable[[nn.Module], nn
             layer = fq.LayerNormMLP(
                 weight.shape[1],
                 weight.shape[0],
+                bias=False,
+                normalization="RMSNorm",
                 residual=True,
                 eps=torch.finfo(torch.float32).eps,
                 device=weight.device,

@@ -32,6 +32,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         options = {"residual": True, "device": "cuda", "dtype": BF16}
+        options |= {"bias": False, "normalization": "RMSNorm"}
         self.head = nn.Linear(D, D, device="cuda", dtype=BF16)
         self.blocks = nn.ModuleList(
             fq.LayerNormMLP(D, HIDDEN, recompute=r, recipe=RECIPES[name](), name=f"{r}", **options)

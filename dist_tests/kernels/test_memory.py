@@ -119,10 +119,10 @@ def test_codes_of_a_weight_are_let_go_when_they_have_served():
 def net(name: str, checkpointed: bool | None = None, layers: int = 6) -> torch.nn.Module:
     """checkpointed: every layer, reentrant or not; None: none."""
     torch.manual_seed(0)
+    options = {"residual": True, "bias": False, "normalization": "RMSNorm"}
+    options |= {"device": "cuda", "dtype": BF16}
     made = torch.nn.ModuleList(
-        fq.LayerNormMLP(
-            256, 512, residual=True, device="cuda", dtype=BF16, recipe=RECIPES[name](), name=f"{i}"
-        )
+        fq.LayerNormMLP(256, 512, recipe=RECIPES[name](), name=f"{i}", **options)
         for i in range(layers)
     )
     made.append(torch.nn.Linear(256, 256, device="cuda", dtype=BF16))

@@ -225,9 +225,8 @@ def test_a_norm_rounds_before_gamma_where_it_is_told_to(dtype: torch.dtype):
 def mlp(name: str, **options) -> fq.LayerNormMLP:
     torch.manual_seed(0)
     rng._MADE.clear()  # random bits are keyed by names
-    return fq.LayerNormMLP(
-        256, 512, residual=True, dtype=BF16, device="cuda", recipe=RECIPES[name](), **options
-    )
+    options = {"bias": False, "normalization": "RMSNorm", "residual": True} | options
+    return fq.LayerNormMLP(256, 512, dtype=BF16, device="cuda", recipe=RECIPES[name](), **options)
 
 
 def run(module: torch.nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -359,7 +358,8 @@ def test_mlp_is_near_the_cpus(name: str):
     x, dy = laws.values(2, 128, 256, seed=4), laws.values(2, 128, 256, seed=5)
     module = mlp(name)
     got = run(module, x.to("cuda"), dy.to("cuda"))
-    plain = fq.LayerNormMLP(256, 512, residual=True, dtype=BF16, recipe=RECIPES[name]())
+    options = {"residual": True, "bias": False, "normalization": "RMSNorm", "dtype": BF16}
+    plain = fq.LayerNormMLP(256, 512, recipe=RECIPES[name](), **options)
     plain.load_state_dict({k: v.cpu() for k, v in module.state_dict().items()})
     for what, want in run(plain, x, dy).items():
         error = (got[what].cpu().double() - want.double()).norm() / want.double().norm()

@@ -25,7 +25,14 @@ class Net(nets.Net):
         options = {"residual": True, "recipe": recipe, "recompute": recompute_gate_up}
         self.blocks = nn.ModuleList(
             [
-                fq.LayerNormMLP(nets.K, 33, name="blocks.0", **options),
+                fq.LayerNormMLP(
+                    nets.K,
+                    33,
+                    bias=False,
+                    normalization="RMSNorm",
+                    name="blocks.0",
+                    **options,
+                ),
                 fq.LayerNormMLP(
                     nets.K,
                     48,

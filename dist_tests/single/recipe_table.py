@@ -163,7 +163,16 @@ MODULES = {
     ],
     "LayerNormMLP": [
         Module(
-            lambda r, on, **o: fq.LayerNormMLP(on.k, on.n, residual=True, recipe=r, name="m", **o),
+            lambda r, on, **o: fq.LayerNormMLP(
+                on.k,
+                on.n,
+                bias=False,
+                normalization="RMSNorm",
+                residual=True,
+                recipe=r,
+                name="m",
+                **o,
+            ),
             _mlp,
         ),
         Module(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp_quant as fq
 from fsdp_quant import public
@@ -40,6 +42,31 @@ def test_the_tutorial_runs_as_written(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "docs/first_training.md", "exec"), scope)
     assert len(blocks) == 8 and (tmp_path / "run.pt").exists()
+
+
+@pytest.mark.parametrize("library", ["transformer_engine", "torchao"])
+def test_a_page_for_users_of_another_library_runs_as_written(library: str):
+    """If false, code that is rewritten as the page says fails. Blocks marked `py` are of the other
+    library."""
+    page, scope = DOCS / f"coming_from_{library}.md", {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    try:
+        for block in blocks:
+            exec(compile(block, page.name, "exec"), scope)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert len(blocks) == {"transformer_engine": 3, "torchao": 2}[library]
+
+
+@pytest.mark.parametrize("library", ["transformer_engine", "torchao"])
+def test_names_that_a_page_gives_exist(library: str):
+    """If false, a table sends a user of another library to a name that is not there."""
+    text = (DOCS / f"coming_from_{library}.md").read_text()
+    names = set(re.findall(r"\bfq((?:\.\w+)+)", text))
+    assert len(names) > 20
+    for name in names:
+        operator.attrgetter(name[1:])(fq)
 
 
 def test_every_page_installs_with_the_installed_torch():

@@ -71,8 +71,9 @@ def test_fused_modules_keep_the_names_of_the_model(tmp_path):
     class Fused(nn.Module):
         def __init__(self):
             super().__init__()
-            self.mlp = fq.LayerNormMLP(64, 96, dtype=torch.bfloat16, recipe=fq.recipes.mxfp8())
-            self.qkv = fq.LayerNormLinear(64, 96, dtype=torch.bfloat16, recipe=fq.recipes.mxfp8())
+            options = {"dtype": torch.bfloat16, "recipe": fq.recipes.mxfp8()}
+            self.mlp = fq.LayerNormMLP(64, 96, bias=False, normalization="RMSNorm", **options)
+            self.qkv = fq.LayerNormLinear(64, 96, **options)
 
     net = torch.compile(Fused())
     fq.export(net, tmp_path, names=lambda name: name.replace("mlp.norm.", "post_norm."))

@@ -21,7 +21,7 @@ ROOT = PACKAGE.parent
 
 # Imports point from a later floor to an earlier one, or stay on a floor.
 FLOORS = (
-    ("options",),
+    ("options", "migration"),
     ("formats", "counters"),
     ("ops",),
     ("scaling", "encoded_matrix", "storage"),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import re
 
 import pytest
 import torch
@@ -347,15 +349,36 @@ def test_mlp_keeps_what_the_plan_says(name: str):
 def test_mlp_state_dict_has_the_usual_names():
     """Otherwise checkpoints of plain models need a translation."""
     plain = Separate("swiglu", "LayerNorm", True, False, BF16)
-    fused = fq.LayerNormMLP(
-        D, HIDDEN, normalization="LayerNorm", bias=True, dtype=BF16, recipe=recipes.mxfp8()
-    )
+    fused = fq.LayerNormMLP(D, HIDDEN, dtype=BF16, recipe=recipes.mxfp8())
     assert list(fused.state_dict()) == list(plain.state_dict())
-    assert list(fq.LayerNormMLP(D, HIDDEN, "relu_squared").state_dict()) == [
+    llamas = {"bias": False, "normalization": "RMSNorm"}
+    assert list(fq.LayerNormMLP(D, HIDDEN, "relu_squared", **llamas).state_dict()) == [
         "norm.weight",
         "up_proj.weight",
         "down_proj.weight",
     ]
+
+
+def test_fused_modules_have_one_set_of_defaults():
+    """If false, a model that leaves options out has another norm, or biases, in its MLPs than in
+    its projections, or a docstring says other defaults."""
+    kinds = fq.LayerNormLinear, fq.LayerNormMLP
+    linear, mlp = (
+        {p.name: p.default for p in inspect.signature(kind).parameters.values()} for kind in kinds
+    )
+    shared = {name: linear[name] for name in linear.keys() & mlp.keys()}
+    assert shared == {name: mlp[name] for name in shared}
+    for kind in kinds:
+        paragraph = inspect.getdoc(kind).split("\n\n")[1]
+        stated = re.findall(r'(\w+)="?([\w-]+)', paragraph)[:4]
+        assert [name for name, _ in stated] == [
+            "bias",
+            "normalization",
+            "eps",
+            "zero_centered_gamma",
+        ]
+        assert [shared[name] for name, _ in stated] == [True, "LayerNorm", 1e-5, False]
+        assert [value for _, value in stated] == ["True", "LayerNorm", "1e-5", "False"]
 
 
 def test_mlp_follows_a_change_of_recipe():
@@ -503,7 +526,7 @@ def test_wrong_options_are_refused():
         ValueError, match="normalization must be 'RMSNorm' or 'LayerNorm', got 'rms'"
     ):
         fq.LayerNormLinear(D, D, normalization="rms")
-    with pytest.raises(ValueError, match=r"RMSNorm: input is \[3, 40\], its last dim must be 48"):
+    with pytest.raises(ValueError, match=r"LayerNorm: input is \[3, 40\], its last dim must be 48"):
         fq.LayerNormMLP(D, HIDDEN)(torch.zeros(3, 40))
 
 

@@ -835,7 +835,7 @@ MODULES = {
     "no bias": lambda r: fq.Linear(K, LAST, bias=False, recipe=r),
     "norm + linear": lambda r: fq.LayerNormLinear(K, LAST, recipe=r),
     "norm": lambda r: fq.Norm(K),
-    "mlp": lambda r: fq.LayerNormMLP(K, LAST, recipe=r),
+    "mlp": lambda r: fq.LayerNormMLP(K, LAST, bias=False, normalization="RMSNorm", recipe=r),
 }
 
 

@@ -28,6 +28,7 @@ from dist_tests.single.recipe_table import MODES as BACKWARD_MODES
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 
+OF_LLAMA = {"bias": False, "normalization": "RMSNorm", "dtype": torch.bfloat16}
 offloading = importlib.import_module("fsdp_quant.memory.offload")
 
 
@@ -49,9 +50,7 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.linear = nn.Linear(32, 32, dtype=torch.bfloat16)
         fq.convert(self, recipe)
-        self.mlp = fq.LayerNormMLP(
-            32, 48, residual=True, dtype=torch.bfloat16, recipe=recipe, name="mlp"
-        )
+        self.mlp = fq.LayerNormMLP(32, 48, residual=True, recipe=recipe, name="mlp", **OF_LLAMA)
         self.experts = fq.GroupedLinear(
             2, 32, 32, dtype=torch.bfloat16, recipe=recipe, name="experts"
         )
@@ -193,7 +192,7 @@ def device(monkeypatch):
 def net(recipe: fq.Recipe) -> nn.Module:
     torch.manual_seed(0)
     blocks = (
-        fq.LayerNormMLP(48, 64, residual=True, dtype=torch.bfloat16, recipe=recipe, name=f"{i}")
+        fq.LayerNormMLP(48, 64, residual=True, recipe=recipe, name=f"{i}", **OF_LLAMA)
         for i in range(2)
     )
     return nn.Sequential(*blocks, nn.Linear(48, 48, dtype=torch.bfloat16))

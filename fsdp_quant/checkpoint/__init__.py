@@ -13,6 +13,9 @@ a load names the tensor of a flipped bit.
 'mxfp8'
 """
 
+import sys
+from types import ModuleType
+
 from .code_hash import fingerprint, fingerprints
 from .files import export_safetensors, load_safetensors, publish, replacing
 from .verification import SAVED_BY, SKIPPED, Verified, verify
@@ -34,3 +37,18 @@ __all__ = [
     "storage_tensors",
     "verify",
 ]
+
+
+class _Codes(ModuleType):
+    """This module, which other libraries have a function of the name of."""
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Raise TypeError with what to call."""
+        raise TypeError(
+            "fq.checkpoint is a module, of codes in checkpoints, and was called; recompute "
+            "activations with torch.utils.checkpoint.checkpoint(function, *args, "
+            "use_reentrant=False), or recompute='gate_up' of fq.convert and fq.LayerNormMLP"
+        )
+
+
+sys.modules[__name__].__class__ = _Codes

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..context import STEP, current_autocast
 from ..counters import counters
 from ..formats import Direction
+from ..migration import answers_keywords
 from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.rng import own_name
@@ -111,6 +112,7 @@ class ListedExpert(Linear):
     module_type = EXPERT
 
 
+@answers_keywords
 class GroupedLinear(HasWeight):
     """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, in the formats of a recipe.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..context import current_autocast, quantized_init_recipe
+from ..migration import answers_keywords
 from ..ops import opaque
 from ..ops.rng import own_name
 from ..recipe import Recipe, identity
@@ -21,6 +22,7 @@ from .plan import GemmPlan
 from .shared_input import Handed
 
 
+@answers_keywords
 class Linear(BaseLinear):
     """y = x W^T + b, each of its three products in the formats that a recipe gives.
 

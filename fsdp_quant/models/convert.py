@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.linear import Linear
 from ..linear.passes import steps_of
+from ..migration import answers_keywords
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor import torch_compat
 from ..tensor.torch_compat import unwrapped_names
@@ -44,6 +45,7 @@ OURS = (Linear, GroupedLinear, TransposedLinear)
 CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given to `convert`
 
 
+@answers_keywords
 def convert(
     model: nn.Module,
     recipe: Recipe | PerLayer | Schedule | str,

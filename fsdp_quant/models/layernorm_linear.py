@@ -7,13 +7,18 @@ from torch import Tensor, nn
 
 from ..linear.linear import Linear, handed_to
 from ..linear.shared_input import Handed
+from ..migration import answers_keywords
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .norm import Norm
 
 
+@answers_keywords
 class LayerNormLinear(nn.Module):
     """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
+
+    Defaults, as of `fq.LayerNormMLP` and of TransformerEngine: bias=True,
+    normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False.
 
     norm:    `Norm` of `normalization`, "RMSNorm" or "LayerNorm".
     linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..linear.linear import Linear, handed_to, takes_handed
 from ..linear.shared_input import GatedInput, Handed
+from ..migration import answers_keywords
 from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
@@ -20,8 +21,13 @@ from .norm import Norm
 from .norm_op import activate
 
 
+@answers_keywords
 class LayerNormMLP(nn.Module):
     """y = down(act(gate(n)) * up(n)), or down(act(up(n))), with n = norm(x).
+
+    Defaults, as of `fq.LayerNormLinear` and of TransformerEngine: bias=True,
+    normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False. A Llama's MLP is
+    LayerNormMLP(hidden_size, ffn_size, bias=False, normalization="RMSNorm").
 
     activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh",
                  "silu", "relu", "relu_squared", which have no gate.
@@ -47,8 +53,8 @@ class LayerNormMLP(nn.Module):
         hidden_size: int,
         ffn_size: int,
         activation: str = "swiglu",
-        bias: bool = False,
-        normalization: str = "RMSNorm",
+        bias: bool = True,
+        normalization: str = "LayerNorm",
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
         residual: bool = False,

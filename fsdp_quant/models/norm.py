@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..migration import answers_keywords
 from ..ops.norm import NormSpec
 from ..tensor import torch_compat
 from .norm_op import normalize
@@ -24,6 +25,7 @@ def is_supported(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
     return mine and torch_compat.autocast_dtype(x.device) is None
 
 
+@answers_keywords
 class Norm(nn.Module):
     """A norm over the last dim: y = (x - mean) * rstd * gamma + beta.
 

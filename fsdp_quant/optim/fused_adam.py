@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..counters import counters
+from ..migration import answers_keywords
 from ..ops import native
 from ..ops.dispatch import Encoded, Statistics
 from ..tensor import torch_compat
@@ -45,6 +46,7 @@ SCALARS = (
 )
 
 
+@answers_keywords
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (or Adam) in fp32; after the step, quantized parameters are encoded from their masters.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..checkpoint.files import installed
 from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
@@ -20,7 +20,7 @@ from ..linear.operands import weight_storages
 from ..options import flag, function, read_all
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import in_state_dict, local_of
+from ..tensor.torch_compat import distributed_as, in_state_dict, local_of
 from . import layouts
 from .layouts import read_storage
 from .weights import Slice, Source, sources_of
@@ -284,16 +284,7 @@ def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _put(source: Source, values: Tensor) -> None:
     """Load a parameter or buffer, or this rank's shard of it."""
-    like = source.tensor
-    if isinstance(like, DTensor):
-        if any(type(p) not in (Shard, Replicate) for p in like.placements):
-            raise NotImplementedError(
-                f"{source.name} is sharded as {like.placements}, which are cut twice; load before "
-                "fully_shard, or parallelize_module"
-            )
-        values = distribute_tensor(
-            values.to(like.device), like.device_mesh, like.placements, src_data_rank=None
-        )
+    values = distributed_as(source.tensor, values, source.name)
     source.owner.load_state_dict({source.attribute: values}, strict=False)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -91,6 +91,23 @@ def dtensor_like(like: DTensor, local: Tensor, shape: Sequence[int] | None = Non
     meta = TensorMeta(torch.Size(like.shape if shape is None else shape), stride, local.dtype)
     return DTensor(
         local, DTensorSpec(like._spec.mesh, like._spec.placements, meta), requires_grad=False
+    )
+
+
+def distributed_as(like: Tensor, values: Tensor, name: str) -> Tensor:
+    """Values that are whole on every rank, cut as the DTensor `like`; the values, if it is none.
+
+    Raises NotImplementedError, with the name, for a tensor that two axes cut along one dim.
+    """
+    if not isinstance(like, DTensor):
+        return values
+    if any(type(p) not in (Shard, Replicate) for p in like.placements):
+        raise NotImplementedError(
+            f"{name} is sharded as {like.placements}, which are cut twice; load before "
+            "fully_shard, or parallelize_module"
+        )
+    return distribute_tensor(
+        values.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
 
 
