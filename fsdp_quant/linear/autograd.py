@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,9 @@ from ..tensor import torch_compat
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 # (dy, x if it was saved, buffers, weights, needs) -> dx, dw and db, stacked for several weights;
 # None where `needs` (of x, weights, biases) says so. What it refers to lives as long as the node.
-Backward = Callable[
-    [Tensor, Tensor | None, list[Tensor], Sequence[Tensor], Sequence[bool]], Gradients
-]
+Backward = Callable[[Tensor, Tensor | None, list[Any], Sequence[Tensor], Sequence[bool]], Gradients]
 # y; whether the backward reads x; the buffers that it reads besides; the backward
-Differentiable = tuple[Tensor, bool, list[Tensor], Backward]
+Differentiable = tuple[Tensor, bool, Sequence[Tensor | None], Backward]
 # (x, weights, biases (none: empty), whether the backward computes dx)
 Program = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], Differentiable]
 

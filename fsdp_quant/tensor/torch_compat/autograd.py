@@ -194,12 +194,15 @@ def wrap_recomputed(wrap: Callable[[Callable], Callable]) -> None:
     frame, reentrant = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
     frame_init, forward = frame.__init__, reentrant.forward
 
+    def wrapping_init(self, fn, *args, **kwargs):
+        frame_init(self, wrap(fn), *args, **kwargs)
+
     def wrapping_forward(ctx, fn, *args):
         ctx.is_wrapped = True
         return forward(ctx, wrap(fn), *args)
 
-    frame.__init__ = lambda self, fn, *args, **kwargs: frame_init(self, wrap(fn), *args, **kwargs)
-    reentrant.forward = staticmethod(wrapping_forward)
+    setattr(frame, "__init__", wrapping_init)
+    setattr(reentrant, "forward", staticmethod(wrapping_forward))
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
