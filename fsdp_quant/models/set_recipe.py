@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from ..formats import Direction
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
-from ..linear.passes import SCHEDULED, Scheduled, steps_of
+from ..linear.passes import LOOSE, SCHEDULED, Scheduled, steps_of
 from ..linear.plan import build_plan
+from ..linear.runtime import LayerRuntime
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..roles import QUANTIZED_TYPES
+from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
@@ -28,7 +33,9 @@ from .transposed_linear import TransposedLinear
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
     """Change the recipe of every converted module, between steps. Every rank must call it.
 
-    A schedule that the model followed ends.
+    A schedule that the model followed ends. Delayed scaling continues where a tensor had it
+    before: its newest amaxes stay, whatever changes besides (the other direction, other tensors,
+    `backward_override`, length, margin or element). Where it had none, it begins afresh.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
     not the one that other ranks of a `fully_shard` are given (on all of them), a model without
@@ -83,6 +90,7 @@ def give_recipes(
 ) -> None:
     """Let converted layers multiply by other recipes from now on."""
     modules = [(module, recipes[name]) for name, layers in units.items() for module in layers]
+    histories = [_planned_histories(module.runtime) for module, _ in modules]
     for module, recipe in modules:
         module.runtime.set_recipe(recipe, module.weight.device)
         state = module.runtime.weight_state
@@ -93,11 +101,38 @@ def give_recipes(
             if owner is not state:  # of all matrices
                 owner.set_quantizer(None)
             param.reset_gather_buffers()
+    _continue_histories([module.runtime for module, _ in modules], histories)
     for module, _ in modules:
         module.prepare_graphs()
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()
+
+
+_BySlot = dict[str, dict[Direction, AmaxHistory]]
+
+
+def _planned_histories(runtime: LayerRuntime) -> _BySlot:
+    return {slot: runtime.planned_histories(slot) for slot in QUANTIZED_TYPES}
+
+
+def _continue_histories(layers: Sequence[LayerRuntime], before: Sequence[_BySlot]) -> None:
+    """Let the histories of new plans continue those of the plans before, and drop histories that
+    only those had. Histories of other quantizers, in `fq.autocast`, stay."""
+    for layer, by_slot in zip(layers, before):
+        for slot, histories in by_slot.items():
+            layer.histories(layer.plan, slot, None, histories)
+    # a layer that keeps its recipe may record amaxes of the same input
+    counted = dict.fromkeys(layer.steps or LOOSE.steps for layer in layers)
+    others = (m.runtime for m in itertools.chain(*(s.layers for s in counted)))
+    sharers = {*layers, *(r for r in others if r.input_owner is not None)}
+    owners = {r.input_owner() for r in sharers if r.input_owner is not None}
+    runtimes = [r for r in sharers | owners if isinstance(r, LayerRuntime)]
+    planned = {h for r in runtimes for of in _planned_histories(r).values() for h in of.values()}
+    dropped = {h for slots in before for of in slots.values() for h in of.values()} - planned
+    for stored in (r.weight_state.histories for r in runtimes):
+        for key in [key for key, history in stored.items() if history in dropped]:
+            del stored[key]
 
 
 def agree_on_recipes(
