@@ -480,10 +480,12 @@ class Family:
 
     vector:  for activations and gradients, and for weights paired with another family.
     weight:  for weights that use the family in both directions.
+    square:  for weights, with one scale per square block; None: there is none.
     """
 
     vector: Format
     weight: Format
+    square: Format | None = None
 
     @property
     def rotates_wgrad(self) -> bool:
@@ -493,16 +495,16 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(FORMATS[vector], FORMATS[weight])
-    for name, vector, weight in (
-        ("identity", "identity", "identity"),
-        ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
-        ("fp8_row", "fp8_row", "fp8_row"),
-        ("fp8_block", "fp8_1x128", "fp8_128x128"),
-        ("mxfp8", "mxfp8", "mxfp8"),
-        ("mxfp6", "mxfp6", "mxfp6"),
-        ("mxfp4", "mxfp4", "mxfp4"),
-        ("nvfp4", "nvfp4", "nvfp4_16x16"),
+    name: Family(FORMATS[vector], FORMATS[weight], FORMATS.get(square))
+    for name, vector, weight, square in (
+        ("identity", "identity", "identity", ""),
+        ("fp8_tensor", "fp8_tensor", "fp8_tensor", ""),
+        ("fp8_row", "fp8_row", "fp8_row", ""),
+        ("fp8_block", "fp8_1x128", "fp8_128x128", "fp8_128x128"),
+        ("mxfp8", "mxfp8", "mxfp8", "mxfp8_32x32"),
+        ("mxfp6", "mxfp6", "mxfp6", ""),
+        ("mxfp4", "mxfp4", "mxfp4", ""),
+        ("nvfp4", "nvfp4", "nvfp4_16x16", "nvfp4_16x16"),
     )
 }
 
