@@ -519,6 +519,37 @@ def family_of(name: str) -> Family:
     return family
 
 
+# Elements of gradients, by bits.
+GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
+
+
+def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
+    """Return the switches that mean something in a recipe of two families, and their values, the
+    default first."""
+    f, b = forward, backward
+    formats = f.vector, b.vector
+    values: dict[str, tuple] = {}
+    if b.vector.bits in GRAD_ELEMENTS:
+        values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]
+    if scaled := [fmt for fmt in formats if fmt.has_fp32_scales]:
+        values["pow2"] = _default_first(scaled[0].pow2)
+    if any(fmt.scale == "e8m0" for fmt in formats):
+        values["scale_rounding"] = "up", "floor"
+    if any(fmt.tensor_scale for fmt in formats):
+        values["scale_rule"] = SCALE_RULES
+    if b.rotates_wgrad:
+        values["rotation"] = True, False
+    if b.vector.is_quantized:
+        values["stochastic"] = _default_first(b.rotates_wgrad)
+    if f.square is not None and b.square is not None:
+        values["square_blocks"] = _default_first(f == b and f.weight == f.square)
+    return values
+
+
+def _default_first(default: bool) -> tuple[bool, bool]:
+    return default, not default
+
+
 @value_class
 class Encoding:
     """How high-precision values are encoded in one direction.

@@ -7,8 +7,8 @@ The three GEMMs of y = x W^T read six storages; a recipe names the quantizer of 
     dgrad  dx = grad_output.rowwise    weight.columnwise
     wgrad  dW = grad_output.columnwise x.columnwise
 
-`table` prints the named recipes with the quantizers of their slots, rowwise / columnwise, and the
-switches that each one has. A switch has one name and one meaning in all of them:
+`fq.recipes.table` returns the named recipes, the quantizers of their slots and their switches. A
+switch has one name and one meaning in all of them:
 
     grad_element    element of grad_output
     pow2            fp32 scales are powers of two
@@ -32,7 +32,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, canonical_text, family_of
+from .formats import FAMILIES, canonical_text, family_of, switches_of
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
@@ -42,7 +42,6 @@ from .recipe_options import (
     items,
     read_switches,
     step_at,
-    switches_of,
     with_options,
 )
 from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
@@ -50,7 +49,7 @@ from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
 __all__ += ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_row", "hybrid", "identity"]
-__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4", "table"]
+__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
@@ -572,39 +571,6 @@ _BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf1
 def names() -> list[str]:
     """Return the names for `by_name` of recipes whose experts run as one grouped GEMM."""
     return sorted(["bf16", *(f.__name__ for f in _WITH_EXPERTS)])
-
-
-def table() -> str:
-    """Return the named recipes as a table in Markdown: the quantizers of their slots, rowwise /
-    columnwise, and their switches with the values that these have, the default first.
-
-    >>> print(fq.recipes.table().splitlines()[0][:14])
-    | recipe       |
-    """
-    rows = [("recipe", *QUANTIZED_TYPES, "switches")]
-    for function in _RECIPE_FUNCTIONS:
-        if function is hybrid:
-            row = "hybrid(F, B)", "F / B", "F / B", "B", "those of F and B"
-        else:
-            recipe, name = function(), function.__name__
-            slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
-            row = f"{name}()", *slots, _shown_switches(recipe)
-        rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _shown_switches(recipe: Recipe) -> str:
-    arguments = dict(recipe.arguments)
-    families = family_of(str(arguments["forward"])), family_of(str(arguments["backward"]))
-    shown = []
-    for name, values in switches_of(*families).items():
-        first = arguments.get(name, values[0])
-        ordered = [first, *(v for v in values if v != first)]
-        shown.append(f"{name} {' or '.join(map(str, ordered))}")
-    return "; ".join(shown)
 
 
 def by_name(name: str, **options) -> Recipe:

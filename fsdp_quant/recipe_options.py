@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import SCALE_RULES, Family, Format, format_of
+from .formats import Family, Format, format_of, switches_of
 from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING
 from .roles import BACKWARD_OVERRIDES
@@ -46,7 +46,6 @@ _TOGGLES = ("rotation", "stochastic", "square_blocks")
 _BOUND = Option(
     "a step (int) or a fraction of total_steps (float)", lambda v: type(v) in (int, float)
 )
-_GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}  # by bits
 
 
 def check_names(recipe: str, options: Mapping[str, object], switches: str = "") -> None:
@@ -57,33 +56,6 @@ def check_names(recipe: str, options: Mapping[str, object], switches: str = "") 
             f"{recipe} has no option {unknown}; options of all recipes: {', '.join(known)}"
             + switches
         )
-
-
-def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
-    """Return the switches that mean something in a recipe of two families, and their values, the
-    default first."""
-    f, b = forward, backward
-    formats = f.vector, b.vector
-    values: dict[str, tuple] = {}
-    if b.vector.bits in _GRAD_ELEMENTS:
-        values["grad_element"] = _GRAD_ELEMENTS[b.vector.bits]
-    if scaled := [fmt for fmt in formats if fmt.has_fp32_scales]:
-        values["pow2"] = _default_first(scaled[0].pow2)
-    if any(fmt.scale == "e8m0" for fmt in formats):
-        values["scale_rounding"] = "up", "floor"
-    if any(fmt.tensor_scale for fmt in formats):
-        values["scale_rule"] = SCALE_RULES
-    if b.rotates_wgrad:
-        values["rotation"] = True, False
-    if b.vector.is_quantized:
-        values["stochastic"] = _default_first(b.rotates_wgrad)
-    if f.square is not None and b.square is not None:
-        values["square_blocks"] = _default_first(f == b and f.weight == f.square)
-    return values
-
-
-def _default_first(default: bool) -> tuple[bool, bool]:
-    return default, not default
 
 
 def read_switches(

@@ -23,7 +23,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import current_autocast
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, canonical_text, format_of
 from fsdp_quant.linear.plan import PRODUCTS, build_plan
-from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
 from fsdp_quant.recipe_options import SWITCHES
 from fsdp_quant.scaling import DelayedScaling
 
@@ -79,6 +79,34 @@ def rounds_weights(role):
 
 def rotates_one_operand(role):
     return HybridQuantizer("nvfp4", Quantizer("nvfp4", rotation=role.tensor_type == "input"))
+
+
+class OwnQuantizer(Quantizer):
+    """With a rounding that nothing would call."""
+
+    def storage(self, x, direction, key=None):
+        raise AssertionError
+
+
+class OwnHybrid(HybridQuantizer):
+    def operands(self, *args, **options):
+        raise AssertionError
+
+
+class OwnFormat(Format):
+    pass
+
+
+SUBCLASSES = {
+    "OwnQuantizer.* Quantizer": OwnQuantizer("mxfp8"),
+    "OwnQuantizer.* Quantizer.* ": HybridQuantizer("mxfp8", OwnQuantizer("mxfp8")),
+    "OwnHybrid.* HybridQuantizer": OwnHybrid("mxfp8", "nvfp4"),
+    "OwnFormat.* Format": OwnFormat("own", format_of("mxfp8").element, (1, 32), "e8m0"),
+}
+
+
+def of_own(role, message, slot):
+    return SUBCLASSES[message] if role.tensor_type == slot else "mxfp8"
 
 
 class Factory:
@@ -430,6 +458,36 @@ def test_bad_answers_are_refused_when_the_recipe_is_applied(factory, message: st
         fq.convert(model, fq.CustomRecipe(factory))
     assert type(model["fc"]) is nn.Linear
     assert type(model["fc"].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("message", SUBCLASSES)
+def test_quantizers_of_a_users_class_are_refused_by_name(message: str):
+    """If false, a model trains in the formats of a base class, or in the user's forward alone, and
+    nobody calls the method that the user wrote."""
+    kind = message.split()[1]
+    wanted = rf"got {message.strip()}; wanted a {kind} itself.*fq.numerics.Format.*'identity'"
+
+    def recipe(slot: str, **options) -> fq.Recipe:
+        arguments = (("message", message), ("slot", slot))
+        return fq.Recipe("own", of_own, arguments, **options)
+
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
+    for slot in SLOTS:
+        with pytest.raises(ValueError, match=rf"fc: {slot}: own gave .*{wanted}"):
+            fq.convert(model, recipe(slot))
+        with pytest.raises(ValueError, match=wanted):
+            fq.convert(model, recipes.per_layer("mxfp8", {"fc": recipe(slot)}))
+    assert type(model["fc"]) is nn.Linear
+    with pytest.raises(ValueError, match=wanted):
+        fq.convert(model, recipe("output", boundary_slots=True))
+    with pytest.raises(ValueError, match=wanted):
+        fq.numerics.Quantize(recipe("grad_input"))
+    with pytest.raises(ValueError, match=wanted):
+        fq.GroupedLinear(2, 16, 16, recipe=recipe("weight"))
+    layer = fq.Linear(16, 16, recipe=recipes.mxfp8())
+    with pytest.raises(ValueError, match=wanted), fq.autocast(recipe("weight")):
+        layer(torch.zeros(2, 16))
+    assert hybrid_of(MX) == HybridQuantizer("mxfp8", "mxfp8")
 
 
 def test_functions_that_do_not_pickle_are_refused_by_name():

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -122,17 +121,24 @@ def _continue_histories(layers: Sequence[LayerRuntime], before: Sequence[_BySlot
     for layer, by_slot in zip(layers, before):
         for slot, histories in by_slot.items():
             layer.histories(layer.plan, slot, None, histories)
-    # a layer that keeps its recipe may record amaxes of the same input
-    counted = dict.fromkeys(layer.steps or LOOSE.steps for layer in layers)
-    others = (m.runtime for m in itertools.chain(*(s.layers for s in counted)))
-    sharers = {*layers, *(r for r in others if r.input_owner is not None)}
-    owners = {r.input_owner() for r in sharers if r.input_owner is not None}
-    runtimes = [r for r in sharers | owners if isinstance(r, LayerRuntime)]
-    planned = {h for r in runtimes for of in _planned_histories(r).values() for h in of.values()}
-    dropped = {h for slots in before for of in slots.values() for h in of.values()} - planned
-    for stored in (r.weight_state.histories for r in runtimes):
+    runtimes = _with_sharers(layers)
+    dropped = _histories_in(before) - _histories_in(map(_planned_histories, runtimes))
+    for stored in (runtime.weight_state.histories for runtime in runtimes):
         for key in [key for key, history in stored.items() if history in dropped]:
             del stored[key]
+
+
+def _histories_in(by_slots: Iterable[_BySlot]) -> set[AmaxHistory]:
+    return {history for of in by_slots for sides in of.values() for history in sides.values()}
+
+
+def _with_sharers(layers: Sequence[LayerRuntime]) -> list[LayerRuntime]:
+    """Return the layers, and others that may record amaxes of the same inputs."""
+    counted = dict.fromkeys(layer.steps or LOOSE.steps for layer in layers)
+    others = (layer.runtime for steps in counted for layer in steps.layers)
+    sharers = [*layers, *(runtime for runtime in others if runtime.input_owner is not None)]
+    owners = [runtime.input_owner() for runtime in sharers if runtime.input_owner is not None]
+    return [r for r in dict.fromkeys([*sharers, *owners]) if isinstance(r, LayerRuntime)]
 
 
 def agree_on_recipes(
