@@ -461,7 +461,8 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
     if options.get("boundary_slots"):
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
     arguments = {k: v for k, v in arguments.items() if k not in SWITCHES}
-    arguments |= read_switches(name, families, switches)
+    label = f"{name}({forward!r}, {backward!r})" if name == "hybrid" else name
+    arguments |= read_switches(label, families, switches)
     arguments |= {"forward": forward, "backward": backward}
     return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 
