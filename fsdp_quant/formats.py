@@ -480,10 +480,12 @@ class Family:
 
     vector:  for activations and gradients, and for weights paired with another family.
     weight:  for weights that use the family in both directions.
+    square:  for weights, with one scale per square block; None: there is none.
     """
 
     vector: Format
     weight: Format
+    square: Format | None = None
 
     @property
     def rotates_wgrad(self) -> bool:
@@ -493,16 +495,16 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(FORMATS[vector], FORMATS[weight])
-    for name, vector, weight in (
-        ("identity", "identity", "identity"),
-        ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
-        ("fp8_row", "fp8_row", "fp8_row"),
-        ("fp8_block", "fp8_1x128", "fp8_128x128"),
-        ("mxfp8", "mxfp8", "mxfp8"),
-        ("mxfp6", "mxfp6", "mxfp6"),
-        ("mxfp4", "mxfp4", "mxfp4"),
-        ("nvfp4", "nvfp4", "nvfp4_16x16"),
+    name: Family(FORMATS[vector], FORMATS[weight], FORMATS.get(square))
+    for name, vector, weight, square in (
+        ("identity", "identity", "identity", ""),
+        ("fp8_tensor", "fp8_tensor", "fp8_tensor", ""),
+        ("fp8_row", "fp8_row", "fp8_row", ""),
+        ("fp8_block", "fp8_1x128", "fp8_128x128", "fp8_128x128"),
+        ("mxfp8", "mxfp8", "mxfp8", "mxfp8_32x32"),
+        ("mxfp6", "mxfp6", "mxfp6", ""),
+        ("mxfp4", "mxfp4", "mxfp4", ""),
+        ("nvfp4", "nvfp4", "nvfp4_16x16", "nvfp4_16x16"),
     )
 }
 
@@ -515,6 +517,37 @@ def family_of(name: str) -> Family:
         known = ", ".join(sorted([*FAMILIES, *ALIASES]))
         raise ValueError(f"unknown format family {name!r}; known families: {known}")
     return family
+
+
+# Elements of gradients, by bits.
+GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
+
+
+def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
+    """Return the switches that mean something in a recipe of two families, and their values, the
+    default first."""
+    f, b = forward, backward
+    formats = f.vector, b.vector
+    values: dict[str, tuple] = {}
+    if b.vector.bits in GRAD_ELEMENTS:
+        values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]
+    if scaled := [fmt for fmt in formats if fmt.has_fp32_scales]:
+        values["pow2"] = _default_first(scaled[0].pow2)
+    if any(fmt.scale == "e8m0" for fmt in formats):
+        values["scale_rounding"] = "up", "floor"
+    if any(fmt.tensor_scale for fmt in formats):
+        values["scale_rule"] = SCALE_RULES
+    if b.rotates_wgrad:
+        values["rotation"] = True, False
+    if b.vector.is_quantized:
+        values["stochastic"] = _default_first(b.rotates_wgrad)
+    if f.square is not None and b.square is not None:
+        values["square_blocks"] = _default_first(f == b and f.weight == f.square)
+    return values
+
+
+def _default_first(default: bool) -> tuple[bool, bool]:
+    return default, not default
 
 
 @value_class

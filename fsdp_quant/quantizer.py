@@ -313,8 +313,9 @@ class HybridQuantizer:
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE not in directions or COLUMNWISE not in self.sides or COLUMNWISE in encodings:
             return encodings
-        if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-            # the same codes in another layout
+        is_laid_out = layouts.get(COLUMNWISE, COMPACT) != COMPACT
+        if self.shares_storage and is_laid_out and not self.is_stochastic:
+            # the same codes in another layout; random bits would differ
             return encodings | {COLUMNWISE: self.side(COLUMNWISE).encoding(COLUMNWISE)}
         return {ROWWISE: self.encodings[ROWWISE]} | encodings
 
@@ -393,8 +394,31 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def hybrid_of(value: HybridQuantizer | Quantizer | Format | str) -> HybridQuantizer:
-    """A `HybridQuantizer`; or one with a `Quantizer`, a `Format` or its name on both sides."""
+    """Return a `HybridQuantizer`; of a `Quantizer`, a `Format` or its name, with it on both sides.
+
+    Raises ValueError for subclasses of these: kernels, gathers and GEMMs read the fields of a
+    quantizer, and call no method of it.
+    """
     if isinstance(value, HybridQuantizer):
-        return value
-    side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))
-    return HybridQuantizer(side, side)
+        hybrid = value
+    else:
+        side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))
+        hybrid = HybridQuantizer(side, side)
+    _check_class(HybridQuantizer, hybrid)
+    for side in hybrid.sides.values():
+        _check_class(Quantizer, side)
+        _check_class(Format, side.fmt)
+        if side.is_delayed:
+            _check_class(DelayedScaling, side.scaling)
+    return hybrid
+
+
+def _check_class(kind: type, value: object) -> None:
+    if type(value) is not kind:
+        raise ValueError(
+            f"got {type(value).__qualname__}, a subclass of {kind.__name__}; wanted a "
+            f"{kind.__name__} itself, whose fields kernels, gathers and GEMMs read: methods of a "
+            "subclass would not be called. Describe codes as data, fq.numerics.Format(name, "
+            "element, block, scale); for arithmetic of your own quantize values in your module, "
+            "and return 'identity' for this tensor"
+        )

@@ -7,20 +7,16 @@ The three GEMMs of y = x W^T read six storages; a recipe names the quantizer of 
     dgrad  dx = grad_output.rowwise    weight.columnwise
     wgrad  dW = grad_output.columnwise x.columnwise
 
-    recipe           input            weight                 grad_output
-    identity()       identity         identity               identity
-    fp8_current()    fp8_tensor       fp8_tensor             fp8_tensor (or grad_element="e5m2")
-    fp8_delayed()    fp8_tensor       fp8_tensor             fp8_tensor e5m2; all delayed scaling
-    fp8_row()        fp8_row          fp8_row                fp8_row
-    fp8_block()      fp8_1x128        fp8_128x128            fp8_1x128
-    mxfp8()          mxfp8            mxfp8                  mxfp8
-    mxfp6()          mxfp6            mxfp6                  mxfp6 (or grad_element="e3m2")
-    mxfp4()          mxfp4 / +RHT     mxfp4                  mxfp4+SR / +SR+RHT
-    nvfp4()          nvfp4 / +RHT     nvfp4_16x16            nvfp4+SR / +SR+RHT
-    hybrid(F, B)     F / B            F / B                  B / B
+`fq.recipes.table` returns the named recipes, the quantizers of their slots and their switches. A
+switch has one name and one meaning in all of them:
 
-SR is stochastic rounding, RHT the random Hadamard transform of both operands of wgrad, where it
-cancels.
+    grad_element    element of grad_output
+    pow2            fp32 scales are powers of two
+    scale_rounding  of e8m0 scales: "up", or "floor" (the OCP rule)
+    scale_rule      of 4-bit blocks: see `nvfp4`
+    rotation        the operands of wgrad get a random Hadamard transform (RHT), which cancels
+    stochastic      grad_output is rounded stochastically (SR)
+    square_blocks   weights have square blocks, whose codes serve both directions
 
 >>> fq.recipes.hybrid("mxfp8", "nvfp4").hybrid(fq.Role("linear", "weight"))
 mxfp8 / nvfp4
@@ -36,15 +32,16 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, canonical_text, family_of
+from .formats import FAMILIES, canonical_text, family_of, switches_of
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
     RECIPE_OPTIONS,
+    SWITCHES,
     check_names,
     items,
-    read_arguments,
+    read_switches,
     step_at,
     with_options,
 )
@@ -420,21 +417,28 @@ def by_families(
     scale_rounding: str | None = None,
     delayed: DelayedScaling | None = None,
     scale_rule: str | None = None,
+    rotation: bool | None = None,
+    stochastic: bool | None = None,
+    square_blocks: bool | None = None,
 ) -> HybridQuantizer | None:
     """Return the quantizer of a slot of a named recipe: one family for the forward, one for the
     backward.
 
     pow2, scale_rounding, scale_rule:  fields of the formats that have them (None: the format's).
     grad_element:  element of grad_output.
+    rotation:      of both operands of wgrad; stochastic: rounding of grad_output (None: if the
+                   backward has 4 bits).
+    square_blocks: of weights (None: if one family that prefers them serves both directions).
     """
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
     f, b = family_of(forward), family_of(backward)
-    is_gradient = role.tensor_type == "grad_output"
-    if role.tensor_type == "weight":
-        pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
-    else:
-        pair = ((b if is_gradient else f).vector, b.vector)
+    is_gradient, is_weight = role.tensor_type == "grad_output", role.tensor_type == "weight"
+    pair = ((b if is_gradient else f).vector, b.vector)
+    if is_weight and square_blocks:
+        pair = (f.square or f.vector, b.square or b.vector)
+    elif is_weight and square_blocks is None and f == b:
+        pair = (f.weight, b.weight)
     row, column = (
         Quantizer(
             with_options(
@@ -444,27 +448,25 @@ def by_families(
         )
         for fmt in pair
     )
-    if b.rotates_wgrad and role.tensor_type != "weight":
+    if not is_weight and (b.rotates_wgrad if rotation is None else rotation):
         column = replace(column, rotation=True)
-        if is_gradient:
-            row, column = (replace(q, rounding="stochastic") for q in (row, column))
+    if is_gradient and (b.rotates_wgrad if stochastic is None else stochastic):
+        row, column = (replace(q, rounding="stochastic") for q in (row, column))
     return HybridQuantizer(row, column)
 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
-    """Return the recipe of two families. Raises ValueError, naming the option, for a value that
-    means nothing in them."""
+    """Return the recipe of two families. Raises ValueError, naming the option or switch, for a
+    value that means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
-    check_names(name, options)
-    arguments = read_arguments(name, backward, arguments)
-    rule = arguments.get("scale_rule")
-    if rule is not None and not any(family.vector.tensor_scale for family in families):
-        raise ValueError(
-            f"{name}({forward!r}, {backward!r}) has no 4-bit format, whose scales "
-            f"scale_rule={rule!r} would choose"
-        )
+    switches = {k: v for k, v in (options | arguments).items() if k in SWITCHES}
+    options = {k: v for k, v in options.items() if k not in SWITCHES}
+    check_names(name, options, f"; switches: {', '.join(switches_of(*families)) or 'none'}")
     if options.get("boundary_slots"):
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
+    arguments = {k: v for k, v in arguments.items() if k not in SWITCHES}
+    label = f"{name}({forward!r}, {backward!r})" if name == "hybrid" else name
+    arguments |= read_switches(label, families, switches)
     arguments |= {"forward": forward, "backward": backward}
     return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import SCALE_RULES, Format, format_of
+from .formats import Family, Format, format_of, switches_of
 from .migration import with_remedies
 from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING
@@ -33,38 +33,54 @@ RECIPE_OPTIONS = {  # see `recipe.Recipe`
     "tail": number(0.0, 1.0),
     "boundary_slots": flag(),
 }
-# Arguments of `by_families`; None: the format's own value.
-_ARGUMENTS = {
-    "pow2": flag(),
-    "scale_rounding": choice("up", "floor"),
-    "scale_rule": choice(*SCALE_RULES),
+# Switches of named recipes, and what the formats of a recipe need to have for each.
+SWITCHES = {
+    "grad_element": "gradients of 8 or 6 bits",
+    "pow2": "a format with fp32 scales",
+    "scale_rounding": "a format with e8m0 scales",
+    "scale_rule": "a 4-bit format with e4m3 scales",
+    "rotation": "a 4-bit format in the backward",
+    "stochastic": "a quantized format in the backward",
+    "square_blocks": "formats that have square blocks of weights",
 }
+_TOGGLES = ("rotation", "stochastic", "square_blocks")
 _BOUND = Option(
     "a step (int) or a fraction of total_steps (float)", lambda v: type(v) in (int, float)
 )
-_GRAD_ELEMENTS = {"fp8_tensor": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2")}  # by family
 
 
-def check_names(recipe: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError for an option that no recipe has."""
+def check_names(recipe: str, options: Mapping[str, object], switches: str = "") -> None:
+    """Raise ValueError for an option that no recipe has. switches: a sentence about others."""
     known = list(RECIPE_OPTIONS)[2:]  # without name and arguments
     if unknown := with_remedies(sorted(options.keys() - set(known))):
         raise ValueError(
             f"{recipe} has no option {unknown}; options of all recipes: {', '.join(known)}"
+            + switches
         )
 
 
-def read_arguments(recipe: str, backward: str, arguments: Mapping[str, object]) -> dict:
-    """Return the arguments that are not None. Raises ValueError, naming the argument, for a value
-    that means nothing in the family of the backward."""
-    table = dict(_ARGUMENTS)
-    if backward in _GRAD_ELEMENTS:
-        table["grad_element"] = choice(*_GRAD_ELEMENTS[backward])
-    return {
-        name: table[name].read(f"{recipe}: {name}", value) if name in table else value
-        for name, value in arguments.items()
-        if value is not None
-    }
+def read_switches(
+    recipe: str, families: tuple[Family, Family], given: Mapping[str, object]
+) -> dict:
+    """Return the switches of a named recipe that are not None.
+
+    Defaults of `_TOGGLES` are left out: recipes are equal with them and without. Raises ValueError,
+    naming the switch, for a value that means nothing in the families.
+    """
+    values, switches = switches_of(*families), {}
+    for name, value in given.items():
+        is_off = value is False and name in _TOGGLES
+        if value is None or (is_off and name not in values):
+            continue
+        if name not in values:
+            raise ValueError(
+                f"{recipe}: {name}={value!r} needs {SWITCHES[name]}; switches of this recipe: "
+                f"{', '.join(values) or 'none'}"
+            )
+        read = choice(*values[name]).read(f"{recipe}: {name}", value)
+        if name not in _TOGGLES or read != values[name][0]:
+            switches[name] = read
+    return switches
 
 
 def with_options(

@@ -8,8 +8,44 @@ True
 """
 
 from . import recipe as _definitions
+from .formats import family_of, switches_of
 from .recipe import *  # noqa: F403
-from .recipe import __all__ as __all__
+from .roles import QUANTIZED_TYPES, Role
+
+__all__ = ["table"]
+__all__ += _definitions.__all__
+
+
+def table() -> str:
+    """Return the named recipes as a table in Markdown: the quantizers of their slots, rowwise /
+    columnwise, and their switches with the values that these have, the default first.
+
+    >>> print(fq.recipes.table().splitlines()[0][:14])
+    | recipe       |
+    """
+    rows: list[tuple[str, ...]] = [("recipe", *QUANTIZED_TYPES, "switches")]
+    for name in _definitions.NAMED:
+        if name == "hybrid":
+            rows.append(("hybrid(F, B)", "F / B", "F / B", "B", "those of F and B"))
+            continue
+        recipe = _definitions.by_name(name, backward_override=None)
+        slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
+        rows.append((f"{name}()", *slots, _shown_switches(recipe)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _shown_switches(recipe: _definitions.Recipe) -> str:
+    arguments = dict(recipe.arguments)
+    families = family_of(str(arguments["forward"])), family_of(str(arguments["backward"]))
+    shown = []
+    for name, values in switches_of(*families).items():
+        first = arguments.get(name, values[0])
+        ordered = [first, *(v for v in values if v != first)]
+        shown.append(f"{name} {' or '.join(map(str, ordered))}")
+    return "; ".join(shown)
 
 
 def __getattr__(name: str) -> object:

@@ -477,6 +477,32 @@ class AmaxHistory:
     def record(self, amax: Tensor) -> None:
         self.record_in(self.amaxes, amax)
 
+    @torch.no_grad()
+    def continued(self, scaling: DelayedScaling, element_max: float) -> AmaxHistory:
+        """Return a history of the same tensor for another scaling: the newest amaxes of this one,
+        and the scale that it would have if it had recorded them itself.
+
+        A history that is longer has the amaxes that there are. Its scale covers those of the scale
+        of this history, whose oldest amax is stored no more.
+        """
+        history = AmaxHistory(scaling, element_max, self.keep_when_skipped).to(self.amaxes.device)
+        count = min(scaling.length, self.scaling.length)
+        history.amaxes[:count].copy_(self.amaxes[:count])
+        num_scaled = scaling.length if scaling.use == "max" else 1
+        rolled = self.amaxes[1 : 1 + num_scaled]  # slot 0 collects the current step
+        if len(rolled) < num_scaled and (self.scaling.use == "max" or not len(rolled)):
+            margins = 2.0 ** (self.scaling.margin - scaling.margin)
+            scale = self.encode_scale * (element_max / self.element_max * margins)
+            history.encode_scale.copy_(scale.clamp(max=reference.FLT_MAX))
+        else:
+            amax = rolled.amax(0, keepdim=True)
+            history.encode_scale.copy_(history._scale_of(amax) * (amax > 0))
+        return history
+
+    def _scale_of(self, amax: Tensor) -> Tensor:
+        scale = reference.divide(self.element_max, amax) / 2.0**self.scaling.margin
+        return scale.clamp(max=reference.FLT_MAX)
+
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self.live.add(self)
@@ -525,9 +551,7 @@ class AmaxHistory:
         encode_scale = torch.stack([h.encode_scale for h in histories])
         current = amaxes[:, :1]
         amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
-        fresh = (reference.divide(first.element_max, amax) / 2.0**scaling.margin).clamp(
-            max=torch.finfo(torch.float32).max
-        )
+        fresh = first._scale_of(amax)
         is_same = current == 0 if unchanged is None else (current == 0) | unchanged
         opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
         new_amaxes = torch.where(is_same, amaxes, opened)

@@ -90,6 +90,15 @@ def assert_storage_equals(got: Storage, want: oracle.Made, what: str) -> None:
 # The oracle and the library, law by law #
 
 
+@each_direction
+def test_gradients_of_any_recipe_in_e5m2_are_those_of_the_oracle(direction: Direction):
+    """If false, `grad_element="e5m2"` scales or rounds gradients for another element."""
+    for name in ("fp8_row", "fp8_1x128"):
+        for x in (values(33, 130), values(33, 130, seed=1, dtype=torch.float32) * 2.0**40):
+            got = Quantizer(format_of(name, element="e5m2")).storage(x, direction)
+            assert_storage_equals(got, oracle_of(x, name, direction, element="e5m2"), name)
+
+
 def test_oracle_covers_every_quantizer():
     """A row of the format table without an independent definition would go unchecked."""
     assert set(oracle.SPECS) == set(QUANTIZED)

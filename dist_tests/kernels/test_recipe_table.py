@@ -18,6 +18,7 @@ from dist_tests.single.recipe_table import (
     MODES,
     MODULES,
     NAMED,
+    SWITCHED,
     check_cell,
 )
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WH
     "recipe, module, mode",
     [
         *itertools.product([*NAMED, *CUSTOM, *EXACT], MODULES, MODES),
+        *itertools.product(SWITCHED, MODULES, [None]),
         *sample([*itertools.product(HYBRIDS, MODULES, MODES)]),
     ],
 )

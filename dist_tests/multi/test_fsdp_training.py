@@ -942,3 +942,47 @@ def test_shared_amaxes_are_those_of_the_whole_batch():
     (first, calls), (second, _) = run_ranks(2, _shared_amaxes)
     assert first == second and first["2.input.rowwise"][1] != [0.0]
     assert calls == 3
+
+
+def _histories(rank: int, world: int) -> None:
+    first, then = (
+        fq.recipes.fp8_delayed(length=8),
+        fq.recipes.fp8_delayed(length=2, backward_override="dequantized"),
+    )
+
+    def run(recipe: fq.Recipe, quantized: bool, switch: bool) -> list:
+        context = fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext()
+        torch.manual_seed(0)
+        with context:
+            net = fq.convert(nn.Sequential(nn.Linear(32, 17)), recipe)
+        fully_shard(net)
+        optimizer, seen = fq.optim.FusedAdam(net.parameters(), lr=0.0), []
+        for step, scale in enumerate((4.0, 16.0, 0.5, 2.0, 1.0)):
+            if switch and step == 3:
+                fq.set_recipe(net, then)
+            fq.begin_step(step)
+            with torch.no_grad():  # alike on every rank and in every recipe
+                for p in net.parameters():
+                    p.mul_(1.5)
+            fq.sync(net)
+            net(nets.batch(step, rank=rank, k=32) * scale).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(fq.state_dict(net))
+        return seen
+
+    for quantized in (False, True):
+        got, want = run(first, quantized, True), run(then, quantized, False)
+        for step in (3, 4):
+            assert got[step]["codes"] == want[step]["codes"], (quantized, step)
+            assert got[step]["histories"].keys() == want[step]["histories"].keys()
+            for side, history in want[step]["histories"].items():
+                for part, tensor in history.items():
+                    laws.assert_same_bytes(
+                        got[step]["histories"][side][part], tensor, f"{quantized} {side} {part}"
+                    )
+
+
+def test_set_recipe_continues_histories_of_sharded_weights():
+    """If false, ranks begin delayed scales of weights afresh when another recipe has the same."""
+    run_ranks(2, _histories)

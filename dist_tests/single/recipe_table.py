@@ -91,7 +91,29 @@ EXACT: dict[str, Callable[..., fq.Recipe]] = {
         "mxfp8", "nvfp4", scale_rule="fp8_exact", **options
     ),
 }
-RECIPES = NAMED | HYBRIDS | CUSTOM | EXACT
+SWITCHED: dict[str, Callable[..., fq.Recipe]] = {
+    name: lambda make=make, switches=switches, **options: make(**switches, **options)
+    for name, make, switches in (
+        (
+            "mxfp8(e5m2, square)",
+            recipes.mxfp8,
+            {"grad_element": "e5m2", "square_blocks": True, "stochastic": True},
+        ),
+        ("fp8_row(e5m2)", recipes.fp8_row, {"grad_element": "e5m2"}),
+        (
+            "fp8_block(e5m2, vectors)",
+            recipes.fp8_block,
+            {"grad_element": "e5m2", "square_blocks": False},
+        ),
+        ("fp8_delayed(stochastic)", recipes.fp8_delayed, {"stochastic": True}),
+        (
+            "nvfp4(plain)",
+            recipes.nvfp4,
+            {"rotation": False, "stochastic": False, "square_blocks": False},
+        ),
+    )
+}
+RECIPES = NAMED | HYBRIDS | CUSTOM | EXACT | SWITCHED
 
 
 class Module(NamedTuple):

@@ -881,7 +881,6 @@ def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu(recipe: fq.R
         (recipes.identity(), recipes.mxfp8()),
         (recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor")),
         (recipes.fp8_current(), recipes.fp8_delayed(length=4)),
-        (recipes.fp8_delayed(length=4), recipes.fp8_delayed(length=8, margin=1)),
         (recipes.mxfp8(), recipes.mxfp8(compute_dtype=None)),
         (recipes.nvfp4(), recipes.nvfp4(tail=0.5)),
         (recipes.mxfp8(), recipes.mxfp8(backward_override="high_precision")),
@@ -906,6 +905,132 @@ def test_set_recipe_equals_a_fresh_model_of_that_recipe(first, then):
         assert results[0] == results[1], i
     for name, tensor in fresh.state_dict().items():
         assert_same_bytes(m.state_dict()[name], tensor, name)
+
+
+# Amax histories in another recipe #
+
+D4 = recipes.fp8_delayed(length=4)
+D4_QUANTIZER = fq.Quantizer("fp8_tensor", scaling=fq.numerics.DelayedScaling(4))
+
+
+def delayed_rowwise(role):
+    is_gradient = role.tensor_type == "grad_output"
+    return "mxfp8" if is_gradient else fq.HybridQuantizer(D4_QUANTIZER, "mxfp8")
+
+
+def delayed_columnwise(role):
+    is_gradient = role.tensor_type == "grad_output"
+    return D4_QUANTIZER if is_gradient else fq.HybridQuantizer("mxfp8", D4_QUANTIZER)
+
+
+def delayed_everywhere(role):
+    return D4_QUANTIZER
+
+
+ROWS, EVERYWHERE = fq.CustomRecipe(delayed_rowwise), fq.CustomRecipe(delayed_everywhere)
+CHANGES = {  # first recipe, recipe from step 3 on
+    "override": (D4, recipes.fp8_delayed(length=4, backward_override="dequantized")),
+    "shorter": (recipes.fp8_delayed(length=8), recipes.fp8_delayed(length=2)),
+    "longer": (D4, recipes.fp8_delayed(length=8)),
+    "another scale": (D4, recipes.fp8_delayed(length=4, margin=1, grad_element="e4m3")),
+    "newest": (D4, recipes.fp8_delayed(length=4, use="newest")),
+    "max": (recipes.fp8_delayed(length=8, use="newest"), recipes.fp8_delayed(length=3)),
+    "another columnwise": (EVERYWHERE, ROWS),
+    "another rowwise": (EVERYWHERE, fq.CustomRecipe(delayed_columnwise)),
+    "no longer shared": (ROWS, EVERYWHERE),
+}
+
+
+def _of_kind(kind: str, recipe: fq.Recipe) -> nn.Module:
+    """A layer whose amaxes no recipe changes: its weights do not train."""
+    torch.manual_seed(0)
+    if kind == "packed":
+        return fq.GroupedLinear(2, 32, 16, packed=True, recipe=recipe)
+    context = fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext()
+    with context:
+        return fq.convert(nn.Sequential(nn.Linear(32, 16)), recipe)
+
+
+def _trained(kind: str, recipe, changes: dict, autocast=contextlib.nullcontext) -> list[dict]:
+    """What each of six steps computes, and its histories. changes: step -> recipe from then on."""
+    STEP.step, STEP.counted_by_hand = 0, False
+    STEP.publish()
+    m, seen = _of_kind(kind, recipe), []
+    optimizer = fq.optim.FusedAdam(m.parameters(), lr=0.0)
+    for i, scale in enumerate((4.0, 16.0, 0.5, 2.0, 8.0, 1.0)):
+        if i in changes:
+            fq.set_recipe(m, changes[i])
+        fq.begin_step(i)
+        x = (values(8, 32, dtype=torch.float32, seed=i) * scale).requires_grad_()
+        with autocast():
+            y = m(x, [3, 5]) if isinstance(m, fq.GroupedLinear) else m(x)
+        y.backward(values(8, 16, dtype=torch.float32, seed=i + 9) / scale)
+        seen.append({"y": y.detach(), "dx": x.grad})
+        seen[-1] |= {f"gradient of {n}": p.grad.clone() for n, p in m.named_parameters()}
+        histories = fq.state_dict(m)["histories"].items()
+        seen[-1] |= {f"{n} {k}": t for n, h in histories for k, t in h.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["layer", "packed", "quantized", "schedule"])
+def test_set_recipe_continues_the_histories_of_what_did_not_change(kind: str):
+    """If false, a switch of an override, of a length or of another tensor's format costs the scales
+    of the whole run, and the steps after it are not those of a run that had the recipe from its
+    start."""
+    for name in CHANGES if kind == "layer" else ("override", "shorter", "another rowwise"):
+        first, then = CHANGES[name]
+        by_step = kind == "schedule"
+        start = recipes.schedule(first, (3, None, then)) if by_step else first
+        got, want = _trained(kind, start, {} if by_step else {3: then}), _trained(kind, then, {})
+        sides = [n.rpartition(".")[0] for n in got[2] if n.endswith("amaxes")]  # up to the switch
+        histories = [n for n in want[5] if n.endswith(("amaxes", "enc"))]
+        had = [n for n in histories if n.rpartition(".")[0] in sides]
+        compared = ["y", *had] if had != histories else want[5]
+        assert had and (had == histories or name == "no longer shared")
+        for i in (3, 4, 5):
+            for what in compared:
+                assert_same_bytes(got[i][what], want[i][what], f"{kind}, {name}, step {i}: {what}")
+
+
+def test_a_longer_history_starts_with_all_amaxes_that_there_are():
+    """If false, a longer history forgets what the shorter one knew, or scales by less than it."""
+    m = fq.convert(nn.Sequential(nn.Linear(32, 16)), recipes.fp8_delayed(length=2))
+    for i, scale in enumerate((64.0, 32.0, 2.0)):
+        fq.begin_step(i)
+        m(torch.full((1, 32), scale)).sum().backward()
+    before = fq.state_dict(m)["histories"]["0.input.rowwise"]
+    fq.set_recipe(m, recipes.fp8_delayed(length=4, margin=1))
+    after = fq.state_dict(m)["histories"]["0.input.rowwise"]
+    assert before["amaxes"].tolist() == [2, 32] and after["amaxes"].tolist() == [2, 32, 0, 0]
+    assert before["enc"].item() == 2 * after["enc"].item() == 448 / 64
+
+
+def test_set_recipe_leaves_the_histories_of_contexts():
+    """If false, delayed scaling in `fq.autocast` begins afresh wherever the recipes of the modules
+    change."""
+    inside = functools.partial(fq.autocast, D4)
+    want = _trained("layer", recipes.mxfp8(), {}, inside)
+    got = _trained("layer", recipes.mxfp8(), {3: recipes.nvfp4(), 4: D4}, inside)
+    for i, step_of_both in enumerate(zip(got, want)):
+        for what in ("y", "dx"):
+            assert_same_bytes(*(seen[what] for seen in step_of_both), f"step {i}: {what}")
+
+
+def test_set_recipe_of_one_layer_leaves_a_history_that_another_shares():
+    """If false, gate loses its amaxes of the input, or records in a history that nothing rolls, as
+    up stores the history for both."""
+    m = fq.LayerNormMLP(32, 48, recipe=D4, activation="swiglu")
+    for i in range(3):
+        fq.begin_step(i)
+        m(values(4, 32, dtype=torch.float32, seed=i)).sum().backward()
+    want = fq.state_dict(m.gate_proj)["histories"]
+    fq.set_recipe(m.up_proj, recipes.mxfp8())
+    got = fq.state_dict(m.gate_proj)["histories"]
+    assert any(h["enc"] > 0 for n, h in want.items() if "input" in n) and got.keys() == want.keys()
+    for name, history in want.items():
+        assert_same_bytes(got[name]["amaxes"], history["amaxes"], name)
 
 
 def test_set_recipe_back_and_forth_starts_afresh():

@@ -157,7 +157,7 @@ def test_every_product_of_a_recipe_runs_in_8_bits_on_hopper():
         ValueError, match="nvfp4: scale_rule must be 'nearest' or 'fp8_exact', got 'fp8'"
     ):
         recipes.nvfp4(scale_rule="fp8")
-    with pytest.raises(ValueError, match="'mxfp8', 'fp8_row'.* has no 4-bit format"):
+    with pytest.raises(ValueError, match="'mxfp8', 'fp8_row'.* needs a 4-bit format"):
         recipes.hybrid("mxfp8", "fp8_row", scale_rule="fp8_exact")
     with pytest.raises(ValueError, match="scale_rule='fp8_exact' is defined for e2m1"):
         format_of("mxfp8", scale_rule="fp8_exact")

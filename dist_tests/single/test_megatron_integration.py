@@ -388,6 +388,7 @@ def test_a_recipe_survives_the_command_line():
     recipes += [
         fq.recipes.fp8_delayed(length=16, margin=1, use="newest"),
         fq.recipes.fp8_current(grad_element="e5m2"),
+        fq.recipes.mxfp8(stochastic=True, square_blocks=True),
     ]
     for recipe in recipes:
         written = megatron.arguments(recipe)

@@ -209,8 +209,12 @@ MISTAKES = {
         "returned None for Role.*; return 'identity' for a tensor that is not",
     ),
     "option unknown": Mistake(
-        lambda: recipes.mxfp8(grad_element="e5m2"),
-        "mxfp8 has no option grad_element; options of all recipes: backward_override",
+        lambda: recipes.mxfp8(element="e5m2"),
+        "mxfp8 has no option element; options of all recipes: backward_override.*; switches: grad_",
+    ),
+    "switch of other formats": Mistake(
+        lambda: recipes.mxfp8(rotation=True),
+        "mxfp8: rotation=True needs a 4-bit format in the backward; switches of this recipe: grad_",
     ),
     "arguments swapped": Mistake(
         lambda: fq.convert("mxfp8", net()),

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 import fsdp_quant as fq
+from fsdp_quant import recipe as recipe_module
 from fsdp_quant import recipes
 from fsdp_quant.context import current_autocast
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, canonical_text, format_of
 from fsdp_quant.linear.plan import PRODUCTS, build_plan
-from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
+from fsdp_quant.recipe_options import SWITCHES
 from fsdp_quant.scaling import DelayedScaling
 
 SLOTS = ("input", "weight", "grad_output")
@@ -79,6 +81,34 @@ def rotates_one_operand(role):
     return HybridQuantizer("nvfp4", Quantizer("nvfp4", rotation=role.tensor_type == "input"))
 
 
+class OwnQuantizer(Quantizer):
+    """With a rounding that nothing would call."""
+
+    def storage(self, x, direction, key=None):
+        raise AssertionError
+
+
+class OwnHybrid(HybridQuantizer):
+    def operands(self, *args, **options):
+        raise AssertionError
+
+
+class OwnFormat(Format):
+    pass
+
+
+SUBCLASSES = {
+    "OwnQuantizer.* Quantizer": OwnQuantizer("mxfp8"),
+    "OwnQuantizer.* Quantizer.* ": HybridQuantizer("mxfp8", OwnQuantizer("mxfp8")),
+    "OwnHybrid.* HybridQuantizer": OwnHybrid("mxfp8", "nvfp4"),
+    "OwnFormat.* Format": OwnFormat("own", format_of("mxfp8").element, (1, 32), "e8m0"),
+}
+
+
+def of_own(role, message, slot):
+    return SUBCLASSES[message] if role.tensor_type == slot else "mxfp8"
+
+
 class Factory:
     def __call__(self, role):
         return "mxfp8"
@@ -99,6 +129,10 @@ DELAYED_E5M2 = Quantizer(format_of("fp8_tensor", element="e5m2"), scaling=Delaye
 BLOCK, BLOCKS = Quantizer("fp8_1x128"), Quantizer("fp8_128x128")
 FLOOR = Quantizer(format_of("mxfp8", scale_rounding="floor"))
 PLAIN = Quantizer("identity")
+MX_SQUARE, MX_SR = Quantizer("mxfp8_32x32"), Quantizer("mxfp8", rounding="stochastic")
+MX_E5M2, ROW_E5M2, BLOCK_E5M2 = (
+    Quantizer(format_of(name, element="e5m2")) for name in ("mxfp8", "fp8_row", "fp8_1x128")
+)
 
 # recipe: x.row, x.col, w.row, w.col, dy.row, dy.col
 TABLE = {
@@ -116,6 +150,27 @@ TABLE = {
     "mxfp8": (recipes.mxfp8(), (MX,) * 6),
     "mxfp8_floor": (recipes.mxfp8(scale_rounding="floor"), (FLOOR,) * 6),
     "nvfp4": (recipes.nvfp4(), (NV, RHT, SQUARE, SQUARE, SR, SR_RHT)),
+    "mxfp8 e5m2": (recipes.mxfp8(grad_element="e5m2"), (MX,) * 4 + (MX_E5M2,) * 2),
+    "mxfp8 square": (recipes.mxfp8(square_blocks=True), (MX, MX, MX_SQUARE, MX_SQUARE, MX, MX)),
+    "mxfp8 stochastic": (recipes.mxfp8(stochastic=True), (MX,) * 4 + (MX_SR,) * 2),
+    "fp8_row e5m2": (recipes.fp8_row(grad_element="e5m2"), (ROW,) * 4 + (ROW_E5M2,) * 2),
+    "fp8_block e5m2": (
+        recipes.fp8_block(grad_element="e5m2", square_blocks=False),
+        (BLOCK,) * 4 + (BLOCK_E5M2,) * 2,
+    ),
+    "nvfp4 plain": (
+        recipes.nvfp4(rotation=False, stochastic=False),
+        (NV, NV, SQUARE, SQUARE, NV, NV),
+    ),
+    "nvfp4 vectors": (recipes.nvfp4(square_blocks=False), (NV, RHT, NV, NV, SR, SR_RHT)),
+    "hybrid square": (
+        recipes.hybrid("mxfp8", "nvfp4", square_blocks=True, rotation=False),
+        (MX, NV, MX_SQUARE, SQUARE, SR, SR),
+    ),
+    "hybrid e5m2": (
+        recipes.hybrid("nvfp4", "mxfp8", grad_element="e5m2"),
+        (NV, MX, NV, MX, MX_E5M2, MX_E5M2),
+    ),
     "hybrid mxfp8 nvfp4": (recipes.hybrid("mxfp8", "nvfp4"), (MX, RHT, MX, NV, SR, SR_RHT)),
     "hybrid nvfp4 mxfp8": (recipes.hybrid("nvfp4", "mxfp8"), (NV, MX, NV, MX, MX, MX)),
     "hybrid fp8_block mxfp8": (
@@ -405,6 +460,36 @@ def test_bad_answers_are_refused_when_the_recipe_is_applied(factory, message: st
     assert type(model["fc"].weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("message", SUBCLASSES)
+def test_quantizers_of_a_users_class_are_refused_by_name(message: str):
+    """If false, a model trains in the formats of a base class, or in the user's forward alone, and
+    nobody calls the method that the user wrote."""
+    kind = message.split()[1]
+    wanted = rf"got {message.strip()}; wanted a {kind} itself.*fq.numerics.Format.*'identity'"
+
+    def recipe(slot: str, **options) -> fq.Recipe:
+        arguments = (("message", message), ("slot", slot))
+        return fq.Recipe("own", of_own, arguments, **options)
+
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
+    for slot in SLOTS:
+        with pytest.raises(ValueError, match=rf"fc: {slot}: own gave .*{wanted}"):
+            fq.convert(model, recipe(slot))
+        with pytest.raises(ValueError, match=wanted):
+            fq.convert(model, recipes.per_layer("mxfp8", {"fc": recipe(slot)}))
+    assert type(model["fc"]) is nn.Linear
+    with pytest.raises(ValueError, match=wanted):
+        fq.convert(model, recipe("output", boundary_slots=True))
+    with pytest.raises(ValueError, match=wanted):
+        fq.numerics.Quantize(recipe("grad_input"))
+    with pytest.raises(ValueError, match=wanted):
+        fq.GroupedLinear(2, 16, 16, recipe=recipe("weight"))
+    layer = fq.Linear(16, 16, recipe=recipes.mxfp8())
+    with pytest.raises(ValueError, match=wanted), fq.autocast(recipe("weight")):
+        layer(torch.zeros(2, 16))
+    assert hybrid_of(MX) == HybridQuantizer("mxfp8", "mxfp8")
+
+
 def test_functions_that_do_not_pickle_are_refused_by_name():
     """Otherwise a recipe fails when a checkpoint or a worker process pickles it, hours later."""
 
@@ -460,11 +545,17 @@ BAD_OPTIONS = {  # of what has options: values that mean nothing
         "boundary_slots": [1, True],
         "scale_rounding": ["down", True],
         "colour": ["red"],
+        "grad_element": ["e2m3"],
+        "pow2": [True, False],
+        "rotation": [True, 1],
+        "stochastic": [1],
+        "square_blocks": [0],
     },
-    recipes.nvfp4: {"tail": [True, 2], "scale_rule": ["exact", 1]},
+    recipes.identity: {"stochastic": [True], "grad_element": ["e5m2"]},
+    recipes.nvfp4: {"tail": [True, 2], "scale_rule": ["exact", 1], "grad_element": ["e5m2"]},
     recipes.fp8_current: {"pow2": [1, "yes"], "grad_element": ["e2m1", "e3m4", 5]},
     recipes.fp8_row: {"pow2": [0]},
-    recipes.mxfp6: {"grad_element": ["e5m2"]},
+    recipes.mxfp6: {"grad_element": ["e5m2"], "square_blocks": [True]},
     recipes.fp8_delayed: {
         "length": [0, -1, 1.5, True, "8", None],
         "margin": [-3, 17, 0.5, True, None],
@@ -540,6 +631,30 @@ def test_switches_of_schedules_are_steps_or_fractions(switch):
             recipes.schedule("mxfp8", (0.5, None, "bf16"), total_steps=total)
     with pytest.raises(ValueError, match="schedule"):
         recipes.Schedule(recipes.mxfp8(), ((1.5, None, recipes.bf16()),))
+
+
+def test_every_named_recipe_has_the_switches_of_the_table():
+    """If false, `fq.recipes.table()` offers a switch or a value that its recipe refuses or ignores,
+    or a recipe accepts one under no name of the table."""
+    page = (Path(fq.__file__).parents[1] / "docs/reference/recipes.md").read_text()
+    assert recipes.table() in page, (
+        f"docs/reference/recipes.md wants this table:\n{recipes.table()}"
+    )
+    lines = [[cell.strip() for cell in line.split("|")] for line in recipes.table().splitlines()]
+    assert [line[1] for line in lines[2:-1]] == [f"{n}()" for n in recipe_module.NAMED[:-1]]
+    for _, call, *_, text, _ in lines[2:-1]:
+        make, others = getattr(recipes, call.removesuffix("()")), set(SWITCHES)
+        for switch in text.split("; ") if text else []:
+            name, _, values = switch.partition(" ")
+            read = [{"True": True, "False": False}.get(v, v) for v in values.split(" or ")]
+            plans = [build_plan(make(**{name: value}), "fc") for value in read]
+            assert plans[0] == build_plan(make(), "fc") != plans[1], (call, switch)
+            others.remove(name)
+        for name in others:
+            for value in ("e5m2", "e3m2", True, "floor", "fp8_exact"):
+                with pytest.raises(ValueError, match=rf"{name}.* needs .*switches of this recipe"):
+                    make(**{name: value})
+    assert recipes.mxfp8(rotation=False, stochastic=False) == recipes.mxfp8()
 
 
 def test_numpy_numbers_are_those_numbers():

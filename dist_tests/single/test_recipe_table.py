@@ -25,6 +25,7 @@ from dist_tests.single.recipe_table import (
     MODES,
     MODULES,
     NAMED,
+    SWITCHED,
     Module,
     check_cell,
     table,
@@ -39,20 +40,26 @@ from fsdp_quant.models.steps import converted_modules
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
 OF_RULES = list(itertools.product(EXACT, MODULES, MODES))
+OF_SWITCHES = [(name, module, None) for name in SWITCHED for module in MODULES]
 OF_PAIRS = list(itertools.product(HYBRIDS, MODULES, MODES))
 ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(
     itertools.product([*NAMED, *HYBRIDS], MODULES, MODES)
 )
 
 
-@pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_RULES, 5) + sample(OF_PAIRS, 11))
+@pytest.mark.parametrize(
+    "recipe, module, mode",
+    CELLS + sample(OF_RULES, 5) + sample(OF_SWITCHES, 3) + sample(OF_PAIRS, 11),
+)
 def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
     """If false, a module multiplies, keeps or quantizes something else than its recipe and backward
     mode say."""
     check_cell(recipe, module, mode)
 
 
-@pytest.mark.parametrize("recipe, module, mode", OF_RULES + sample(ON_HOPPER, 23))
+@pytest.mark.parametrize(
+    "recipe, module, mode", OF_RULES + sample(OF_SWITCHES, 3) + sample(ON_HOPPER, 23)
+)
 def test_a_cell_is_its_definition_in_compiled_steps(recipe: str, module: str, mode: str | None):
     """If false, a recipe is another one on a GPU alone: rounded, anchored or decoded otherwise."""
     with hopper.emulated():

@@ -428,6 +428,8 @@ class GemmPlan:
                 return None
             if hybrid.shares_storage and COMPACT in distinct and len(distinct) > 1:
                 return None
+            if hybrid.shares_storage and hybrid.is_stochastic and distinct != {COMPACT}:
+                return None  # a columnwise copy is the codes of the rows, not a rounding of its own
             # the step of a single matrix supports runs over tokens only
             in_runs = distinct if slot == "weight" else {layouts[slot][ROWWISE]}
             if {ANCHORED_512, ANCHORED_128} & in_runs and self.shared_rungs != _OF_GROUPS:

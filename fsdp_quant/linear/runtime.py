@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..context import STEP
+from ..formats import Direction
 from ..ops.capability import arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, Schedule, as_recipe
@@ -125,16 +126,28 @@ class LayerRuntime(Runtime):
         state.plan, state.forward_begins = self.plan, root_begins
 
     def histories(
-        self, plan: GemmPlan, slot: str, device: torch.device | None
+        self,
+        plan: GemmPlan,
+        slot: str,
+        device: torch.device | None,
+        before: Mapping[Direction, AmaxHistory] | None = None,
     ) -> list[AmaxHistory]:
-        """Amax histories of a slot's delayed sides, on `device` (None: where they are)."""
+        """Amax histories of a slot's delayed sides, on `device` (None: where they are). before: as
+        of `WeightState.history`."""
         hybrid, layer = plan.hybrid(slot), self
         if slot == "input" and self.input_owner is not None:
             layer = self.input_owner() or self
         state = layer.weight_state
         name = state.name if slot == "weight" else layer.name
-        found = [state.history(name, slot, d, hybrid.side(d)) for d in hybrid.delayed_directions]
+        found = [
+            state.history(name, slot, d, hybrid.side(d), before) for d in hybrid.delayed_directions
+        ]
         return found if device is None else [history.on(device) for history in found]
+
+    def planned_histories(self, slot: str) -> dict[Direction, AmaxHistory]:
+        """Amax histories of a slot's delayed directions in the layer's own plan."""
+        directions = self.plan.hybrid(slot).delayed_directions
+        return dict(zip(directions, self.histories(self.plan, slot, None)))
 
     def share_input_of(self, first: LayerRuntime) -> None:
         """Record amaxes of the input in the histories of `first`, which has the same input."""

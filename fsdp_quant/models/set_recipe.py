@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from ..formats import Direction
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
-from ..linear.passes import SCHEDULED, Scheduled, steps_of
+from ..linear.passes import LOOSE, SCHEDULED, Scheduled, steps_of
 from ..linear.plan import build_plan
+from ..linear.runtime import LayerRuntime
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..roles import QUANTIZED_TYPES
+from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
@@ -28,7 +32,9 @@ from .transposed_linear import TransposedLinear
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
     """Change the recipe of every converted module, between steps. Every rank must call it.
 
-    A schedule that the model followed ends.
+    A schedule that the model followed ends. Delayed scaling continues where a tensor had it
+    before: its newest amaxes stay, whatever changes besides (the other direction, other tensors,
+    `backward_override`, length, margin or element). Where it had none, it begins afresh.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
     not the one that other ranks of a `fully_shard` are given (on all of them), a model without
@@ -83,6 +89,7 @@ def give_recipes(
 ) -> None:
     """Let converted layers multiply by other recipes from now on."""
     modules = [(module, recipes[name]) for name, layers in units.items() for module in layers]
+    histories = [_planned_histories(module.runtime) for module, _ in modules]
     for module, recipe in modules:
         module.runtime.set_recipe(recipe, module.weight.device)
         state = module.runtime.weight_state
@@ -93,11 +100,45 @@ def give_recipes(
             if owner is not state:  # of all matrices
                 owner.set_quantizer(None)
             param.reset_gather_buffers()
+    _continue_histories([module.runtime for module, _ in modules], histories)
     for module, _ in modules:
         module.prepare_graphs()
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()
+
+
+_BySlot = dict[str, dict[Direction, AmaxHistory]]
+
+
+def _planned_histories(runtime: LayerRuntime) -> _BySlot:
+    return {slot: runtime.planned_histories(slot) for slot in QUANTIZED_TYPES}
+
+
+def _continue_histories(layers: Sequence[LayerRuntime], before: Sequence[_BySlot]) -> None:
+    """Let the histories of new plans continue those of the plans before, and drop histories that
+    only those had. Histories of other quantizers, in `fq.autocast`, stay."""
+    for layer, by_slot in zip(layers, before):
+        for slot, histories in by_slot.items():
+            layer.histories(layer.plan, slot, None, histories)
+    runtimes = _with_sharers(layers)
+    dropped = _histories_in(before) - _histories_in(map(_planned_histories, runtimes))
+    for stored in (runtime.weight_state.histories for runtime in runtimes):
+        for key in [key for key, history in stored.items() if history in dropped]:
+            del stored[key]
+
+
+def _histories_in(by_slots: Iterable[_BySlot]) -> set[AmaxHistory]:
+    return {history for of in by_slots for sides in of.values() for history in sides.values()}
+
+
+def _with_sharers(layers: Sequence[LayerRuntime]) -> list[LayerRuntime]:
+    """Return the layers, and others that may record amaxes of the same inputs."""
+    counted = dict.fromkeys(layer.steps or LOOSE.steps for layer in layers)
+    others = (layer.runtime for steps in counted for layer in steps.layers)
+    sharers = [*layers, *(runtime for runtime in others if runtime.input_owner is not None)]
+    owners = [runtime.input_owner() for runtime in sharers if runtime.input_owner is not None]
+    return [r for r in dict.fromkeys([*sharers, *owners]) if isinstance(r, LayerRuntime)]
 
 
 def agree_on_recipes(

@@ -74,12 +74,11 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
 
 def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
     """Return "slot.direction" -> history, for every delayed direction of the module's plan."""
-    by_side = {}
-    for slot in QUANTIZED_TYPES:
-        directions = module.plan.hybrid(slot).delayed_directions
-        histories = module.runtime.histories(module.plan, slot, None)
-        by_side |= {f"{slot}.{d.value}": history for d, history in zip(directions, histories)}
-    return by_side
+    return {
+        f"{slot}.{d.value}": history
+        for slot in QUANTIZED_TYPES
+        for d, history in module.runtime.planned_histories(slot).items()
+    }
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:

@@ -162,9 +162,8 @@ class WeightState:
         return copied
 
     def set_quantizer(self, quantizer: WeightQuantizer) -> None:
-        """Set the quantizer of another recipe; discard histories, held codes and gather buffers."""
+        """Set the quantizer of another recipe; discard held codes and gather buffers."""
         self.quantizer = quantizer
-        self.histories.clear()
         if self.held is not None:
             self.held.codes.clear()
         self.gathered = self.statistics = None
@@ -196,15 +195,27 @@ class WeightState:
         )
 
     def history(
-        self, name: str, slot: str, direction: Direction, quantizer: SideQuantizer
+        self,
+        name: str,
+        slot: str,
+        direction: Direction,
+        quantizer: SideQuantizer,
+        before: Mapping[Direction, AmaxHistory] | None = None,
     ) -> AmaxHistory:
-        """The amax history of a delayed side: of a module's slot, or of the weight itself."""
+        """The amax history of a delayed side: of a module's slot, or of the weight itself.
+
+        before:  histories of the slot under another recipe, whose amaxes a new history continues:
+                 those of its direction, else of the other one, which are of the same tensor.
+        """
         # under autocast a slot may have several quantizers
         key = (name, slot, direction, quantizer)
         if key not in self.histories:
-            self.histories[key] = AmaxHistory(
-                quantizer.scaling, quantizer.fmt.element.max, slot == "weight"
-            )
+            scaling, element_max = quantizer.scaling, quantizer.fmt.element.max
+            if before:
+                last = before.get(direction) or next(iter(before.values()))
+                self.histories[key] = last.continued(scaling, element_max)
+            else:
+                self.histories[key] = AmaxHistory(scaling, element_max, slot == "weight")
         return self.histories[key]
 
     def delayed_history(
