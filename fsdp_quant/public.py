@@ -34,6 +34,7 @@ from .models.set_recipe import set_recipe
 from .models.unconvert import unconvert
 from .recipe import Recipe
 from .recipe import custom as CustomRecipe
+from .serving.calibrate import calibrate
 from .serving.export import export
 from .serving.load import from_pretrained_quantized
 from .serving.refit import refit

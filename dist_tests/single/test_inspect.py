@@ -486,6 +486,31 @@ def test_steps_by_hand_sample_their_first_micro_batch():
     assert log.latest[0] == 10
 
 
+def test_evaluation_forwards_have_the_numbers_of_the_same_forward_in_training():
+    """If false, what is seen of an evaluation is of a training step in between, or of none."""
+    m, told = fq.convert(_linears(), "nvfp4"), []
+    x, other = (values(32, 32, seed=s, dtype=torch.float32) for s in (0, 1))
+    with kept_step(), fq.inspect(m, every=1) as log:
+        _forward(m, x)
+    fq.begin_step(7)
+    with fq.inspect(m, every=2, evaluation=True, on_record=lambda *of: told.append(of)) as seen:
+        for i in range(2):
+            _forward(m, other)  # no evaluation
+            with torch.no_grad():
+                m(other if i else x)  # in training mode
+            assert len(told) == 1
+        m.eval()(x).sum().backward()  # with gradients
+    assert [step for step, _ in seen.records] == [0, 2] and told == seen.records
+    for _, numbers_of in seen.records:
+        assert {k.split("/")[1].split(".")[0] for k in numbers_of} == {"input", "weight"}
+        assert numbers_of.items() <= log.latest[1].items()
+    with (
+        pytest.warns(UserWarning, match="saw no evaluation forward of Sequential"),
+        fq.inspect(m.train(), evaluation=True),
+    ):
+        _forward(m, x)
+
+
 def test_the_file_holds_what_was_handed_out(tmp_path):
     """If false, a report shows other numbers than the run logged, or JSON that only Python
     reads."""
@@ -539,6 +564,7 @@ def test_quantized_parameters_have_the_range_of_their_scales():
         (lambda: fq.inspect(fq.Linear(16, 16), every=True), "every.* got True"),
         (lambda: fq.inspect(fq.Linear(16, 16), first_step=1.5), "first_step.* got 1.5"),
         (lambda: fq.inspect(fq.Linear(16, 16), on_record="x"), "on_record.* got 'x'"),
+        (lambda: fq.inspect(fq.Linear(16, 16), evaluation="x"), "evaluation must be .*got 'x'"),
         (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
     ],
 )

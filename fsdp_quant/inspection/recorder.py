@@ -49,7 +49,7 @@ from ..linear.linear import Linear
 from ..linear.operands import slot_key
 from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
-from ..options import function, integer
+from ..options import flag, function, integer
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -79,10 +79,12 @@ class Inspection:
         path: str | Path | None,
         on_record: Callable[[int, Numbers], None] | None,
         first_step: int,
+        evaluation: bool,
     ):
         every = integer(1).read("inspect: every, a number of steps,", every)
         first_step = integer(0).read("inspect: first_step", first_step)
         function().read("inspect: on_record", on_record)
+        self.evaluation = flag().read("inspect: evaluation", evaluation)
         if not converted_modules(model):
             raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
         self.model, self.every, self.on_record = model, every, on_record
@@ -91,7 +93,7 @@ class Inspection:
         self._path = None if path is None else _of_rank(Path(path))
         self._next = self._step = first_step
         self._sampled = -1
-        self._num_forwards = 0  # training forwards so far
+        self._num_forwards = 0  # counted ones so far
         self.in_forward = False  # a sampled step's forward is running
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
@@ -101,7 +103,7 @@ class Inspection:
         self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, one per weight gradient
 
     def start(self) -> Inspection:
-        """Count training forwards from now on. An existing file is truncated."""
+        """Count forwards from now on. An existing file is truncated."""
         if self._undo:
             raise ValueError("inspect was started before, and not stopped; call stop() first")
         if self._path is not None:
@@ -120,10 +122,12 @@ class Inspection:
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
         if not self._num_forwards:
+            kind, how = ("training", "in training mode and with gradients")
+            if self.evaluation:
+                kind, how = ("evaluation", "in evaluation mode or without gradients")
             warnings.warn(
-                f"inspect saw no training forward of {type(self.model).__name__}: call the model "
-                "that was inspected, in training mode and with gradients; a replayed CUDA graph "
-                "runs no hooks",
+                f"inspect saw no {kind} forward of {type(self.model).__name__}: call the model "
+                f"that was inspected, {how}; a replayed CUDA graph runs no hooks",
                 stacklevel=2,
             )
 
@@ -155,13 +159,14 @@ class Inspection:
                 )
 
     def _before(self) -> None:
-        if not (torch_compat.can_observe() and self.model.training and torch.is_grad_enabled()):
+        trains = self.model.training and torch.is_grad_enabled()
+        if trains is self.evaluation or not torch_compat.can_observe():
             return
         if torch_compat.backward_is_running() or STEP.is_captured:
             return
         self._finish()
         self._num_forwards += 1
-        self._step = STEP.step if STEP.counted_by_hand else self._next
+        self._step = STEP.step if STEP.counted_by_hand and trains else self._next
         self._next += 1
         if self._step % self.every == 0 and self._sampled != self._step:
             self._sampled = self._step
@@ -174,6 +179,8 @@ class Inspection:
         if self.in_forward:
             self.in_forward = False
             self._observe("the weights", self._measure_weights)
+            if self.evaluation:
+                self._finish()
 
     def _leave_eager(self) -> None:
         if self._stance is not None:
@@ -213,7 +220,7 @@ class Inspection:
         self.in_forward = True
         managed = torch_compat.managed_params_of(self.model)
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
-        for name, module, layers in _units(self.model):
+        for name, module, layers in units_of(self.model):
             hook = torch_compat.Observer(functools.partial(self._see, name, layers))
             self._hooks.append(module.register_forward_hook(hook, with_kwargs=True).remove)
             weight_name = getattr(module, "source", "weight")
@@ -241,19 +248,14 @@ class Inspection:
         output: object,
     ) -> None:
         """Measure the input of a module's call, and later the gradient of its output."""
-        call = signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        _, x, *_ = call.values()
-        if call.get("key", x) is not x:
-            return  # attention to other keys multiplies parts of its weight, in high precision
-        sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
-        scale = call.get("scale", 1.0)
+        if (call := call_of(module, args, kwargs)) is None:
+            return
+        x, sizes, scale = call
         if not torch_compat.backward_is_running():
             if not self.in_forward:
                 return  # an evaluation forward before the next step
-            if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
-                x = x.to(dtype)
             self._add(name, "input", layers, x, sizes)
-        if isinstance(output, Tensor) and output.requires_grad:
+        if isinstance(output, Tensor) and output.requires_grad and not self.evaluation:
             gradient = functools.partial(self._add, name, "grad_output", layers)
             output.register_hook(
                 lambda dy: self._observe(f"{name}: grad_output", gradient, dy, sizes, scale)
@@ -275,11 +277,9 @@ class Inspection:
         if isinstance(x, QuantizedTensor):
             return  # tokens that were dispatched as codes
         x = x if scale == 1.0 else x * scale
-        rows = local_of(x).detach().reshape(-1, x.shape[-1])
-        for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
-            if len(part):
-                measured = _of_slot(layer, slot, part)
-                self._measured.setdefault((name, slot), []).append(measured)
+        for layer, part in rows_by_layer(layers, x, sizes):
+            measured = _of_slot(layer, slot, part)
+            self._measured.setdefault((name, slot), []).append(measured)
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -293,7 +293,7 @@ class Inspection:
                 continue
             for piece in local.state.pieces(values_of(local).detach(), cuts_of(m), m.rank):
                 pieces[id(piece.state)].append(piece)
-        for name, _, layers in _units(self.model):
+        for name, _, layers in units_of(self.model):
             for layer in layers:
                 state, weight = layer._weight_state, local_of(layer.weight)
                 tensor = codes.get(id(state), weight)
@@ -322,6 +322,7 @@ def inspect(
     path: str | Path | None = None,
     on_record: Callable[[int, Numbers], None] | None = None,
     first_step: int = 0,
+    evaluation: bool = False,
 ) -> Inspection:
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
@@ -333,6 +334,8 @@ def inspect(
     on_record:   called with (step, numbers) after each sample, such as `lambda step, numbers:
                  wandb.log(numbers, step=step)`.
     first_step:  step of the first training forward, without `fq.begin_step` (a resumed run).
+    evaluation:  sample evaluation forwards (evaluation mode, or without gradients) in place of
+                 training steps. Each one is a step, and a sample is there when it returns.
 
     numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and per quantized direction
               "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and
@@ -350,13 +353,39 @@ def inspect(
     >>> numbers["0/input/amax"]
     1.0
     """
-    return Inspection(model, every, path, on_record, first_step)
+    return Inspection(model, every, path, on_record, first_step, evaluation)
 
 
-def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, Sequence[Linear]]]:
+def units_of(model: nn.Module) -> Iterable[tuple[str, nn.Module, Sequence[Linear]]]:
     """Yield (name, module to hook, its layers) of `converted_units`."""
     for name, layers in converted_units(model).items():
         yield name.replace("_orig_mod.", ""), model.get_submodule(name), layers
+
+
+def call_of(
+    module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[Tensor, list[int] | None, float] | None:
+    """Return (input as it is multiplied, rows per expert, scale of the output) of a call that a
+    forward hook saw.
+
+    None: attention to other keys, which multiplies parts of its weight in high precision.
+    """
+    call = signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    _, x, *_ = call.values()
+    if call.get("key", x) is not x:
+        return None
+    sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
+    dtype = torch_compat.autocast_dtype(x.device)
+    return x if dtype is None else x.to(dtype), sizes, call.get("scale", 1.0)
+
+
+def rows_by_layer(
+    layers: Sequence[Linear], x: Tensor, sizes: list[int] | None
+) -> list[tuple[Linear, Tensor]]:
+    """Return each layer with this rank's rows [M, cols] of x [.., cols] that it reads, if any."""
+    rows = local_of(x).detach().reshape(-1, x.shape[-1])
+    pairs = zip(layers, [rows] if sizes is None else rows.split(sizes))
+    return [(layer, part) for layer, part in pairs if len(part)]
 
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
