@@ -8,7 +8,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..formats import ROWWISE
 from ..inspection.advise import call_with
-from ..inspection.recorder import call_of, rows_by_layer, units_of
+from ..inspection.calls import call_of, rows_by_layer, units_of
 from ..linear.linear import Linear
 from ..options import function
 from ..tensor import torch_compat
@@ -91,7 +91,7 @@ def _observed(model: nn.Module, amaxes: dict[int, Tensor]) -> Iterator[None]:
 
 def _measure(
     amaxes: dict[int, Tensor],
-    layers: list[Linear],
+    layers: Sequence[Linear],
     module: nn.Module,
     args: tuple,
     kwargs: dict,
