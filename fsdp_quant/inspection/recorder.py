@@ -38,7 +38,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,18 +79,9 @@ WHAT_IF = "what_if_sqnr_db"
 HIGH_PRECISION = HybridQuantizer(Quantizer(IDENTITY), Quantizer(IDENTITY))
 
 
-class Sample(NamedTuple):
-    """A tensor of a step. values: in high precision, None if it exists only as codes; storages: the
-    codes of `hybrid`, none for a tensor that no GEMM reads."""
-
-    values: Tensor | None
-    storages: dict[Direction, Storage]
-    hybrid: WeightQuantizer
-
-    def measure(self) -> Measured:
-        if self.values is None:
-            return measure_codes(self.storages)
-        return measure(self.values, self.storages, self.hybrid)
+# A tensor of a step: its values in high precision (None if it exists only as codes), its codes
+# (none if no GEMM reads it), and their quantizer.
+Sample = tuple[Tensor | None, dict[Direction, Storage], WeightQuantizer]
 
 
 class Inspection:
@@ -329,7 +319,7 @@ class Inspection:
     def _add_high_precision(self, name: str, slot: str, x: Tensor) -> None:
         """Measure a tensor that no GEMM of the layer reads as codes."""
         if not isinstance(x, QuantizedTensor):
-            self._take(name, slot, slot, Sample(local_of(x).detach(), {}, HIGH_PRECISION))
+            self._take(name, slot, slot, (local_of(x).detach(), {}, HIGH_PRECISION))
 
     def _add_wgrad(self, name: str, weight: Tensor) -> None:
         if weight.grad is not None:
@@ -337,13 +327,14 @@ class Inspection:
 
     def _take(self, name: str, slot: str, tensor: str, sample: Sample) -> None:
         """Measure a tensor of a slot, and dump it as `tensor`."""
-        self._measured.setdefault((name, slot, False), []).append(sample.measure())
+        values, storages, _ = sample
+        self._measured.setdefault((name, slot, False), []).append(_measured(sample))
         if self._dump is not None:
-            self._dump.add(name, tensor, sample.values, sample.storages)
+            self._dump.add(name, tensor, values, storages)
 
     def _compare(self, name: str, slot: str, sample: Sample) -> None:
         """Measure what another recipe would have made of a tensor (`what_if=`)."""
-        self._measured.setdefault((name, slot, True), []).append(sample.measure())
+        self._measured.setdefault((name, slot, True), []).append(_measured(sample))
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -359,24 +350,14 @@ class Inspection:
                 pieces[id(piece.state)].append(piece)
         for name, _, layers in self._units():
             for layer in layers:
-                state, weight = layer._weight_state, local_of(layer.weight)
-                tensor = codes.get(id(state), weight)
-                if id(state) in pieces and id(state) not in codes:
-                    samples = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
-                elif isinstance(tensor, QuantizedTensor):
-                    present = [d for d in Direction if getattr(tensor, d.value) is not None]
-                    sides = {d: tensor.storage_for(d) for d in present}
-                    samples = [Sample(None, sides, state.quantizer)] if sides else []
-                else:
-                    values = values_of(weight).detach()
-                    samples = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
-                for sample in samples:
+                other = self._what_if.get(name)
+                for sample in _of_weight(layer, pieces, codes):
                     self._take(name, "weight", _tensor_name("weight", layers, layer), sample)
-                    if name in self._what_if and sample.values is not None:
-                        other = self._what_if[name]
-                        values = sample.values.to(other.compute_dtype or sample.values.dtype)
+                    values = sample[0]
+                    if other is not None and values is not None:
+                        values = values.to(other.compute_dtype or values.dtype)
                         storages, _ = other.weight.storages(values)
-                        self._compare(name, "weight", Sample(values, storages, other.weight))
+                        self._compare(name, "weight", (values, storages, other.weight))
 
     def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
         if self._path is not None:
@@ -450,6 +431,11 @@ def _plans(units: list[Unit], what_if: Recipe | PerLayer | str) -> dict[str, Gem
     return plans
 
 
+def _measured(sample: Sample) -> Measured:
+    values, storages, hybrid = sample
+    return measure_codes(storages) if values is None else measure(values, storages, hybrid)
+
+
 def _tensor_name(slot: str, layers: Sequence[Linear], layer: Linear) -> str:
     return slot if len(layers) == 1 else f"{slot}.expert{list(layers).index(layer)}"
 
@@ -461,7 +447,23 @@ def _of_slot(layer: Linear, planned: GemmPlan, slot: str, x: Tensor) -> Sample:
     factors = [h.encode_scale for h in layer.runtime.histories(planned, slot, x.device)]
     key = slot_key(planned, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     storages, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
-    return Sample(x, storages, hybrid)
+    return x, storages, hybrid
+
+
+def _of_weight(
+    layer: Linear, pieces: dict[int, list[Piece]], codes: dict[int, FSDPHooks]
+) -> list[Sample]:
+    """pieces, codes:  of the weights under `fully_shard`, by the id of their state."""
+    state, weight = layer._weight_state, local_of(layer.weight)
+    if id(state) in pieces and id(state) not in codes:
+        return [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+    tensor = codes.get(id(state), weight)
+    if isinstance(tensor, QuantizedTensor):
+        present = [d for d in Direction if getattr(tensor, d.value) is not None]
+        sides = {d: tensor.storage_for(d) for d in present}
+        return [(None, sides, state.quantizer)] if sides else []
+    values = values_of(weight).detach()
+    return [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
 
 
 def _of_piece(piece: Piece) -> Sample:
@@ -478,7 +480,7 @@ def _of_piece(piece: Piece) -> Sample:
         )
 
     storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
-    return Sample(rounded, storages, state.quantizer)
+    return rounded, storages, state.quantizer
 
 
 def _of_rank(path: Path) -> Path:
