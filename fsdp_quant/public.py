@@ -22,6 +22,7 @@ from .inspection.advise import advise
 from .inspection.plan import plan
 from .inspection.receipt import receipt
 from .inspection.recorder import inspect
+from .inspection.support import is_native
 from .linear.grouped_linear import GroupedLinear
 from .linear.linear import Linear
 from .linear.training_steps import begin_step
