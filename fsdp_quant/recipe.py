@@ -155,11 +155,6 @@ class Recipe:
         return self
 
     @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """Every recipe that a layer may have."""
-        return (self,)
-
-    @property
     def phases(self) -> tuple[Recipe]:
         """Return all values of `at`."""
         return (self,)
@@ -258,10 +253,6 @@ class PerLayer:
         return self
 
     @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        return self.default, *(recipe for *_, recipe in self._rules)
-
-    @property
     def phases(self) -> tuple[PerLayer]:
         return (self,)
 
@@ -337,10 +328,6 @@ class Schedule:
             if start <= step and (stop is None or step < stop):
                 return recipe
         return self.base
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        return tuple(recipe for phase in self.phases for recipe in phase.recipes)
 
     @property
     def phases(self) -> tuple[Recipe | PerLayer, ...]:

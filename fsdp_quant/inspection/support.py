@@ -58,9 +58,17 @@ def is_native(
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         return NativeSupport(("this machine has no CUDA device",))
-    recipes = as_recipe(recipe, "is_native").recipes
+    recipes = [r for phase in as_recipe(recipe, "is_native").phases for r in _recipes_of(phase)]
     reasons = (reason for one in recipes for reason in _fallbacks(one, dtype, place))
     return NativeSupport(tuple(dict.fromkeys(reasons)))
+
+
+def _recipes_of(phase: Recipe | PerLayer) -> list[Recipe]:
+    """Return every recipe that a layer may have."""
+    if isinstance(phase, Recipe):
+        return [phase]
+    ends = [end for end in (phase.first, phase.last) if end is not None]
+    return [phase.default, *(recipe for _, recipe in (*phase.named, *ends))]
 
 
 def _fallbacks(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> list[str]:
