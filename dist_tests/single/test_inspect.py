@@ -513,7 +513,7 @@ def test_what_if_is_the_sqnr_that_the_other_recipe_has(sizes):
             experts = fq.GroupedLinear(2, 32, 32, recipe=recipe, name="0")
             m = nn.Sequential(nn.Linear(32, 32) if sizes is None else experts)
             m = fq.convert(m, recipe) if sizes is None else m
-            with fq.inspect(m, every=1, what_if=what_if) as log:
+            with fq.inspect(m, every=1, what_if=what_if, layers="0") as log:
                 x = values(32, 32, seed=0, dtype=torch.float32)
                 log._before()
                 y = m[0](x) if sizes is None else m[0](x, sizes)

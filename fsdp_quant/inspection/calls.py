@@ -18,10 +18,10 @@ from ..tensor.torch_compat import local_of
 Unit = tuple[str, nn.Module, Sequence[Linear]]
 
 
-def units_of(model: nn.Module, patterns: Iterable[str] | None = None) -> list[Unit]:
+def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> list[Unit]:
     """Return (name, module to hook, its layers) of `converted_units`.
 
-    patterns:  of the units to return (`roles.matches`). None: all.
+    patterns:  of the units to return (`roles.matches`), one or several. None: all.
 
     Raises ValueError for a pattern without layers.
     """
@@ -32,7 +32,7 @@ def units_of(model: nn.Module, patterns: Iterable[str] | None = None) -> list[Un
     if patterns is None:
         return units
     selected: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = {name for name, _, _ in units if matches(pattern, name)}
         if not matching:
             names = ", ".join(name for name, _, _ in units[:5])

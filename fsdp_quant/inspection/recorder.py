@@ -101,7 +101,7 @@ class Inspection:
         evaluation: bool,
         what_if: Recipe | PerLayer | str | None,
         dump: str | Path | None,
-        layers: Sequence[str] | None,
+        layers: str | Sequence[str] | None,
     ):
         every = integer(1).read("inspect: every, a number of steps,", every)
         first_step = integer(0).read("inspect: first_step", first_step)
@@ -375,7 +375,7 @@ def inspect(
     evaluation: bool = False,
     what_if: Recipe | PerLayer | str | None = None,
     dump: str | Path | None = None,
-    layers: Sequence[str] | None = None,
+    layers: str | Sequence[str] | None = None,
 ) -> Inspection:
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
@@ -392,7 +392,7 @@ def inspect(
     what_if:     another recipe, whose SQNR of the same tensors is measured too.
     dump:        folder for the tensors of sampled steps and their codes, a safetensors file per
                  step, layer and rank (`inspection.dump`).
-    layers:      names or globs of the layers to inspect; default: all.
+    layers:      name or glob of the layers to inspect, or several; default: all.
 
     numbers:  "layer/slot/amax" and "/norm" of the slots input, weight, grad_output, output and
               grad_input, "layer/weight/grad_norm" and "/grad_amax", and per quantized direction
