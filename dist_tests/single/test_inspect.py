@@ -503,6 +503,20 @@ def test_outputs_and_gradients_are_those_of_each_layer_alone():
     assert summed[1] == pytest.approx(found["gate/grad_output/norm"])
 
 
+def test_gradients_are_those_of_what_the_experts_themselves_returned():
+    """If false, under expert parallelism, whose hook sends the results back, gradients have the
+    rows of other tokens or none."""
+    with kept_step():
+        m = nn.Sequential(fq.GroupedLinear(2, 32, 32, recipe="mxfp8", name="0"))
+        m[0].register_forward_hook(lambda module, args, y: 2 * y[:3])
+        with fq.inspect(m, every=1) as log, warnings.catch_warnings():
+            warnings.filterwarnings("error", message="inspect could not measure")
+            log._before()
+            m[0](values(16, 32, seed=0, dtype=torch.float32), [4, 12]).sum().backward()
+            log._after()
+    assert log.latest[1]["0/grad_output/norm"] == pytest.approx(2 * math.sqrt(3 * 32))
+
+
 @pytest.mark.parametrize("sizes", [None, [10, 22]])
 def test_what_if_is_the_sqnr_that_the_other_recipe_has(sizes):
     """If false, someone moves a layer to a format whose noise nobody measured."""

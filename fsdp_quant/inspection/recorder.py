@@ -250,7 +250,9 @@ class Inspection:
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
         for name, module, layers in self._units():
             hook = torch_compat.Observer(functools.partial(self._see, name, layers))
-            self._hooks.append(module.register_forward_hook(hook, with_kwargs=True).remove)
+            # before hooks that change the output: those of expert parallelism send it back
+            handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            self._hooks.append(handle.remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
