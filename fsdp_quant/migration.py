@@ -25,7 +25,7 @@ KEYWORDS = {
     "amax_compute_algo": "pass use='max', or use='newest' for 'most_recent'",
     "amax_history_len": "pass length=",
     "amax_reduction_group": _SHARED,
-    "calibrating": "leave it out; fq.inspect(model) measures amaxes",
+    "calibrating": "leave it out; fq.calibrate(model, batches) measures amaxes",
     "columnwise_quantizer": "pass columnwise=, a Quantizer, a Format or its name",
     "config": "pass a recipe: fq.recipes.fp8_current(grad_element='e5m2') is 'tensorwise', "
     "fq.recipes.fp8_row(pow2=True) is 'rowwise'",
@@ -34,8 +34,8 @@ KEYWORDS = {
     "exp_avg_dtype": _MOMENTS,
     "exp_avg_sq_dtype": _MOMENTS,
     "ffn_hidden_size": "pass ffn_size=",
-    "fp8_format": "name formats by the recipe: Format.HYBRID is grad_element='e5m2' of "
-    "fq.recipes.fp8_current or fp8_delayed, Format.E4M3 is grad_element='e4m3'",
+    "fp8_format": "name formats by the recipe: Format.HYBRID is grad_element='e5m2' of every 8-bit "
+    "recipe of fq.recipes, Format.E4M3 is grad_element='e4m3'",
     "fp8_group": _SHARED,
     "fp8_recipe": "pass recipe=",
     "is_first_microbatch": "leave it out, and run the micro-batches of a step inside "

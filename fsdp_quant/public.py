@@ -22,6 +22,7 @@ from .inspection.advise import advise
 from .inspection.plan import plan
 from .inspection.receipt import receipt
 from .inspection.recorder import inspect
+from .inspection.support import is_native
 from .linear.grouped_linear import GroupedLinear
 from .linear.linear import Linear
 from .linear.training_steps import begin_step
@@ -35,6 +36,7 @@ from .models.te_state_dict import load_te_state_dict
 from .models.unconvert import unconvert
 from .recipe import Recipe
 from .recipe import custom as CustomRecipe
+from .serving.calibrate import calibrate
 from .serving.export import export
 from .serving.load import from_pretrained_quantized
 from .serving.refit import refit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,38 @@ def test_parts_of_tensor_parallelism_are_written_whole(world, tmp_path):
     for name in PARTS if world == 2 else PARTS[-1:]:
         fq.export(built(name), tmp_path / "one" / name, **OPTIONS)
         assert files(tmp_path / "many" / name) == files(tmp_path / "one" / name), name
+
+
+def _batches(ranks: Iterable[int]) -> list[torch.Tensor]:
+    return [
+        laws.values(8, WIDTH, seed=rank, dtype=torch.float32) * (1 + 3 * step * rank)
+        for step in range(2)
+        for rank in ranks
+    ]
+
+
+def _calibrate(rank: int, world: int, name: str) -> list[dict[str, float]]:
+    found = [fq.calibrate(sharded(built(name)), _batches([rank]))]
+    mesh, model = init_device_mesh(DEVICE, (world,)), built(name)
+    for layer in model.layers:
+        styles = {n: fq.parallel.ColwiseParallel() for n in ("gate_proj", "up_proj")}
+        parallelize_module(layer, mesh, styles | {"down_proj": fq.parallel.RowwiseParallel()})
+    found.append(fq.calibrate(model, _batches(range(world))))
+    model = built(name)
+    parallelize_module(model.experts, mesh, fq.parallel.ExpertParallel())
+    return [*found, fq.calibrate(model, _batches([rank]))]
+
+
+@on_cpu
+def test_amaxes_of_ranks_are_those_of_one_process():
+    """If false, a server scales the inputs of all by what one rank, its part of a layer or its
+    experts saw."""
+    of_ranks = run_ranks(2, _calibrate, "nvfp4")
+    want = fq.calibrate(built("nvfp4"), _batches(range(2)))
+    assert len(want) == 10 and {f"experts.{e}" for e in range(4)} < want.keys()
+    for of_rank in of_ranks:
+        for got, bound in zip(of_rank, (1e-6, 2e-2, 2e-2)):  # sums in another order; codes
+            assert got == pytest.approx(want, rel=bound)
 
 
 def _fail(rank: int, world: int, folder: Path) -> list[str]:

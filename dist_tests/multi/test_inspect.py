@@ -40,7 +40,10 @@ def _trained(recipe: fq.Recipe, rank: int, path: str | None, sharded: bool):
             fully_shard(net.experts)
             nets.shard(net)
         optimizer, losses, grads = torch.optim.SGD(net.parameters(), lr=0.1), [], {}
-        log = None if path is None else fq.inspect(net, every=2, path=Path(path)).start()
+        log = None
+        if path is not None:
+            dump = Path(path).with_suffix("")
+            log = fq.inspect(net, every=2, path=Path(path), what_if="mxfp8", dump=dump).start()
         for step in range(3):
             loss = (
                 net(
@@ -115,6 +118,11 @@ def test_ranks_measure_their_shards_and_train_as_before(recipe: fq.Recipe, tmp_p
     files = [tmp_path / "run.jsonl", tmp_path / "run.rank1.jsonl"]
     for path, of in zip(files, of_ranks):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
+        rank = files.index(path)
+        dumped = tmp_path / "run" / "step2" / f"blocks.0.up.rank{rank}.safetensors"
+        tensors = fq.checkpoint.load_safetensors(dumped)
+        assert tensors["input"].norm().item() == pytest.approx(of["blocks.0.up/input/norm"])
+        assert tensors["weight"].shape[0] == (17, 16)[rank]  # a shard of 33 rows
         assert [line["kind"] for line in lines] == ["plan", "numbers", "numbers", "receipt"]
         assert lines[2]["values"] == {k: v for k, v in of.items()} and lines[2]["step"] == 2
 

@@ -4,6 +4,7 @@ operands predict."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -12,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fsdp_quant as fq
 from dist_tests.laws import FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_same_bytes, values
+from dist_tests.single.hopper import emulated
+from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import StaleWeightError, gemm
-from fsdp_quant.ops import reference
+from fsdp_quant.linear.plan import build_plan
+from fsdp_quant.ops import extension, reference
 from fsdp_quant.ops.capability import (
     DOMAINS,
     arch_of,
@@ -293,6 +298,41 @@ def test_every_gpu_of_a_family_is_planned_alike():
         gemm_domain(FORMATS["mxfp8"], FORMATS["mxfp8"], torch.bfloat16, "sm_89", compiled=True)[0]
         == "bf16"
     )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100f"])
+def test_a_recipe_is_native_where_require_native_accepts_it(arch: str, monkeypatch):
+    """If false, someone rents GPUs on which a recipe runs in bf16, or is refused one that runs."""
+    native = {
+        "sm_80": {"bf16"},
+        "sm_89": {"bf16", "fp8_current", "fp8_delayed", "fp8_row"},
+        "sm_90a": {"bf16", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp6"},
+        "sm_100f": {"bf16", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"},
+    }
+    monkeypatch.setattr(extension, "runs_on", lambda device, warn=False: None)
+    with emulated(arch):
+        for name in recipes.names():
+            recipe, accepted = recipes.by_name(name), True
+            support = fq.is_native(name, "cpu")
+            try:
+                build_plan(dataclasses.replace(recipe, require_native=True), "up", arch)
+            except ValueError as error:
+                accepted = False
+                assert str(support.reasons[0]).split(" multiplies")[0] in str(error)
+            assert bool(support) == accepted == (not support.reasons), (name, str(support))
+            if name in native["sm_90a"] | native["sm_100f"]:
+                assert accepted == (name in native[arch]), (name, str(support))
+        mixed = (
+            recipes.per_layer("bf16", {"up": "mxfp8"}),
+            recipes.schedule("bf16", (5, None, "mxfp8")),
+        )
+        for recipe in mixed:
+            assert bool(fq.is_native(recipe, "cpu")) == bool(fq.is_native("mxfp8", "cpu"))
+    monkeypatch.undo()
+    assert "the device is cpu" in str(fq.is_native("mxfp8", "cpu")) and fq.is_native("bf16", "cpu")
+    assert "no CUDA device" in str(fq.is_native("bf16", "cuda")) or torch.cuda.is_available()
+    with pytest.raises(ValueError, match="is_native wants a recipe"):
+        fq.is_native(3)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100f"])

@@ -375,7 +375,7 @@ def test_unsampled_steps_launch_nothing(monkeypatch: pytest.MonkeyPatch):
     assert first > alone and second - alone <= 40 and third == alone
 
 
-@pytest.mark.parametrize("recipe, most", [("mxfp8", 100), ("nvfp4", 280)])
+@pytest.mark.parametrize("recipe, most", [("mxfp8", 110), ("nvfp4", 290)])
 def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer(
     recipe: str, most: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -455,6 +455,119 @@ def test_experts_of_one_module_are_one_layer():
     assert numbers_of["0/weight/grad_norm"] == pytest.approx(math.hypot(*grads))
 
 
+class Shared(nn.Module):
+    """Two layers that read one tensor, and experts that read their sum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.up = (nn.Linear(32, 32) for _ in range(3))
+        self.experts = fq.GroupedLinear(2, 32, 32, recipe="mxfp8", name="experts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.first(x)
+        return self.experts(self.gate(n) + 2 * self.up(n), [4, 12])
+
+
+def test_outputs_and_gradients_are_those_of_each_layer_alone():
+    """If false, the dgrad of a layer is blamed for what others that read the same input add."""
+    m = fq.convert(Shared(), "mxfp8")
+    tensors: dict[str, Tensor] = {}
+    for name, module in m.named_children():
+        module.register_forward_hook(
+            lambda _, args, y, name=name: tensors.update({f"{name}/output": y})
+        )
+    with kept_step(), fq.inspect(m, every=1) as log:
+        m(values(16, 32, seed=0, dtype=torch.float32)).square().sum().backward()
+    found = log.latest[1]
+    for key, y in tensors.items():
+        assert found[f"{key}/norm"] == pytest.approx(y.double().norm().item())
+        assert found[f"{key}/amax"] == y.abs().max().item()
+    for name in ("first", "gate", "up"):
+        grad = getattr(m, name).weight.grad
+        assert found[f"{name}/weight/grad_amax"] == grad.abs().max().item()
+        assert found[f"{name}/weight/grad_norm"] == pytest.approx(grad.double().norm().item())
+    assert "first/grad_input/norm" not in found  # x needs no gradient
+    for name, factor in (("gate", 1), ("up", 2)):
+        dy, w = factor * values(16, 32, seed=1, dtype=torch.float32), getattr(m, name).weight
+        assert found[f"{name}/grad_output/norm"] == pytest.approx(
+            factor * found["gate/grad_output/norm"]
+        )
+        layer = fq.convert(nn.Sequential(nn.Linear(32, 32, bias=False)), "mxfp8")
+        layer[0].weight.data.copy_(w)
+        x = torch.zeros(16, 32, requires_grad=True)
+        with fq.inspect(layer, every=1) as one:
+            layer(x).backward(dy)
+        assert one.latest[1]["0/grad_input/norm"] == pytest.approx(x.grad.double().norm().item())
+    summed = m.experts, found["experts/grad_input/norm"]
+    assert summed[1] == pytest.approx(found["gate/grad_output/norm"])
+
+
+def test_gradients_are_those_of_what_the_experts_themselves_returned():
+    """If false, under expert parallelism, whose hook sends the results back, gradients have the
+    rows of other tokens or none."""
+    with kept_step():
+        m = nn.Sequential(fq.GroupedLinear(2, 32, 32, recipe="mxfp8", name="0"))
+        m[0].register_forward_hook(lambda module, args, y: 2 * y[:3])
+        with fq.inspect(m, every=1) as log, warnings.catch_warnings():
+            warnings.filterwarnings("error", message="inspect could not measure")
+            log._before()
+            m[0](values(16, 32, seed=0, dtype=torch.float32), [4, 12]).sum().backward()
+            log._after()
+    assert log.latest[1]["0/grad_output/norm"] == pytest.approx(2 * math.sqrt(3 * 32))
+
+
+@pytest.mark.parametrize("sizes", [None, [10, 22]])
+def test_what_if_is_the_sqnr_that_the_other_recipe_has(sizes):
+    """If false, someone moves a layer to a format whose noise nobody measured."""
+    results = {}
+    for recipe, what_if in (("mxfp8", fq.recipes.hybrid("nvfp4", "mxfp8")), ("nvfp4/mxfp8", None)):
+        with kept_step():
+            torch.manual_seed(0)
+            experts = fq.GroupedLinear(2, 32, 32, recipe=recipe, name="0")
+            m = nn.Sequential(nn.Linear(32, 32) if sizes is None else experts)
+            m = fq.convert(m, recipe) if sizes is None else m
+            with fq.inspect(m, every=1, what_if=what_if, layers="0") as log:
+                x = values(32, 32, seed=0, dtype=torch.float32)
+                log._before()
+                y = m[0](x) if sizes is None else m[0](x, sizes)
+                y.backward(values(32, 32, seed=1, dtype=torch.float32))
+                log._after()
+            results[recipe] = log.latest[1]
+    seen, want = results.values()
+    other = {k for k in seen if k.endswith(recorder.WHAT_IF)}
+    assert {k.split("/")[1] for k in other} == {
+        f"{slot}.{d}wise" for slot in ("input", "weight", "grad_output") for d in ("row", "column")
+    }
+    for key in other:
+        assert seen[key] == pytest.approx(want[key.replace(recorder.WHAT_IF, "sqnr_db")]), key
+    assert seen["0/input.rowwise/" + recorder.WHAT_IF] < seen["0/input.rowwise/sqnr_db"] - 5
+
+
+def test_dumps_hold_what_the_step_multiplied(tmp_path):
+    """If false, a kernel is debugged on tensors that no step had."""
+    with kept_step():
+        m = Net("nvfp4")
+        inputs: list[Tensor] = []
+        m.first.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
+        with fq.inspect(m, every=2, dump=tmp_path, layers=["first", "listed", "packed"]) as log:
+            before = m.first.weight.detach().clone()
+            train(m, 3)
+    assert {key.split("/")[0] for key in log.latest[1]} == {"first", "listed", "packed"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step0", "step2"]
+    assert len(list((tmp_path / "step2").iterdir())) == 3
+    tensors = fq.checkpoint.load_safetensors(tmp_path / "step0" / "first.rank0.safetensors")
+    assert_same_bytes(tensors["input"], inputs[0], "input")
+    assert_same_bytes(tensors["weight"], before.bfloat16(), "weight")
+    q = fq.Quantizer("nvfp4").quantize(inputs[0])
+    assert_same_bytes(tensors["input.rowwise"].dequantize(), q.dequantize(), "codes")
+    slots = {key.split(".")[0] for key in tensors}
+    assert slots == {"input", "weight", "grad_output", "output", "wgrad"}
+    experts = fq.checkpoint.load_safetensors(tmp_path / "step0" / "packed.rank0.safetensors")
+    assert {"input.expert0", "input.expert2", "weight.expert1", "grad_input"} <= experts.keys()
+    assert "input.expert1" not in experts  # no token
+
+
 def test_a_gradient_that_vanishes_and_a_scale_that_lags_are_seen():
     """If false, the two failures that people look for leave no trace: underflowing gradients, and
     delayed scales that saturate."""
@@ -484,6 +597,31 @@ def test_steps_by_hand_sample_their_first_micro_batch():
         m(values(32, 32, seed=0, dtype=torch.float32)).sum().backward()
     log.stop()
     assert log.latest[0] == 10
+
+
+def test_evaluation_forwards_have_the_numbers_of_the_same_forward_in_training():
+    """If false, what is seen of an evaluation is of a training step in between, or of none."""
+    m, told = fq.convert(_linears(), "nvfp4"), []
+    x, other = (values(32, 32, seed=s, dtype=torch.float32) for s in (0, 1))
+    with kept_step(), fq.inspect(m, every=1) as log:
+        _forward(m, x)
+    fq.begin_step(7)
+    with fq.inspect(m, every=2, evaluation=True, on_record=lambda *of: told.append(of)) as seen:
+        for i in range(2):
+            _forward(m, other)  # no evaluation
+            with torch.no_grad():
+                m(other if i else x)  # in training mode
+            assert len(told) == 1
+        m.eval()(x).sum().backward()  # with gradients
+    assert [step for step, _ in seen.records] == [0, 2] and told == seen.records
+    for _, numbers_of in seen.records:
+        assert {k.split("/")[1].split(".")[0] for k in numbers_of} == {"input", "output", "weight"}
+        assert numbers_of.items() <= log.latest[1].items()
+    with (
+        pytest.warns(UserWarning, match="saw no evaluation forward of Sequential"),
+        fq.inspect(m.train(), evaluation=True),
+    ):
+        _forward(m, x)
 
 
 def test_the_file_holds_what_was_handed_out(tmp_path):
@@ -539,6 +677,10 @@ def test_quantized_parameters_have_the_range_of_their_scales():
         (lambda: fq.inspect(fq.Linear(16, 16), every=True), "every.* got True"),
         (lambda: fq.inspect(fq.Linear(16, 16), first_step=1.5), "first_step.* got 1.5"),
         (lambda: fq.inspect(fq.Linear(16, 16), on_record="x"), "on_record.* got 'x'"),
+        (lambda: fq.inspect(fq.Linear(16, 16), what_if="fp8_delayed"), "what_if .* delayed scales"),
+        (lambda: fq.inspect(fq.Linear(16, 16), what_if="fp9"), "fp9"),
+        (lambda: fq.inspect(fq.Linear(16, 16), layers=["up"]), "layers: 'up' matches no layer"),
+        (lambda: fq.inspect(fq.Linear(16, 16), evaluation="x"), "evaluation must be .*got 'x'"),
         (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
     ],
 )
@@ -668,10 +810,11 @@ def test_faults_of_the_recorder_are_warnings_that_name_the_layer(
     def faulty(*_):
         raise torch.OutOfMemoryError("no memory")
 
-    for target in ("_of_slot", "_of_piece", "_add_gradient", "on_host"):
+    for target in ("_of_slot", "_of_piece", "_add_wgrad", "on_host"):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            patch.setattr(recorder, target, faulty)
+            owner = recorder if hasattr(recorder, target) else recorder.Inspection
+            patch.setattr(owner, target, faulty)
             with fq.inspect(m, every=1, path=tmp_path / "log.jsonl"):
                 for _ in range(3):
                     _forward(m, x)

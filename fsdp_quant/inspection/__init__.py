@@ -12,6 +12,7 @@ from .plan import diff as diff_plans
 from .plan import load as load_plan
 from .receipt import Receipt, reset_receipt
 from .recorder import Inspection
+from .support import NativeSupport
 
 __all__ = [
     "Advice",
@@ -19,6 +20,7 @@ __all__ = [
     "GemmRow",
     "Inspection",
     "ModelPlan",
+    "NativeSupport",
     "Receipt",
     "Traffic",
     "diff_plans",

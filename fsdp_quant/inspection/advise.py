@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -301,11 +302,16 @@ class _Study:
         return loss.reshape(())
 
 
-def _own_loss(model: nn.Module, batch: object) -> Tensor:
+def call_with(model: nn.Module, batch: object) -> Any:
+    """Return what the model returns for a batch: a mapping of keywords, a tuple or list of
+    arguments, or one argument."""
     if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _own_loss(model: nn.Module, batch: object) -> Tensor:
+    output = call_with(model, batch)
     if getattr(output, "loss", None) is None:
         raise ValueError(
             f"advise: the model returned {type(output).__name__} without a loss; pass loss=lambda "

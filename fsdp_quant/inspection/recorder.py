@@ -10,8 +10,11 @@ hooks store no codes, advance no generator and record no history: training bits 
     grad_output  a hook on the layer's output
     weight       after the model's forward; under `fully_shard`, each rank's shard with the shared
                  statistics
-    grad_norm    when the weight's gradient is accumulated: the norm of the sharded gradient, before
-                 clipping
+    grad_norm    when the weight's gradient is accumulated: norm and amax of the sharded gradient,
+                 before clipping (`grad_amax`)
+    output       of the layer's forward, in high precision
+    grad_input   a hook on the node that computes dgrad: of this layer alone, in high precision.
+                 Layers that share one gathered input among ranks have their sum
 
 Statistics stay on the device until the next training forward begins. Steps that are not sampled are
 only counted. Each rank measures its own operands; with tensor parallelism, its part of a layer.
@@ -32,9 +35,8 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -43,13 +45,14 @@ from torch import Tensor, nn
 
 from ..context import STEP
 from ..counters import counters
-from ..formats import Direction
-from ..linear.grouped_linear import GroupedLinear
+from ..formats import IDENTITY, Direction
 from ..linear.linear import Linear
 from ..linear.operands import slot_key
-from ..models.set_recipe import converted_units
+from ..linear.plan import GemmPlan, build_plan
 from ..models.steps import converted_modules
-from ..options import function, integer
+from ..options import flag, function, integer
+from ..quantizer import HybridQuantizer, Quantizer
+from ..recipe import PerLayer, Recipe, as_recipe
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -57,12 +60,28 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import cuts_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from ..tensor.weight_state import Piece, Shard, encode_shards, storage_of, values_of
-from .numbers import Measured, combined, measure, measure_codes, on_host, quantities, to_host
+from ..tensor.weight_state import (
+    Piece,
+    Shard,
+    WeightQuantizer,
+    encode_shards,
+    storage_of,
+    values_of,
+)
+from .calls import Unit, call_of, rows_by_layer, units_of
+from .dump import Dump
+from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
 from .plan import plan
 from .receipt import receipt
 
 Numbers = dict[str, float]
+WHAT_IF = "what_if_sqnr_db"
+HIGH_PRECISION = HybridQuantizer(Quantizer(IDENTITY), Quantizer(IDENTITY))
+
+
+# A tensor of a step: its values in high precision (None if it exists only as codes), its codes
+# (none if no GEMM reads it), and their quantizer.
+Sample = tuple[Tensor | None, dict[Direction, Storage], WeightQuantizer]
 
 
 class Inspection:
@@ -79,10 +98,15 @@ class Inspection:
         path: str | Path | None,
         on_record: Callable[[int, Numbers], None] | None,
         first_step: int,
+        evaluation: bool,
+        what_if: Recipe | PerLayer | str | None,
+        dump: str | Path | None,
+        layers: str | Sequence[str] | None,
     ):
         every = integer(1).read("inspect: every, a number of steps,", every)
         first_step = integer(0).read("inspect: first_step", first_step)
         function().read("inspect: on_record", on_record)
+        self.evaluation = flag().read("inspect: evaluation", evaluation)
         if not converted_modules(model):
             raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
         self.model, self.every, self.on_record = model, every, on_record
@@ -91,17 +115,21 @@ class Inspection:
         self._path = None if path is None else _of_rank(Path(path))
         self._next = self._step = first_step
         self._sampled = -1
-        self._num_forwards = 0  # training forwards so far
+        self._num_forwards = 0  # counted ones so far
         self.in_forward = False  # a sampled step's forward is running
+        self._units = functools.partial(units_of, model, layers)
+        units = self._units()
+        self._what_if = {} if what_if is None else _plans(units, what_if)
+        self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
         self._stance = None
         self._faults: set[str] = set()  # what could not be measured, and was warned of
-        self._measured: dict[tuple[str, str], list[Measured]] = {}
-        self._gradient_norms: dict[str, list[Tensor]] = {}  # per layer, one per weight gradient
+        # (layer, slot, of another recipe) -> its parts
+        self._measured: dict[tuple[str, str, bool], list[Measured]] = {}
 
     def start(self) -> Inspection:
-        """Count training forwards from now on. An existing file is truncated."""
+        """Count forwards from now on. An existing file is truncated."""
         if self._undo:
             raise ValueError("inspect was started before, and not stopped; call stop() first")
         if self._path is not None:
@@ -120,10 +148,12 @@ class Inspection:
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
         if not self._num_forwards:
+            kind, how = ("training", "in training mode and with gradients")
+            if self.evaluation:
+                kind, how = ("evaluation", "in evaluation mode or without gradients")
             warnings.warn(
-                f"inspect saw no training forward of {type(self.model).__name__}: call the model "
-                "that was inspected, in training mode and with gradients; a replayed CUDA graph "
-                "runs no hooks",
+                f"inspect saw no {kind} forward of {type(self.model).__name__}: call the model "
+                f"that was inspected, {how}; a replayed CUDA graph runs no hooks",
                 stacklevel=2,
             )
 
@@ -155,13 +185,14 @@ class Inspection:
                 )
 
     def _before(self) -> None:
-        if not (torch_compat.can_observe() and self.model.training and torch.is_grad_enabled()):
+        trains = self.model.training and torch.is_grad_enabled()
+        if trains is self.evaluation or not torch_compat.can_observe():
             return
         if torch_compat.backward_is_running() or STEP.is_captured:
             return
         self._finish()
         self._num_forwards += 1
-        self._step = STEP.step if STEP.counted_by_hand else self._next
+        self._step = STEP.step if STEP.counted_by_hand and trains else self._next
         self._next += 1
         if self._step % self.every == 0 and self._sampled != self._step:
             self._sampled = self._step
@@ -174,6 +205,8 @@ class Inspection:
         if self.in_forward:
             self.in_forward = False
             self._observe("the weights", self._measure_weights)
+            if self.evaluation:
+                self._finish()
 
     def _leave_eager(self) -> None:
         if self._stance is not None:
@@ -187,21 +220,23 @@ class Inspection:
         self._hooks, latest = [], self.latest
         if self._measured:
             self._observe("the sampled step", self._collect)
-        self._measured, self._gradient_norms = {}, {}
+            if self._dump is not None:
+                self._observe("the tensors to dump", self._dump.write, self._sampled)
+        self._measured = {}
         if self.on_record is not None and self.latest is not None and self.latest is not latest:
             self.on_record(*self.latest)
 
     def _collect(self) -> None:
         values = iter(on_host([part for parts in self._measured.values() for part in parts]))
         numbers: Numbers = {}
-        for (name, slot), parts in self._measured.items():
+        for (name, slot, is_other), parts in self._measured.items():
             totals, directions = combined([next(values) for _ in parts])
             for key, value in quantities(slot, totals, directions).items():
-                numbers[f"{name}/{key}"] = value
-        norms = iter(to_host([n for parts in self._gradient_norms.values() for n in parts]))
-        for name, parts in self._gradient_norms.items():
-            if parts:
-                numbers[f"{name}/weight/grad_norm"] = math.hypot(*(next(norms)[0] for _ in parts))
+                if not is_other:
+                    key = key.replace("wgrad/", "weight/grad_")
+                    numbers[f"{name}/{key}"] = value
+                elif key.endswith("/sqnr_db"):
+                    numbers[f"{name}/{key.removesuffix('sqnr_db')}{WHAT_IF}"] = value
         self.latest = self._sampled, numbers
         if self._path is None:
             self.records.append((self._sampled, numbers))
@@ -213,16 +248,17 @@ class Inspection:
         self.in_forward = True
         managed = torch_compat.managed_params_of(self.model)
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
-        for name, module, layers in _units(self.model):
+        for name, module, layers in self._units():
             hook = torch_compat.Observer(functools.partial(self._see, name, layers))
-            self._hooks.append(module.register_forward_hook(hook, with_kwargs=True).remove)
+            # before hooks that change the output: those of expert parallelism send it back
+            handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            self._hooks.append(handle.remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
-                if weight is not None and weight.requires_grad:
-                    norms = self._gradient_norms.setdefault(name, [])
+                if weight is not None and weight.requires_grad and not self.evaluation:
                     add = functools.partial(
-                        self._observe, f"{name}: gradient of the weight", _add_gradient, norms
+                        self._observe, f"{name}: gradient of the weight", self._add_wgrad, name
                     )
                     self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
 
@@ -241,22 +277,23 @@ class Inspection:
         output: object,
     ) -> None:
         """Measure the input of a module's call, and later the gradient of its output."""
-        call = signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        _, x, *_ = call.values()
-        if call.get("key", x) is not x:
-            return  # attention to other keys multiplies parts of its weight, in high precision
-        sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
-        scale = call.get("scale", 1.0)
+        if (call := call_of(module, args, kwargs)) is None:
+            return
+        x, sizes, scale = call
+        high = functools.partial(self._add_high_precision, name)
         if not torch_compat.backward_is_running():
             if not self.in_forward:
                 return  # an evaluation forward before the next step
-            if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
-                x = x.to(dtype)
             self._add(name, "input", layers, x, sizes)
-        if isinstance(output, Tensor) and output.requires_grad:
+            if isinstance(output, Tensor):
+                high("output", output)
+        if isinstance(output, Tensor) and output.requires_grad and not self.evaluation:
             gradient = functools.partial(self._add, name, "grad_output", layers)
             output.register_hook(
                 lambda dy: self._observe(f"{name}: grad_output", gradient, dy, sizes, scale)
+            )
+            torch_compat.on_gradient(
+                x, output, lambda dx: self._observe(f"{name}: grad_input", high, "grad_input", dx)
             )
 
     def _add(
@@ -275,11 +312,31 @@ class Inspection:
         if isinstance(x, QuantizedTensor):
             return  # tokens that were dispatched as codes
         x = x if scale == 1.0 else x * scale
-        rows = local_of(x).detach().reshape(-1, x.shape[-1])
-        for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
-            if len(part):
-                measured = _of_slot(layer, slot, part)
-                self._measured.setdefault((name, slot), []).append(measured)
+        for layer, part in rows_by_layer(layers, x, sizes):
+            sample = _of_slot(layer, layer.plan, slot, part)
+            self._take(name, slot, _tensor_name(slot, layers, layer), sample)
+            if name in self._what_if:
+                self._compare(name, slot, _of_slot(layer, self._what_if[name], slot, part))
+
+    def _add_high_precision(self, name: str, slot: str, x: Tensor) -> None:
+        """Measure a tensor that no GEMM of the layer reads as codes."""
+        if not isinstance(x, QuantizedTensor):
+            self._take(name, slot, slot, (local_of(x).detach(), {}, HIGH_PRECISION))
+
+    def _add_wgrad(self, name: str, weight: Tensor) -> None:
+        if weight.grad is not None:
+            self._add_high_precision(name, "wgrad", weight.grad)
+
+    def _take(self, name: str, slot: str, tensor: str, sample: Sample) -> None:
+        """Measure a tensor of a slot, and dump it as `tensor`."""
+        values, storages, _ = sample
+        self._measured.setdefault((name, slot, False), []).append(_measured(sample))
+        if self._dump is not None:
+            self._dump.add(name, tensor, values, storages)
+
+    def _compare(self, name: str, slot: str, sample: Sample) -> None:
+        """Measure what another recipe would have made of a tensor (`what_if=`)."""
+        self._measured.setdefault((name, slot, True), []).append(_measured(sample))
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -293,21 +350,16 @@ class Inspection:
                 continue
             for piece in local.state.pieces(values_of(local).detach(), cuts_of(m), m.rank):
                 pieces[id(piece.state)].append(piece)
-        for name, _, layers in _units(self.model):
+        for name, _, layers in self._units():
             for layer in layers:
-                state, weight = layer._weight_state, local_of(layer.weight)
-                tensor = codes.get(id(state), weight)
-                if id(state) in pieces and id(state) not in codes:
-                    measured = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
-                elif isinstance(tensor, QuantizedTensor):
-                    present = [d for d in Direction if getattr(tensor, d.value) is not None]
-                    sides = {d: tensor.storage_for(d) for d in present}
-                    measured = [measure_codes(sides)] if sides else []
-                else:
-                    values = values_of(weight).detach()
-                    measured = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
-                if measured:
-                    self._measured.setdefault((name, "weight"), []).extend(measured)
+                other = self._what_if.get(name)
+                for sample in _of_weight(layer, pieces, codes):
+                    self._take(name, "weight", _tensor_name("weight", layers, layer), sample)
+                    values = sample[0]
+                    if other is not None and values is not None:
+                        values = values.to(other.compute_dtype or values.dtype)
+                        storages, _ = other.weight.storages(values)
+                        self._compare(name, "weight", (values, storages, other.weight))
 
     def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
         if self._path is not None:
@@ -322,6 +374,10 @@ def inspect(
     path: str | Path | None = None,
     on_record: Callable[[int, Numbers], None] | None = None,
     first_step: int = 0,
+    evaluation: bool = False,
+    what_if: Recipe | PerLayer | str | None = None,
+    dump: str | Path | None = None,
+    layers: str | Sequence[str] | None = None,
 ) -> Inspection:
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
@@ -333,14 +389,23 @@ def inspect(
     on_record:   called with (step, numbers) after each sample, such as `lambda step, numbers:
                  wandb.log(numbers, step=step)`.
     first_step:  step of the first training forward, without `fq.begin_step` (a resumed run).
+    evaluation:  sample evaluation forwards (evaluation mode, or without gradients) in place of
+                 training steps. Each one is a step, and a sample is there when it returns.
+    what_if:     another recipe, whose SQNR of the same tensors is measured too.
+    dump:        folder for the tensors of sampled steps and their codes, a safetensors file per
+                 step, layer and rank (`inspection.dump`).
+    layers:      name or glob of the layers to inspect, or several; default: all.
 
-    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and per quantized direction
-              "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and
-              "/scale_max" (`inspection.numbers`). Experts of one module are one layer.
+    numbers:  "layer/slot/amax" and "/norm" of the slots input, weight, grad_output, output and
+              grad_input, "layer/weight/grad_norm" and "/grad_amax", and per quantized direction
+              "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min", "/scale_max"
+              (`inspection.numbers`) and "/what_if_sqnr_db". Experts of one module are one layer.
 
     Training bits do not change; `inspection.recorder` describes what is measured when, and how
     compiled models run.
-    Raises ValueError for a model without converted layers, and unless `every` is a positive int.
+    Raises ValueError for a model without converted layers, unless `every` is a positive int, for
+    a pattern without layers, and for `what_if` with delayed scales or a schedule, which follow
+    a run; ImportError for `dump` without safetensors.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> with fq.inspect(model, every=1) as log:
@@ -350,34 +415,60 @@ def inspect(
     >>> numbers["0/input/amax"]
     1.0
     """
-    return Inspection(model, every, path, on_record, first_step)
+    return Inspection(model, every, path, on_record, first_step, evaluation, what_if, dump, layers)
 
 
-def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, Sequence[Linear]]]:
-    """Yield (name, module to hook, its layers) of `converted_units`."""
-    for name, layers in converted_units(model).items():
-        yield name.replace("_orig_mod.", ""), model.get_submodule(name), layers
+def _plans(units: list[Unit], what_if: Recipe | PerLayer | str) -> dict[str, GemmPlan]:
+    """Return the plan per unit that another recipe would give it."""
+    recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
+    recipes = recipe.for_layers([name for name, _, _ in units])
+    plans = {}
+    for (name, _, layers), of_layer in zip(units, recipes):
+        plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)
+        if planned.is_delayed or planned.weight.delayed_directions:
+            raise ValueError(
+                f"inspect: what_if is {of_layer}, whose delayed scales follow the history of a run "
+                "with it; give a recipe that scales by current amaxes, such as 'fp8_current'"
+            )
+    return plans
 
 
-def _sizes(module: GroupedLinear, splits) -> list[int]:
-    """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
-    if not isinstance(splits, Tensor):
-        return list(splits)
-    ends = splits.tolist()
-    return [end - start for start, end in zip([0, *ends], ends)]
+def _measured(sample: Sample) -> Measured:
+    values, storages, hybrid = sample
+    return measure_codes(storages) if values is None else measure(values, storages, hybrid)
 
 
-def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
-    """Measure x [rows, cols] in the formats of a slot, with the layer's delayed scales and random
-    bits."""
-    layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
-    factors = [h.encode_scale for h in layer.runtime.histories(layer_plan, slot, x.device)]
-    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
+def _tensor_name(slot: str, layers: Sequence[Linear], layer: Linear) -> str:
+    return slot if len(layers) == 1 else f"{slot}.expert{list(layers).index(layer)}"
+
+
+def _of_slot(layer: Linear, planned: GemmPlan, slot: str, x: Tensor) -> Sample:
+    """Quantize x [rows, cols] in the formats of a slot of a plan, with the layer's delayed scales
+    and random bits."""
+    hybrid = planned.hybrid(slot)
+    factors = [h.encode_scale for h in layer.runtime.histories(planned, slot, x.device)]
+    key = slot_key(planned, slot, STEP.on(x.device), layer.runtime.ids_on(x.device), len(x))
     storages, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
-    return measure(x, storages, hybrid)
+    return x, storages, hybrid
 
 
-def _of_piece(piece: Piece) -> Measured:
+def _of_weight(
+    layer: Linear, pieces: dict[int, list[Piece]], codes: dict[int, FSDPHooks]
+) -> list[Sample]:
+    """pieces, codes:  of the weights under `fully_shard`, by the id of their state."""
+    state, weight = layer._weight_state, local_of(layer.weight)
+    if id(state) in pieces and id(state) not in codes:
+        return [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+    tensor = codes.get(id(state), weight)
+    if isinstance(tensor, QuantizedTensor):
+        present = [d for d in Direction if getattr(tensor, d.value) is not None]
+        sides = {d: tensor.storage_for(d) for d in present}
+        return [(None, sides, state.quantizer)] if sides else []
+    values = values_of(weight).detach()
+    return [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
+
+
+def _of_piece(piece: Piece) -> Sample:
     state, values = piece.state, piece.values
     rounded = values.to(state.compute_dtype or values.dtype)
 
@@ -391,13 +482,7 @@ def _of_piece(piece: Piece) -> Measured:
         )
 
     storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
-    return measure(rounded, storages, state.quantizer)
-
-
-def _add_gradient(norms: list[Tensor], weight: Tensor) -> None:
-    if weight.grad is not None:
-        gradient = local_of(weight.grad).detach()
-        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    return rounded, storages, state.quantizer
 
 
 def _of_rank(path: Path) -> Path:

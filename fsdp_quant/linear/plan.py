@@ -307,6 +307,11 @@ class GemmPlan:
         exact = self.accuracy == EXACT or self.rung(product) == EXACT
         return gemm_domain(*self.pair(product), dtype, arch, exact)
 
+    def slower_products(self, dtype: torch.dtype, arch: str) -> list[tuple[Product, str, str]]:
+        """Return (GEMM, domain, reason) of those that no matrix unit of `arch` computes."""
+        planned = [(product, *self.domain(product, dtype, arch)) for product in PRODUCTS]
+        return [row for row in planned if row[1] not in ("native", "anchored")]
+
     def rung(self, product: Product) -> str:
         return self.rungs[PRODUCTS.index(product)]
 
@@ -575,15 +580,13 @@ def build_plan(
 
 def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
     """Raise ValueError for a GEMM of bf16 activations that no matrix unit of `arch` computes."""
-    for product in PRODUCTS:
-        domain, reason = plan.domain(product, torch.bfloat16, arch)
-        if domain not in ("native", "anchored"):
-            a, b = plan.pair(product)
-            raise ValueError(
-                f"{name}: {product.name} multiplies {_label(product.a)} ({a}) by "
-                f"{_label(product.b)} ({b}) in the {domain} domain on {arch} ({reason}), and "
-                f"require_native=True; choose a pair that {arch} multiplies, or drop require_native"
-            )
+    for product, domain, reason in plan.slower_products(torch.bfloat16, arch):
+        a, b = plan.pair(product)
+        raise ValueError(
+            f"{name}: {product.name} multiplies {_label(product.a)} ({a}) by "
+            f"{_label(product.b)} ({b}) in the {domain} domain on {arch} ({reason}), and "
+            f"require_native=True; choose a pair that {arch} multiplies, or drop require_native"
+        )
 
 
 def _label(operand: tuple[str, Direction]) -> str:

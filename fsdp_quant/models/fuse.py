@@ -357,7 +357,7 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
             packed = linears[up].out_features == 2 * linears[down].in_features
             gated = gate is not None or packed
             for activation, kind in ACTIVATIONS.items():
-                if kind.gated == gated:
+                if kind.gated == gated and kind.has_kernel:
                     yield MLPPattern(name, activation, gate, up, down)
             return
     weight = module._parameters.get("weight")

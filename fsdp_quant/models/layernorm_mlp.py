@@ -29,8 +29,11 @@ class LayerNormMLP(nn.Module):
     normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False. A Llama's MLP is
     LayerNormMLP(hidden_size, ffn_size, bias=False, normalization="RMSNorm").
 
-    activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh",
-                 "silu", "relu", "relu_squared", which have no gate.
+    activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu", "sreglu" (relu squared),
+                 "glu" (sigmoid), "qgeglu" and "clamped_swiglu" (gpt-oss: gate <= 7, up in [-7, 7],
+                 gate * sigmoid(1.702 gate) * (up + 1)); or "gelu" (erf), "gelu_tanh", "silu",
+                 "relu", "relu_squared", "sigmoid", "qgelu" (x * sigmoid(1.702 x)), "clamped_silu",
+                 which have no gate. The last three of both lists have no kernels, on GPUs neither.
     residual:    y + x is returned; one pass computes the gradient of both uses of x.
     return_layernorm_output:  (y, n).
     recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and
@@ -148,6 +151,7 @@ def mlp_hidden(
     rows = x.numel() // max(x.shape[-1], 1)
     if (
         rows
+        and activation.has_kernel
         and native.is_available_for(x)
         and torch.is_grad_enabled()
         and all(map(takes_handed, layers))
@@ -162,7 +166,7 @@ def mlp_hidden(
     if activation.gated and isinstance(down, Linear):
         gate_and_up = g.detach().chunk(2, -1) if u is None else (g, u)
         source = GatedInput(*gate_and_up, kind=kind)
-        if down.can_fuse_activation(source.gate) and norm.runs_whole(g, u):
+        if down.can_fuse_activation(source.gate) and norm.runs_whole(kind, g, u):
             # only its shape and gradient are read
             h, _ = native.activate(g, u, kind, grads, unmaterialized=True, packed=packed)
             return h, Handed(source=source)

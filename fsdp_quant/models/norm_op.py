@@ -104,7 +104,7 @@ def activate(
                   kernel writes both halves.
     """
     if packed and (
-        g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)
+        g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(kind, g)
     ):
         gate, up = g.chunk(2, -1)
         return _activation(gate, up, kind, None, False)
@@ -123,6 +123,6 @@ def _activation(
     # torch's operators know placements, and what torch.func makes of them
     if isinstance(g, DTensor) or torch_compat.is_transformed():
         return norm.reference_activation(g, u, kind), None
-    if not torch_compat.dispatch_is_watched() and norm.runs_whole(g, u):
+    if not torch_compat.dispatch_is_watched() and norm.runs_whole(kind, g, u):
         return native.activate(g, u, kind, grad_amaxes, packed=packed)
     return _Activate.apply(g, u, kind, grad_amaxes), None

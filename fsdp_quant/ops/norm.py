@@ -4,7 +4,7 @@ one for the tensors.
 
     norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in
                                                           RMSNorm
-    activation   h = act(g), or act(g) * u
+    activation   h = act(g), or act(g) * u; of clamped_swiglu (gpt-oss) act(g) * (clamp(u) + 1)
 
 Both compute in fp32 and round to the dtype where separate torch operations round: `act(g)` before
 the product with u, and in the backward `dh * u` before the product with the slope. The reference
@@ -49,12 +49,19 @@ class Activation(NamedTuple):
     kind: int
     gated: bool
 
+    @property
+    def has_kernel(self) -> bool:
+        return _KINDS[self.kind].has_kernel
+
 
 class _Kind(NamedTuple):
-    """value: x -> act(x). backward: (gradient of act(x), x) -> gradient of x."""
+    """value: x -> act(x). backward: (gradient of act(x), x) -> gradient of x. factor: of the second
+    operand u, whose value multiplies act(g); None: u itself."""
 
     value: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
+    factor: _Kind | None = None
+    has_kernel: bool = False
 
 
 def _relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
@@ -62,18 +69,57 @@ def _relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
     return _aten.threshold_backward(dy * (2 * r), r, 0)
 
 
-KINDS = {  # in the order of csrc/norm/norm.h
-    "gelu": _Kind(F.gelu, _aten.gelu_backward),
+QUICK = 1.702  # x * sigmoid(QUICK * x) approximates GELU
+LIMIT = 7.0  # of gpt-oss' gate from above, and of its up from both sides
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    values = x.float()
+    return (values * torch.sigmoid(QUICK * values)).to(x.dtype)
+
+
+def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    d, values = dy.float(), x.float()
+    s = torch.sigmoid(QUICK * values)
+    return (d * s + _aten.sigmoid_backward(d * values, s) * QUICK).to(x.dtype)
+
+
+def _clamped_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= LIMIT, _quick_gelu_backward(dy, x.clamp(max=LIMIT)), 0.0)
+
+
+_CLAMPED_UP = _Kind(
+    lambda u: u.clamp(-LIMIT, LIMIT) + 1, lambda dy, u: torch.where(u.abs() <= LIMIT, dy, 0.0)
+)
+KINDS = {  # those that have kernels first, in the order of csrc/norm/norm.h
+    "gelu": _Kind(F.gelu, _aten.gelu_backward, has_kernel=True),
     "gelu_tanh": _Kind(
         functools.partial(F.gelu, approximate="tanh"),
         functools.partial(_aten.gelu_backward, approximate="tanh"),
+        has_kernel=True,
     ),
-    "silu": _Kind(F.silu, _aten.silu_backward),
-    "relu": _Kind(F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0)),
-    "relu_squared": _Kind(lambda x: F.relu(x).square(), _relu_squared_backward),
+    "silu": _Kind(F.silu, _aten.silu_backward, has_kernel=True),
+    "relu": _Kind(
+        F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0), has_kernel=True
+    ),
+    "relu_squared": _Kind(lambda x: F.relu(x).square(), _relu_squared_backward, has_kernel=True),
+    "sigmoid": _Kind(torch.sigmoid, lambda dy, x: _aten.sigmoid_backward(dy, torch.sigmoid(x))),
+    "qgelu": _Kind(_quick_gelu, _quick_gelu_backward),
+    "clamped_silu": _Kind(
+        lambda g: _quick_gelu(g.clamp(max=LIMIT)), _clamped_backward, factor=_CLAMPED_UP
+    ),
 }
 _KINDS = tuple(KINDS.values())
-GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu", "reglu": "relu"}
+GATED = {
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "swiglu": "silu",
+    "reglu": "relu",
+    "sreglu": "relu_squared",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "clamped_swiglu": "clamped_silu",
+}
 ACTIVATIONS = {name: Activation(i, False) for i, name in enumerate(KINDS)} | {
     name: Activation(list(KINDS).index(kind), True) for name, kind in GATED.items()
 }
@@ -91,12 +137,13 @@ def _has_kernel(x: Tensor, *others: Tensor | None, widest: int | None = None) ->
     )
 
 
-def runs_whole(*tensors: Tensor | None) -> bool:
-    """A kernel accepts these tensors without a copy: plain, contiguous, of one shape and aligned to
-    16 bytes."""
+def runs_whole(kind: int, *tensors: Tensor | None) -> bool:
+    """A kernel of this activation accepts these tensors without a copy: plain, contiguous, of one
+    shape and aligned to 16 bytes."""
     g, *others = [t for t in tensors if t is not None]
     return (
-        all(t.shape == g.shape for t in others)
+        _KINDS[kind].has_kernel
+        and all(t.shape == g.shape for t in others)
         and _has_kernel(g, *others)
         and all(
             type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (g, *others)
@@ -106,7 +153,7 @@ def runs_whole(*tensors: Tensor | None) -> bool:
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes if a kernel ran)."""
-    if _has_kernel(g, u):
+    if _KINDS[kind].has_kernel and _has_kernel(g, u):
         return native.activation(g, u, kind)
     return _activation(g, u, kind), None
 
@@ -116,8 +163,10 @@ def _like(x: Tensor) -> Tensor:
 
 
 def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
-    a = _KINDS[kind].value(g)
-    return a if u is None else a * u
+    value, _, factor, _ = _KINDS[kind]
+    if u is None:
+        return value(g)
+    return value(g) * (u if factor is None else factor.value(u))
 
 
 _activation = opaque.operator(
@@ -129,7 +178,7 @@ def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
     """(dg, du or None, their amaxes if a kernel ran)."""
-    if _has_kernel(g, u, dh):
+    if _KINDS[kind].has_kernel and _has_kernel(g, u, dh):
         return native.activation_backward(dh, g, u, kind)
     return *_activation_backward(dh, g, u, kind), None
 
@@ -137,8 +186,12 @@ def activation_backward(
 def reference_activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None]:
-    value, backward = _KINDS[kind]
-    return (backward(dh, g), None) if u is None else (backward(dh * u, g), dh * value(g))
+    value, backward, factor, _ = _KINDS[kind]
+    if u is None:
+        return backward(dh, g), None
+    if factor is None:
+        return backward(dh * u, g), dh * value(g)
+    return backward(dh * factor.value(u), g), factor.backward(dh * value(g), u)
 
 
 _activation_backward = opaque.operator(

@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ops import opaque
@@ -71,3 +72,28 @@ def around_calls(
 
     module._compiled_call_impl = call
     return lambda: setattr(module, "_compiled_call_impl", compiled)
+
+
+DEEPEST = 6  # nodes between the output of a layer and the node that reads its input
+
+
+def on_gradient(x: Tensor, output: Tensor, run: Callable[[Tensor], object]) -> None:
+    """Call `run` with the gradient of x that the nodes from x to `output` compute: one term, if
+    others read x too.
+
+    Hooks the node that reads x; the graph stays as it is. Does nothing if no node does within
+    `DEEPEST` nodes of `output`.
+    """
+    if not x.requires_grad or output.grad_fn is None:
+        return
+    edge = get_gradient_edge(x)
+    nodes: dict[Node, None] = {output.grad_fn: None}
+    for _ in range(DEEPEST):
+        for node in nodes:
+            for index, (following, number) in enumerate(node.next_functions):
+                if following is edge.node and number == edge.output_nr:
+                    node.register_hook(
+                        lambda dx, _, index=index: None if dx[index] is None else run(dx[index])
+                    )
+                    return
+        nodes = dict.fromkeys(n for node in nodes for n, _ in node.next_functions if n is not None)

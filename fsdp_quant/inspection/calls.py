@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select the modules to observe, and read the rows per layer of a call that a forward hook sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from inspect import signature
+
+from torch import Tensor, nn
+
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.linear import Linear
+from ..models.set_recipe import converted_units
+from ..recipe import matches
+from ..tensor import torch_compat
+from ..tensor.torch_compat import local_of
+
+Unit = tuple[str, nn.Module, Sequence[Linear]]
+
+
+def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> list[Unit]:
+    """Return (name, module to hook, its layers) of `converted_units`.
+
+    patterns:  of the units to return (`roles.matches`), one or several. None: all.
+
+    Raises ValueError for a pattern without layers.
+    """
+    units = [
+        (name.replace("_orig_mod.", ""), model.get_submodule(name), layers)
+        for name, layers in converted_units(model).items()
+    ]
+    if patterns is None:
+        return units
+    selected: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = {name for name, _, _ in units if matches(pattern, name)}
+        if not matching:
+            names = ", ".join(name for name, _, _ in units[:5])
+            raise ValueError(f"layers: {pattern!r} matches no layer; the model has {names}")
+        selected |= matching
+    return [unit for unit in units if unit[0] in selected]
+
+
+def call_of(
+    module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[Tensor, list[int] | None, float] | None:
+    """Return (input, rows per expert, scale of the output) of a call that a forward hook saw.
+
+    None: attention to other keys, which multiplies parts of its weight in high precision.
+    """
+    call = signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    _, x, *_ = call.values()
+    if call.get("key", x) is not x:
+        return None
+    sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
+    return x, sizes, call.get("scale", 1.0)
+
+
+def rows_by_layer(
+    layers: Sequence[Linear], x: Tensor, sizes: list[int] | None
+) -> list[tuple[Linear, Tensor]]:
+    """Return each layer with this rank's rows [M, cols] of x [.., cols] that it reads, if any, in
+    the dtype of autocast."""
+    rows = local_of(x).detach().reshape(-1, x.shape[-1])
+    if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
+        rows = rows.to(dtype)
+    pairs = zip(layers, [rows] if sizes is None else rows.split(sizes))
+    return [(layer, part) for layer, part in pairs if len(part)]
+
+
+def _sizes(module: GroupedLinear, splits) -> list[int]:
+    """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
+    if not isinstance(splits, Tensor):
+        return list(splits)
+    ends = splits.tolist()
+    return [end - start for start, end in zip([0, *ends], ends)]
