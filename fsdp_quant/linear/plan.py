@@ -75,9 +75,8 @@ PRODUCTS = (
 )
 
 
-# Granularities of anchors, fastest first; EXACT: no anchors. `linear.guard` moves a GEMM down if
-# its operands need it. Below one exponent per tensor, a GEMM that contracts over tokens continues
-# with runs (`ops.layout.OVER_TOKENS`).
+# Granularities of anchors, fastest first; EXACT: none. `linear.guard` moves a GEMM down if its
+# operands need it. Those that contract over tokens continue with runs (`ops.layout.OVER_TOKENS`).
 EXACT = "exact"
 LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
 LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
@@ -431,10 +430,10 @@ class GemmPlan:
             distinct, delayed = set(layouts[slot].values()), hybrid.delayed_directions
             if hybrid.is_derived:
                 return None
-            if hybrid.shares_storage and COMPACT in distinct and len(distinct) > 1:
+            # a columnwise copy of stochastic codes is no rounding of its own
+            is_copied = COMPACT in distinct or hybrid.is_stochastic
+            if hybrid.shares_storage and is_copied and distinct != {COMPACT}:
                 return None
-            if hybrid.shares_storage and hybrid.is_stochastic and distinct != {COMPACT}:
-                return None  # a columnwise copy is the codes of the rows, not a rounding of its own
             # the step of a single matrix supports runs over tokens only
             in_runs = distinct if slot == "weight" else {layouts[slot][ROWWISE]}
             if {ANCHORED_512, ANCHORED_128} & in_runs and self.shared_rungs != _OF_GROUPS:
