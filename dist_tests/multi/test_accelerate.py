@@ -314,6 +314,7 @@ LAUNCH = [
 ]
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="18 s; FSDP_QUANT_ALL_PAIRS=1 runs it")
 def test_accelerate_launch_trains(tmp_path: Path):
     """If false, a script that `accelerate launch` starts does not train converted layers under
     `fully_shard`."""

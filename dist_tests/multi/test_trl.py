@@ -190,6 +190,7 @@ def _sharded(rank: int, world: int, folder: str) -> None:
     _assert_same(_grpo(folder, llama(), _callback(hold=False), sharded=True), first)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="22 s; FSDP_QUANT_ALL_PAIRS=1 runs it")
 def test_trl_trains_under_fully_shard(tmp_path: Path):
     """If false, SFTTrainer or GRPOTrainer, which generates inside its training, trains other
     weights under `fully_shard`."""
