@@ -19,6 +19,8 @@ _STYLES = (
     "leave it out, and give the model to parallelize_module with styles of fq.parallel "
     "(ColwiseParallel, RowwiseParallel)"
 )
+_TENSORWISE = "fq.recipes.fp8_current(grad_element='e5m2')"
+_ROWWISE = "fq.recipes.fp8_row(pow2=True)"
 # Keyword arguments there -> remedy. A name counts where the called function has no such argument.
 KEYWORDS = {
     "adam_w_mode": "pass decoupled_weight_decay=",
@@ -27,8 +29,7 @@ KEYWORDS = {
     "amax_reduction_group": _SHARED,
     "calibrating": "leave it out; fq.calibrate(model, batches) measures amaxes",
     "columnwise_quantizer": "pass columnwise=, a Quantizer, a Format or its name",
-    "config": "pass a recipe: fq.recipes.fp8_current(grad_element='e5m2') is 'tensorwise', "
-    "fq.recipes.fp8_row(pow2=True) is 'rowwise'",
+    "config": f"pass a recipe: {_TENSORWISE} is 'tensorwise', {_ROWWISE} is 'rowwise'",
     "enabled": "leave it out: the context is on where it is entered; contextlib.nullcontext() is "
     "its off",
     "exp_avg_dtype": _MOMENTS,
@@ -55,8 +56,6 @@ KEYWORDS = {
     "tp_group": _STYLES,
 }
 
-_TENSORWISE = "fq.recipes.fp8_current(grad_element='e5m2')"
-_ROWWISE = "fq.recipes.fp8_row(pow2=True)"
 _TORCHAO = f"{_TENSORWISE} for 'tensorwise', {_ROWWISE} for 'rowwise'"
 # Names and classes of recipes there -> recipe here.
 RECIPES = {

@@ -8,7 +8,7 @@ from inspect import signature
 
 from torch import Tensor, nn
 
-from ..linear.grouped_linear import GroupedLinear
+from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
 from ..models.set_recipe import converted_units
 from ..recipe import matches
@@ -70,7 +70,4 @@ def rows_by_layer(
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
     """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
-    if not isinstance(splits, Tensor):
-        return list(splits)
-    ends = splits.tolist()
-    return [end - start for start, end in zip([0, *ends], ends)]
+    return sizes_of(splits.tolist()) if isinstance(splits, Tensor) else list(splits)

@@ -318,7 +318,7 @@ class GroupedLinear(HasWeight):
             if isinstance(sizes, Tensor):
                 departure = f"waits for the device to tell the token splits: {reason}"
                 counters.add("departure", (self._name, departure))
-                sizes = self._checked(_sizes_of(sizes.tolist()), len(rows))
+                sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -471,7 +471,7 @@ class GroupedLinear(HasWeight):
             )
         if splits.device.type != "cpu" or native.is_available_on(splits.device):
             return splits
-        return self._checked(_sizes_of(splits.tolist()), len(rows))
+        return self._checked(sizes_of(splits.tolist()), len(rows))
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         experts = len(self._linears)
@@ -528,5 +528,6 @@ def _is_for_all(key: str, names: tuple[str, ...], arch: str) -> tuple[bool, bool
     return len({plan.key for plan in plans}) == 1, is_keyed
 
 
-def _sizes_of(ends: list[int]) -> list[int]:
+def sizes_of(ends: list[int]) -> list[int]:
+    """Return the rows per expert. ends: the row after the last of each."""
     return [end - start for start, end in zip([0, *ends], ends)]
