@@ -350,8 +350,10 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     """Override the recipe of modules that run inside; enabled=False multiplies in high precision.
 
     Applies to the thread that enters it, as torch.autocast does, and to what torch.utils.checkpoint
-    recomputes of it. `fully_shard` prefetches all-gathers outside any context. So a module that it
-    manages raises ValueError if the format of its weight would change: use `set_recipe` instead.
+    recomputes of it. Under `fully_shard` it must be entered around the root's forward, on every
+    rank: that forward and its backward gather weights in its formats. Raises ValueError inside the
+    root's forward, or for codes that are parameters, if the format of a weight would change; and if
+    ranks enter contexts of different recipes.
 
     >>> layer, x = fq.Linear(64, 32, recipe=fq.recipes.mxfp8()), torch.ones(2, 64)
     >>> with fq.autocast(enabled=False):

@@ -153,7 +153,8 @@ class EncodedMatrix:
                 f"{name or self.describe()}: the {self.direction.value} codes were freed: FSDP "
                 "resharded the weight or gathered the other direction only; if this block is "
                 "recomputed in a way that hooks cannot see, or reads the other direction in its "
-                "forward, set recomputes_forward=True on its fq.Linear"
+                "forward, set recomputes_forward=True on its fq.Linear; and let no forward in "
+                "another fq.autocast begin before the backward"
             )
         return self
 

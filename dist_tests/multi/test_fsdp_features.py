@@ -412,8 +412,12 @@ def refusals(
     net.reshard()
 
     def other_format() -> None:
-        with fq.autocast(fq.recipes.nvfp4()):
+        block, forward = net.blocks[0], net.blocks[0].forward
+        block.forward = lambda x: fq.autocast(fq.recipes.nvfp4())(forward)(x)  # inside the root
+        try:
             net(nets.batch())
+        finally:
+            del block.forward
 
     refused(other_format, gathers=True)  # FSDP2's, before the module is called
     state = copy.deepcopy(fq.state_dict(net)) | {

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, Autocast, new_weight_state
 from ..counters import counters
+from ..ops import opaque
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
@@ -230,7 +231,8 @@ class BaseLinear(HasWeight, nn.Linear):
             x, weight, bias, key, save, trains, step, ids, guards, *delayed, rank, ranks, codes
         )
 
-    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
+    def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:
+        """Return the plan of a call on `device` inside `fq.autocast`."""
         recipe, runtime = override.recipe, self.runtime
         function = torch_compat.running_function()
         if function not in (None, override.function) and not hasattr(function, "is_wrapped"):
@@ -245,15 +247,27 @@ class BaseLinear(HasWeight, nn.Linear):
                 "precision, because a module does not know which are last: tail is honoured by "
                 "fq.convert and fq.set_recipe"
             )
-        arch = arch_of(weight.device)
-        plan = plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
-        if isinstance(weight, QuantizedTensor) and plan.weight != self.plan.weight:
-            raise ValueError(
-                f"{runtime.name}: fq.autocast would change the weight from {self.plan.weight} to "
-                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
-                "frozen weight, or a gather of fully_shard); use fq.set_recipe at a step boundary"
-            )
+        arch = arch_of(device)
+        return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
+
+    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
+        plan = self.plan_in(override, weight.device)
+        if isinstance(weight, QuantizedTensor):
+            self._check_encoded(plan)
         return plan
+
+    @opaque.eager_only
+    def _check_encoded(self, plan: GemmPlan) -> None:
+        """Raise ValueError if the weight's codes are of other formats than a context's plan."""
+        encoded = self.runtime.weight_state.quantizer
+        if plan.weight != encoded:
+            raise ValueError(
+                f"{self.runtime.name}: fq.autocast would change the weight from {encoded} to "
+                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
+                "frozen weight, or one that fully_shard gathered for a context outside); use "
+                "fq.set_recipe at a step boundary, or enter fq.autocast around the forward of the "
+                "whole fully_shard model"
+            )
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""

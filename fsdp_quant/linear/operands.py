@@ -80,7 +80,24 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
-@opaque.traced_as(lambda w, direction, plan, to: w.operand_for(direction, to, plan.weight))
+def _check_format(weight: QuantizedTensor, direction: Direction, plan: GemmPlan) -> None:
+    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
+        raise StaleWeightError(
+            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
+            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
+            "boundary, or with fq.autocast around the forward of the whole fully_shard model"
+        )
+
+
+def _traced_storage(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> EncodedMatrix:
+    _check_format(weight, direction, plan)
+    return weight.operand_for(direction, layout, plan.weight)
+
+
+@opaque.traced_as(_traced_storage)
 def gathered_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
@@ -90,12 +107,7 @@ def gathered_storage(
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
         rowwise = weight.matrix_for(ROWWISE)
         return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
-    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
-        raise StaleWeightError(
-            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
-            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
-            "boundary"
-        )
+    _check_format(weight, direction, plan)
     _lay_out_frozen(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:

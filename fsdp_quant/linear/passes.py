@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..context import STEP
+from ..context import STEP, Autocast
 from ..recipe import Schedule
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
@@ -42,6 +42,7 @@ class Runtime:
     """
 
     name: str
+    ids: Tensor
     steps: TrainingSteps | None = None
     leads = False
     ran_in: int | None = None
@@ -60,6 +61,8 @@ class Layer(Protocol):
 
     @property
     def runtime(self) -> Runtime: ...
+
+    def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan: ...
 
 
 class Scheduled(NamedTuple):
@@ -417,18 +420,22 @@ def steps_within(model: nn.Module) -> list[TrainingSteps]:
 _OF_ROOT: MutableMapping[nn.Module, list[weakref.ref[Layer]]] = weakref.WeakKeyDictionary()
 
 
+def layers_of_root(root: nn.Module) -> list[Layer]:
+    """Return the layers of a root of FSDP2, whose steps are counted from now on."""
+    if root not in _OF_ROOT:
+        steps_within(root)
+        _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
+    return [layer for reference in _OF_ROOT[root] if (layer := reference()) is not None]
+
+
 def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     """Begin the pass of a forward of FSDP2, before it gathers weights.
 
     is_outermost:  else a part of a root is called by itself, as a layer may be (see the note).
     """
-    if root not in _OF_ROOT:
-        steps_within(root)
-        _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
     ran_in: dict[TrainingSteps | None, set] = {}
-    for reference in _OF_ROOT[root]:
-        if (layer := reference()) is not None:
-            ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
+    for layer in layers_of_root(root):
+        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
     for steps, passes in ran_in.items():
         if steps is not None and steps.is_counting:
             steps.has_root = True

@@ -30,8 +30,9 @@ from .boundary import BoundaryIds
 from .cut import TensorParallel
 from .guard import backward_guard_of, guard_of
 from .operands import lay_out_frozen
-from .passes import Runtime, root_begins
+from .passes import Runtime
 from .plan import GemmPlan, build_plan
+from .root_context import forward_begins
 from .shared_input import HandedByInput
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
@@ -105,7 +106,9 @@ class LayerRuntime(Runtime):
 
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""
-        self.plan = self.weight_state.plan = plan
+        self.plan = plan
+        if plan.weight == self.weight_state.quantizer:  # else of a context (`root_context`)
+            self.weight_state.plan = plan
         layer = None if self.frozen is None else self.frozen()
         if layer is not None and type(layer.weight) is QuantizedTensor:
             lay_out_frozen(layer.weight, plan)
@@ -123,7 +126,7 @@ class LayerRuntime(Runtime):
 
     def set_weight_state(self, state: WeightState) -> None:
         self.weight_state = state
-        state.plan, state.forward_begins = self.plan, root_begins
+        state.plan, state.forward_begins = self.plan, forward_begins
 
     def histories(
         self,

@@ -20,7 +20,7 @@ from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
-from ..tensor.fsdp_hooks import FSDPHooks, all_managed_weights
+from ..tensor.fsdp_hooks import managed_states, set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_codes import WeightCodes
@@ -65,12 +65,7 @@ def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
 def managed_weights(units: Mapping[str, Sequence[Linear]]) -> dict[int, tuple]:
     """Return state id -> (weight that FSDP2 manages, the state of all its matrices). Raises
     ValueError for a weight of the layers that is gathered."""
-    managed = {
-        id(s): (m, local.state)
-        for m in all_managed_weights()
-        if isinstance(local := m.local, FSDPHooks)
-        for s in local.state.matrices
-    }
+    managed = managed_states()
     for module in (m for layers in units.values() for m in layers):
         under_fsdp = managed.get(id(module.runtime.weight_state))
         if under_fsdp is not None and not under_fsdp[0].is_sharded:
@@ -92,14 +87,7 @@ def give_recipes(
     histories = [_planned_histories(module.runtime) for module, _ in modules]
     for module, recipe in modules:
         module.runtime.set_recipe(recipe, module.weight.device)
-        state = module.runtime.weight_state
-        state.set_quantizer(module.plan.weight)
-        state.compute_dtype = module.recipe.compute_dtype
-        if id(state) in managed:
-            param, owner = managed[id(state)]
-            if owner is not state:  # of all matrices
-                owner.set_quantizer(None)
-            param.reset_gather_buffers()
+        set_formats(module.runtime.weight_state, module.plan, managed)
     _continue_histories([module.runtime for module, _ in modules], histories)
     for module, _ in modules:
         module.prepare_graphs()

@@ -5,6 +5,8 @@ moves."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,6 +206,33 @@ def check_layout(managed: ManagedParam) -> None:
 def all_managed_weights() -> list[ManagedParam]:
     """Every weight that any `fully_shard` of the process gathers as codes."""
     return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
+
+
+def managed_states() -> dict[int, tuple[ManagedParam, WeightState]]:
+    """Return id of the state of a matrix -> (the weight that FSDP2 manages, the state of all its
+    matrices)."""
+    return {
+        id(matrix): (m, local.state)
+        for m in all_managed_weights()
+        if isinstance(local := m.local, FSDPHooks)
+        for matrix in local.state.matrices
+    }
+
+
+def set_formats(
+    state: WeightState, plan: Any, managed: Mapping[int, tuple[ManagedParam, WeightState]]
+) -> None:
+    """Encode a weight as a plan (`linear.plan.GemmPlan`) says from now on.
+
+    managed:  of `managed_states`.
+    """
+    state.plan, state.compute_dtype = plan, plan.compute_dtype
+    state.set_quantizer(plan.weight)
+    if id(state) in managed:
+        param, owner = managed[id(state)]
+        if owner is not state:  # of all matrices
+            owner.set_quantizer(None)
+        param.reset_gather_buffers()
 
 
 def managed_of(state: WeightState) -> ManagedParam | None:

@@ -6,13 +6,18 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .torch_compat import device_of
+from .torch_compat import default_store, device_of
 
+# (what, ranks) -> how often `agree_apart` was called
+_AGREEMENTS: Counter[tuple[str, tuple[int, ...]]] = Counter()
 PATIENCE = 30.0  # seconds until a rank that waits says so; the group's own limit ends the wait
 
 
@@ -48,6 +53,32 @@ def meet(groups: list[tuple[dist.ProcessGroup, ...]]) -> None:
         if group.size() > 1:
             flag = torch.zeros(1, dtype=torch.int32, device=device_of(group))
             reduce_together(flag, group, dist.ReduceOp.MAX)
+
+
+def agree_apart(what: str, fact: str, ranks: Sequence[int], remedy: str) -> None:
+    """Raise ValueError unless all of these ranks call this with the same fact.
+
+    Asks the store and issues no collective, because a rank that does not call this may be in one.
+    Every rank that calls it raises the same sentence. Waits up to `PATIENCE` for each.
+    """
+    store, count = default_store(), _AGREEMENTS[what, tuple(ranks)]
+    _AGREEMENTS[what, tuple(ranks)] += 1
+    keys = {rank: f"fsdp_quant {what} {list(ranks)} {count} {rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], fact)
+    facts = {}
+    for rank, key in keys.items():
+        try:
+            store.wait([key], timedelta(seconds=PATIENCE))
+            facts[rank] = store.get(key).decode()
+        except dist.DistError:
+            facts[rank] = f"nothing new after {PATIENCE:.0f} s"
+    first, *others = facts
+    for rank in others:
+        if facts[rank] != facts[first]:
+            raise ValueError(
+                f"ranks disagree: {what} is {facts[first]} on rank {first} and {facts[rank]} on "
+                f"rank {rank}; {remedy}"
+            )
 
 
 def _sentence(group: dist.ProcessGroup) -> str:

@@ -62,6 +62,11 @@ def is_named(group: dist.ProcessGroup | None) -> bool:
     return group is not None and group in dist.distributed_c10d._world.pg_group_ranks
 
 
+def default_store() -> Any:
+    """The store through which the processes of the default group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The process group that has this `group_name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fq.autocast` around forwards of `fully_shard`, held to the same model on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import run_ranks
+from fsdp_quant.tensor import rendezvous
+from fsdp_quant.tensor.fsdp_hooks import all_managed_weights
+
+# name -> recipe of the context, whether blocks are recomputed, reshard_after_forward
+CONTEXTS = {
+    "nvfp4": (fq.recipes.nvfp4(), False, True),
+    "fp8_delayed": (fq.recipes.fp8_delayed(), True, None),
+    "hybrid": (fq.recipes.hybrid("fp8_current", "mxfp8"), False, False),
+}
+
+
+def _train(net: torch.nn.Module, override: fq.Recipe) -> list[torch.Tensor]:
+    """A step inside, an evaluation and a step outside, one without quantization."""
+    optimizer, seen = nets.adam(net), []
+    contexts = [
+        lambda: fq.autocast(override),
+        lambda: fq.autocast(None),
+        lambda: fq.autocast(enabled=False),
+    ]
+    for step, context in enumerate(contexts):
+        if step == 1:
+            with torch.no_grad():
+                seen.append(net(nets.batch(9)))
+        with context():
+            y = net(nets.batch(step))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(y.detach())
+    return seen
+
+
+def _contexts(rank: int, world: int) -> None:
+    for name, (override, recompute, reshard) in CONTEXTS.items():
+        seen = []
+        for sharded in (False, True):
+            net = fq.convert(nets.build(hidden=(33,), recompute=recompute), "mxfp8")
+            if sharded:
+                nets.shard(net, reshard_after_forward=reshard)
+            with fq.token_offset(0):
+                outputs = _train(net, override)
+            seen.append(outputs + list(nets.full_state(net).values()))
+        for i, (wanted, got) in enumerate(zip(*seen, strict=True)):
+            laws.assert_same_bytes(got, wanted, f"{name}: tensor {i}")
+
+
+def test_a_context_around_the_root_chooses_what_is_gathered():
+    """If false, `fully_shard` gathers other formats than the context's, a backward reads codes of
+    another forward, or leaving the context changes what follows."""
+    run_ranks(2, _contexts)
+
+
+def _disagree(rank: int, world: int) -> list[str]:
+    net = nets.shard(fq.convert(nets.build(), "mxfp8"))
+    net(nets.batch()).sum().backward()
+    with pytest.raises(ValueError) as refused, fq.autocast(("nvfp4", "fp8_row")[rank]):
+        net(nets.batch())
+    nets.train_step(net, nets.adam(net), 1)
+    formats = {m.local.state.matrices[0].quantizer for m in all_managed_weights()}
+    assert len(formats) == 1, f"a refused context stays: {formats}"
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(rendezvous, "PATIENCE", 1.0)
+    errors = [str(refused.value)]
+    if rank == 0:  # the other rank is in no call: a collective would hang
+        with pytest.raises(ValueError) as alone, fq.autocast("nvfp4"):
+            net(nets.batch())
+        errors.append(str(alone.value))
+    return errors
+
+
+def test_ranks_in_different_contexts_raise_one_sentence():
+    """If false, a rank waits for bytes that another one does not send."""
+    results = run_ranks(2, _disagree)
+    (both, alone), (other,) = results
+    assert both == other and "fq.autocast around the forward of fully_shard is nvfp4" in both, both
+    assert "nothing new after 1 s on rank 1" in alone, alone
