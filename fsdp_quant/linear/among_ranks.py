@@ -21,13 +21,16 @@ from .program import linear
 from .transport import count_high_precision_gather
 
 
-def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
-    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it."""
+def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it.
+
+    bias:  of the layer, or None: it is not added.
+    """
     if not x.dtype.is_floating_point:
         raise ValueError(
             f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
         )
-    weight, bias, layouts = layer.weight, layer.bias, layer.parallel
+    weight, layouts = layer.weight, layer.parallel
     if isinstance(layouts, TensorParallel):
         return multiply_shared(layer, x, x, weight, bias, layouts)
     state = layer.runtime.weight_state

@@ -56,9 +56,10 @@ class LinearFunction(torch.autograd.Function):
             results = [dx]
             for i, (need, (dtype, dims)) in enumerate(zip(needs, described)):
                 stacked, expert = (dw, i) if i < count else (db, i - count)
-                if need and stacked.dim() != dims:
+                is_given = need and stacked is not None  # else `Call.wgrad` has it
+                if is_given and stacked.dim() != dims:
                     stacked = stacked[expert]
-                results.append(stacked.to(dtype) if need else None)
+                results.append(stacked.to(dtype) if is_given else None)
             return tuple(results)
 
         x, *buffers = ctx.saved_tensors

@@ -33,6 +33,7 @@ from .operands import lay_out_frozen
 from .passes import Runtime, root_begins
 from .plan import GemmPlan, build_plan
 from .shared_input import HandedByInput
+from .weight_gradient import Waiting
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
@@ -53,6 +54,7 @@ class LayerRuntime(Runtime):
                    that has references).
     last_run:      `counters.epoch` of the last forward in eager mode.
     chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
+    waiting:       wgrads that wait for `backward_dw`.
     """
 
     schedule: Schedule | None = None
@@ -83,9 +85,10 @@ class LayerRuntime(Runtime):
         self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
+        self.waiting = Waiting(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = ("graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule")
+        not_saved = "graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule", "waiting"
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:

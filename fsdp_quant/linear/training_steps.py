@@ -41,6 +41,7 @@ from .passes import (
     steps_within,
 )
 from .plan import GemmPlan
+from .weight_gradient import raise_waiting
 
 # In layers #
 
@@ -197,11 +198,26 @@ def sync(model: nn.Module) -> None:
     refresh_codes(weights)
 
 
+def backward_dw(model: nn.Module) -> None:
+    """Compute the weight gradients of the oldest backward that waits for them, in every layer of
+    `model` with `delay_wgrad_compute=True`.
+
+    Raises RuntimeError, naming the layer, if none waits.
+
+    >>> layer = fq.Linear(64, 32, recipe="mxfp8", delay_wgrad_compute=True)
+    >>> layer(torch.ones(2, 64)).sum().backward()   # bias.grad, and the gradient of the input
+    >>> fq.steps.backward_dw(layer)                 # weight.grad
+    """
+    for layer in layers_of(model):
+        layer.backward_dw()
+
+
 # Optimizers #
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Run what must precede every optimizer's step. Raises ValueError if the step must not run."""
+    raise_waiting(optimizer)
     _check_masters(optimizer)
     raise_bad_splits()
 
