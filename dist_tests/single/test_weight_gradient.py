@@ -10,7 +10,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import values
@@ -21,6 +23,14 @@ RECIPES = ["mxfp8", "fp8_delayed", "nvfp4", "identity"]
 KINDS = [("linear", recipe) for recipe in RECIPES]
 KINDS += [(kind, "mxfp8") for kind in ("mlp", "quantized", "list", "packed")]
 OPTIONS = "fuse_wgrad_accumulation", "delay_wgrad_compute"
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 def layer_of(kind: str, recipe: str, **options) -> nn.Module:
@@ -194,6 +204,9 @@ def test_attributes_of_a_converted_model_are_honoured():
         model(x)
     with torch.no_grad():
         model(x)
+    for option in OPTIONS:
+        with pytest.raises(TypeError, match=f"convert has no {option}=: set it on layers"):
+            fq.convert(model, "mxfp8", **{option: True})
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -222,3 +235,12 @@ def test_return_bias_leaves_the_bias_to_the_caller(bias: bool):
         if build is not fq.Linear:
             given.return_layernorm_output = True
             assert len(given(x)) == 3 and given(x)[1] is own
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fully_shard_is_refused(option: str, mesh):
+    """If false, FSDP2 reduces no gradient, and every rank trains on its own."""
+    model = nn.Sequential(layer_of("linear", "mxfp8", **{option: True}))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(NotImplementedError, match=f"layer: {option}=True under fully_shard"):
+        model(values(64, 64, seed=3))

@@ -122,7 +122,7 @@ def multiply_shared(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
             "fq.Quantize between modules"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not layer.delay_wgrad_compute:
         owner = owner if axis.gathered_slot == "input" else x
         _check(layer, owner, weight, plan, axis)
         group, spans_weight = axis.group.group_name, override is None

@@ -56,10 +56,11 @@ class LinearFunction(torch.autograd.Function):
             results = [dx]
             for i, (need, (dtype, dims)) in enumerate(zip(needs, described)):
                 stacked, expert = (dw, i) if i < count else (db, i - count)
-                is_given = need and stacked is not None  # else `Call.wgrad` has it
-                if is_given and stacked.dim() != dims:
-                    stacked = stacked[expert]
-                results.append(stacked.to(dtype) if is_given else None)
+                if not need or stacked is None:  # not needed, or `Call.wgrad` took it
+                    results.append(None)
+                    continue
+                stacked = stacked if stacked.dim() == dims else stacked[expert]
+                results.append(stacked.to(dtype))
             return tuple(results)
 
         x, *buffers = ctx.saved_tensors

@@ -114,21 +114,12 @@ class Linear(BaseLinear):
                 self._forward, bias=bias, handed=None, residual=None, scale=scale
             )
             return torch_compat.of_nested(run, input)
-        if self.delay_wgrad_compute and torch.compiler.is_compiling():
-            return self._outside_graphs(input, bias, handed, residual, scale)
         weight = self.weight
         if self.parallel is not None or isinstance(weight, DTensor):
             return finished(forward_among_ranks(self, input, bias), residual, scale)
         if handed is None and (by_input := self.runtime.handed_by_input) is not None:
             handed = by_input.of(input)
         return self.times(input, weight, bias, handed, residual, scale)
-
-    @torch.compiler.disable(
-        reason="a layer of delay_wgrad_compute=True runs between graphs, because the backward of a "
-        "graph leaves no product to backward_dw"
-    )
-    def _outside_graphs(self, *args) -> Tensor:
-        return self._forward(*args)
 
     def times(
         self,
@@ -149,7 +140,21 @@ class Linear(BaseLinear):
         y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
         return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
 
-    @opaque.compiled_as(lambda self, x, weight, bias, plan, _: self.in_graph(x, weight, bias, plan))
+    @torch.compiler.disable(
+        reason="a layer of delay_wgrad_compute=True runs between graphs, because the backward of a "
+        "graph leaves no product to backward_dw"
+    )
+    def _between_graphs(self, *operands) -> Tensor:
+        return self._product(*operands)
+
+    def _compiled_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
+    ) -> Tensor:
+        if self.delay_wgrad_compute:
+            return self._between_graphs(x, weight, bias, plan, None)
+        return self.in_graph(x, weight, bias, plan)
+
+    @opaque.compiled_as(_compiled_product)
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
     ) -> Tensor:

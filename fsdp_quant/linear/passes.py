@@ -61,8 +61,6 @@ class Layer(Protocol):
     @property
     def runtime(self) -> Runtime: ...
 
-    def backward_dw(self) -> None: ...
-
 
 class Scheduled(NamedTuple):
     """A schedule, and the function that switches a model to its recipe at a step."""

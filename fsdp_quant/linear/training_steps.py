@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +209,8 @@ def backward_dw(model: nn.Module) -> None:
     >>> layer(torch.ones(2, 64)).sum().backward()   # bias.grad, and the gradient of the input
     >>> fq.steps.backward_dw(layer)                 # weight.grad
     """
-    for layer in layers_of(model):
+    layers: Any = layers_of(model)
+    for layer in layers:
         layer.backward_dw()
 
 
