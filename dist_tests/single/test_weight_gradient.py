@@ -177,6 +177,11 @@ def test_options_hold_in_graphs(monkeypatch):
         (y * values(*y.shape, seed=7)).sum().backward()
     assert torch.equal(main, want["weight"]) and layer.weight.grad is None
     assert layer.weight.grad_added_to_main_grad
+    experts = layer_of("packed", "mxfp8", fuse_wgrad_accumulation=True)
+    with pytest.raises(
+        Exception, match="experts of fuse_wgrad_accumulation=True .* outside graphs"
+    ):
+        torch.compile(experts, backend="aot_eager", fullgraph=True)(x[0], [24, 40])
     delayed = layer_of("linear", "mxfp8", delay_wgrad_compute=True)
     with pytest.raises(Exception, match="delay_wgrad_compute=True runs between graphs"):
         torch.compile(delayed, backend="aot_eager", fullgraph=True)(x[0])

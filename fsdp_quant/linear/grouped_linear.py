@@ -135,7 +135,7 @@ class GroupedLinear(HasWeight):
     values, which `require_native` refuses.
 
     fuse_wgrad_accumulation, delay_wgrad_compute:  as of `fq.Linear`. The experts then run one after
-             another, outside graphs where splits are a tensor, which the host reads.
+             another, outside graphs, and the host reads splits that are a tensor.
     first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
 
     >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
@@ -336,9 +336,10 @@ class GroupedLinear(HasWeight):
         if self.transposed:
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
+        if is_compiling and not self._returns_wgrads:
+            return self._outside_graphs(x, splits)
         if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
-            in_graph = in_graph and self._returns_wgrads
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
             in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
             plan, is_keyed = self.first.plan, self._is_keyed
@@ -439,11 +440,12 @@ class GroupedLinear(HasWeight):
         return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
 
     @torch.compiler.disable(
-        reason="experts take token splits that are a tensor outside graphs if their plans differ, "
-        "a recipe has boundary slots, tokens came as codes of several experts, a weight is a "
-        "DTensor or codes of one expert, or wgrads are fused or delayed; give counts, a list"
+        reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "
+        "graphs; so do experts whose token splits are a tensor (give counts, a list) if their plans "
+        "differ, a recipe has boundary slots, tokens came as codes of several experts, or a weight "
+        "is a DTensor or codes of one expert"
     )
-    def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
+    def _outside_graphs(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         return self.forward(x, splits)
 
     @property
