@@ -441,9 +441,9 @@ class GroupedLinear(HasWeight):
 
     @torch.compiler.disable(
         reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "
-        "graphs; so do experts whose token splits are a tensor (give counts, a list) if their plans "
-        "differ, a recipe has boundary slots, tokens came as codes of several experts, or a weight "
-        "is a DTensor or codes of one expert"
+        "graphs; so do experts whose token splits are a tensor (give counts, a list) if their "
+        "plans differ, a recipe has boundary slots, tokens came as codes of several experts, or a "
+        "weight is a DTensor or codes of one expert"
     )
     def _outside_graphs(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         return self.forward(x, splits)
