@@ -19,6 +19,10 @@ _STYLES = (
     "leave it out, and give the model to parallelize_module with styles of fq.parallel "
     "(ColwiseParallel, RowwiseParallel)"
 )
+_OF_LAYERS = (
+    "set it on layers: an argument of fq.Linear, fq.LayerNormLinear, fq.LayerNormMLP and "
+    "fq.GroupedLinear, and an attribute of each fq.Linear and fq.GroupedLinear of a converted model"
+)
 _TENSORWISE = "fq.recipes.fp8_current(grad_element='e5m2')"
 _ROWWISE = "fq.recipes.fp8_row(pow2=True)"
 # Keyword arguments there -> remedy. A name counts where the called function has no such argument.
@@ -30,6 +34,7 @@ KEYWORDS = {
     "calibrating": "leave it out; fq.calibrate(model, batches) measures amaxes",
     "columnwise_quantizer": "pass columnwise=, a Quantizer, a Format or its name",
     "config": f"pass a recipe: {_TENSORWISE} is 'tensorwise', {_ROWWISE} is 'rowwise'",
+    "delay_wgrad_compute": _OF_LAYERS,
     "enabled": "leave it out: the context is on where it is entered; contextlib.nullcontext() is "
     "its off",
     "exp_avg_dtype": _MOMENTS,
@@ -38,6 +43,7 @@ KEYWORDS = {
     "fp8_format": "name formats by the recipe: Format.HYBRID is grad_element='e5m2' of every 8-bit "
     "recipe of fq.recipes, Format.E4M3 is grad_element='e4m3'",
     "fp8_group": _SHARED,
+    "fuse_wgrad_accumulation": _OF_LAYERS,
     "fp8_recipe": "pass recipe=",
     "is_first_microbatch": "leave it out, and run the micro-batches of a step inside "
     "`with fq.hold(model):`, which quantizes each weight once",
@@ -47,10 +53,13 @@ KEYWORDS = {
     "master_weights": "leave it out: each parameter of low precision has an fp32 master",
     "module_filter_fn": "pass skip=, names and globs of layers that stay as they are, or 'auto'",
     "num_gemms": "pass num_experts=",
+    "out": "leave it out: autograd keeps y for a backward, and cannot keep memory that its caller "
+    "writes again",
     "parallel_mode": _STYLES,
     "params_dtype": "pass dtype=",
     "preserve_high_precision_init_val": "leave it out: fp32 masters start from the initial values, "
     "which no weight needs to keep",
+    "return_bias": "leave it out: fq.Linear, fq.LayerNormLinear and fq.LayerNormMLP have it",
     "rowwise_quantizer": "pass rowwise=, a Quantizer, a Format or its name",
     "sequence_parallel": _STYLES,
     "tp_group": _STYLES,

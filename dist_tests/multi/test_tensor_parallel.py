@@ -192,8 +192,30 @@ def recorded_order():
         call.Gather, program.gemm = Gather, gemm
 
 
+def gradients_of_weights(rank: int, mesh) -> None:
+    """What autograd does not return is what it returns."""
+    x = laws.values(2, 128, D, seed=1, dtype=torch.float32)
+    nets = []
+    for options in ((), ("fuse_wgrad_accumulation",), ("delay_wgrad_compute",)):
+        net = cut(fq.convert(build(), "mxfp8"), mesh)
+        for layer in (m for m in net.modules() if isinstance(m, fq.Linear)):
+            layer.weight.main_grad = torch.zeros_like(layer.weight.to_local())
+            for option in options:
+                setattr(layer, option, True)
+        for _ in range(2):
+            net(x.chunk(mesh.size(), 1)[rank]).square().sum().backward()
+        nets.append([m.weight for m in net.modules() if isinstance(m, fq.Linear)])
+        if options[:1] == ("delay_wgrad_compute",):
+            assert all(w.grad is None for w in nets[-1])
+            fq.steps.backward_dw(net), fq.steps.backward_dw(net)
+    for want, fused, delayed in zip(*nets):
+        assert fused.grad is None and torch.equal(fused.main_grad, want.grad.to_local())
+        assert torch.equal(delayed.grad.to_local(), want.grad.to_local())
+
+
 def layers(rank: int, world: int) -> None:
     mesh = mesh_of(tp=world)
+    gradients_of_weights(rank, mesh)
     x, dy = (laws.values(2, 128 * world, D, seed=seed, dtype=torch.float32) for seed in (1, 2))
     x[:, :5] *= 100  # of one rank alone
     mine = [t.chunk(world, 1)[rank] for t in (x, dy)]

@@ -21,13 +21,16 @@ from .program import linear
 from .transport import count_high_precision_gather
 
 
-def forward_among_ranks(layer: BaseLinear, x: Tensor) -> Tensor:
-    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it."""
+def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of a layer that ranks share: a DTensor where its weight is one and the style wants it.
+
+    bias:  of the layer, or None: it is not added.
+    """
     if not x.dtype.is_floating_point:
         raise ValueError(
             f"{layer.runtime.name}: input is {x.dtype}; a linear layer multiplies floating tensors"
         )
-    weight, bias, layouts = layer.weight, layer.bias, layer.parallel
+    weight, layouts = layer.weight, layer.parallel
     if isinstance(layouts, TensorParallel):
         return multiply_shared(layer, x, x, weight, bias, layouts)
     state = layer.runtime.weight_state
@@ -119,7 +122,7 @@ def multiply_shared(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
             "fq.Quantize between modules"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not layer.delay_wgrad_compute:
         owner = owner if axis.gathered_slot == "input" else x
         _check(layer, owner, weight, plan, axis)
         group, spans_weight = axis.group.group_name, override is None

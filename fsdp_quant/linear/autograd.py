@@ -56,9 +56,11 @@ class LinearFunction(torch.autograd.Function):
             results = [dx]
             for i, (need, (dtype, dims)) in enumerate(zip(needs, described)):
                 stacked, expert = (dw, i) if i < count else (db, i - count)
-                if need and stacked.dim() != dims:
-                    stacked = stacked[expert]
-                results.append(stacked.to(dtype) if need else None)
+                if not need or stacked is None:  # not needed, or `Call.wgrad` took it
+                    results.append(None)
+                    continue
+                stacked = stacked if stacked.dim() == dims else stacked[expert]
+                results.append(stacked.to(dtype))
             return tuple(results)
 
         x, *buffers = ctx.saved_tensors

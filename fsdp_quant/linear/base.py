@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from .plan import PRODUCTS, GemmPlan, build_plan
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
+from .weight_gradient import WeightGradient, main_grad_of, refuse_fsdp
 
 
 @torch.compiler.assume_constant_result
@@ -52,11 +53,16 @@ class BaseLinear(HasWeight, nn.Linear):
                          inside it), so FSDP2 gathers both directions for both; "backward": for the
                          backward alone; None: detected.
     parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
+    fuse_wgrad_accumulation:  the wgrad is added to `weight.main_grad` (fp32, or bf16), and not to
+                         `.grad`.
+    delay_wgrad_compute:  the backward leaves the wgrad to `backward_dw`.
     """
 
     runtime: LayerRuntime
     module_type = "linear"  # of its roles (`Role.module_type`)
     recomputes_forward: bool | Literal["backward"] | None = None
+    fuse_wgrad_accumulation = False
+    delay_wgrad_compute = False
     parallel: TensorParallel | Layouts | None = None
 
     def make_quantized(
@@ -189,7 +195,40 @@ class BaseLinear(HasWeight, nn.Linear):
             weight_group=group,
             grad=grad,
             name=runtime.name,
+            wgrad=self.weight_gradient(weight),
         )
+
+    @property
+    def _trained(self) -> tuple[Tensor, int | None, bool]:
+        """`WeightGradient.parameter`, `index` and `transposed`."""
+        return self.weight, None, False
+
+    def weight_gradient(self, weight: Tensor) -> WeightGradient | None:
+        """Return what takes the wgrad of this call in place of autograd; None: nothing does.
+
+        Raises NotImplementedError under fully_shard, ValueError for a `main_grad` that is missing
+        or that does not fit.
+        """
+        fuses, delays = self.fuse_wgrad_accumulation, self.delay_wgrad_compute
+        if not (fuses or delays) or not (weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        name, (parameter, index, transposed) = self.runtime.name, self._trained
+        option = "fuse_wgrad_accumulation" if fuses else "delay_wgrad_compute"
+        refuse_fsdp(parameter, name, option)
+        if fuses:
+            main_grad_of(parameter, name)
+        waiting = self.runtime.waiting if delays else None
+        return WeightGradient(name, parameter, index, transposed, fuses, waiting)
+
+    def backward_dw(self) -> None:
+        """Compute the wgrad of the oldest backward that waits for it (`delay_wgrad_compute`).
+
+        It is added to `weight.grad`, or to `weight.main_grad`; hooks on the weight's gradient do
+        not run. Does nothing for a layer that delays none, or whose weight is frozen. Raises
+        RuntimeError if no wgrad waits.
+        """
+        if self.delay_wgrad_compute and self._trained[0].requires_grad:
+            self.runtime.waiting.compute()
 
     def _histories(
         self, plan: GemmPlan, state: WeightState | None, device: torch.device, records: bool
@@ -226,10 +265,17 @@ class BaseLinear(HasWeight, nn.Linear):
         save, codes = grad and weight.requires_grad, None
         if inputs.codes is not None and (inputs.has_columnwise or not grad):
             codes = inputs.codes if plan.key == self.plan.key else None
-        key = plan.key
-        return in_graph(
-            x, weight, bias, key, save, trains, step, ids, guards, *delayed, rank, ranks, codes
-        )
+        key, main_grad = plan.key, None
+        if save and self.fuse_wgrad_accumulation:
+            main_grad = self._main_grad_in_graph()
+        states = step, ids, guards, *delayed
+        return in_graph(x, weight, bias, key, save, trains, *states, rank, ranks, codes, main_grad)
+
+    def _main_grad_in_graph(self) -> Tensor:
+        weight: Any = self.weight
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True  # nothing of ours runs in the backward
+        return main_grad_of(weight, self.runtime.name)
 
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` inside `fq.autocast`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,8 @@ class Call(NamedTuple):
     grad:          a backward may follow.
     name:          of the layer, in errors; a function where a graph must not depend on it.
     require_native:  refuse codes that cannot be gathered.
+    wgrad:         takes the product of the wgrad (`linear.weight_gradient`), and returns what
+                   autograd is given; None: autograd is given the gradient.
     """
 
     plan: GemmPlan
@@ -72,6 +74,7 @@ class Call(NamedTuple):
     grad: bool = False
     name: Name = ""
     require_native: bool = False
+    wgrad: Callable[[Callable[..., Tensor]], Tensor | None] | None = None
 
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:

@@ -152,7 +152,8 @@ def linear(
     """
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     resolved, operand = call.plan.resolved(x.dtype, x.device), None
-    if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
+    is_one_call = call.wgrad is None and not torch_compat.dispatch_is_watched()
+    if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
         operand = _weight_operand(weight, call, resolved, x.dtype, dgrad)
     if operand is not None:
         y = _compiled(x, weight, bias, call, resolved, operand, handed)
@@ -161,7 +162,7 @@ def linear(
             "the input of this layer has no values, and no compiled call computes them; see "
             "can_fuse_activation"
         )
-    elif _is_torchs(x, weight, bias, call.plan):
+    elif call.wgrad is None and _is_torchs(x, weight, bias, call.plan):
         y = _torchs_linear(x, weight, bias, call.plan, resolved)
     else:
         y = program.linear(x, weight, bias, call)

@@ -20,6 +20,7 @@ from ..formats import Direction
 from ..migration import answers_keywords
 from ..ops import native
 from ..ops.capability import arch_of
+from ..ops.reference import known
 from ..ops.rng import own_name
 from ..options import flag, integer
 from ..recipe import Recipe, as_recipe, identity
@@ -86,6 +87,13 @@ class Expert(Linear):
         return (None, None) if module is None else module.values_of(index)
 
     @property
+    def _trained(self) -> tuple[Tensor, int | None, bool]:
+        module = None if self._part_of is None else self._part_of[0]()
+        if self._part_of is None or module is None:
+            return known(self.weight, "the weight"), None, False
+        return module.weight, self._part_of[1], module.transposed
+
+    @property
     def weight(self) -> Tensor | None:
         return self._now()[0]
 
@@ -126,6 +134,8 @@ class GroupedLinear(HasWeight):
     (`grouped.unsupported_reason`, printed by `fq.plan`): of codes on sm_90, elsewhere of their
     values, which `require_native` refuses.
 
+    fuse_wgrad_accumulation, delay_wgrad_compute:  as of `fq.Linear`. The experts then run one after
+             another, outside graphs, and the host reads splits that are a tensor.
     first_expert:  this rank's first, where ranks hold experts each of a packed DTensor.
 
     >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
@@ -151,6 +161,8 @@ class GroupedLinear(HasWeight):
         packed: bool = False,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ):
         name = own_name(name, "grouped_linear")
         super().__init__()
@@ -176,6 +188,36 @@ class GroupedLinear(HasWeight):
             self.finish_experts(name)
         for layer in self._linears:
             layer.runtime.chosen = recipe is not None
+        self.fuse_wgrad_accumulation = flag().read(
+            f"{name}: fuse_wgrad_accumulation", fuse_wgrad_accumulation
+        )
+        self.delay_wgrad_compute = flag().read(f"{name}: delay_wgrad_compute", delay_wgrad_compute)
+
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """As of `fq.Linear`, of every expert; a packed weight has one `main_grad` [E, N, K]."""
+        return self.first.fuse_wgrad_accumulation
+
+    @fuse_wgrad_accumulation.setter
+    def fuse_wgrad_accumulation(self, value: bool) -> None:
+        for layer in self._linears:
+            layer.fuse_wgrad_accumulation = value
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """As of `fq.Linear`, of every expert."""
+        return self.first.delay_wgrad_compute
+
+    @delay_wgrad_compute.setter
+    def delay_wgrad_compute(self, value: bool) -> None:
+        for layer in self._linears:
+            layer.delay_wgrad_compute = value
+
+    def backward_dw(self) -> None:
+        """Compute each expert's wgrad of the oldest backward that waits for it, as
+        `fq.Linear.backward_dw`."""
+        for layer in self._linears:
+            layer.backward_dw()
 
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.
@@ -294,6 +336,8 @@ class GroupedLinear(HasWeight):
         if self.transposed:
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
+        if is_compiling and not self._returns_wgrads:
+            return self._outside_graphs(x, splits)
         if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
@@ -322,8 +366,15 @@ class GroupedLinear(HasWeight):
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
+    @property
+    def _returns_wgrads(self) -> bool:
+        """Whether autograd is given the gradients of weights."""
+        return not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute)
+
     def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""
+        if not self._returns_wgrads:
+            return None, "fuse_wgrad_accumulation or delay_wgrad_compute is set"
         plan, override = self.common_plan, current_autocast()
         if override is not None and not isinstance(x, QuantizedTensor):
             weights = cycle([self._operand(owner)[0] for owner in self.owners])
@@ -389,11 +440,12 @@ class GroupedLinear(HasWeight):
         return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
 
     @torch.compiler.disable(
-        reason="experts take token splits that are a tensor outside graphs if their plans differ, "
-        "a recipe has boundary slots, tokens came as codes of several experts, or a weight is a "
-        "DTensor or codes of one expert; give counts, a list"
+        reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "
+        "graphs; so do experts whose token splits are a tensor (give counts, a list) if their "
+        "plans differ, a recipe has boundary slots, tokens came as codes of several experts, or a "
+        "weight is a DTensor or codes of one expert"
     )
-    def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
+    def _outside_graphs(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         return self.forward(x, splits)
 
     @property

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,6 +13,7 @@ from ..context import current_autocast, quantized_init_recipe
 from ..migration import answers_keywords
 from ..ops import opaque
 from ..ops.rng import own_name
+from ..options import flag
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -30,6 +33,12 @@ class Linear(BaseLinear):
              gathers as codes; under `fq.quantized_model_init` a `QuantizedTensor`.
     recipe:  `Recipe` or its name; change it with `fq.set_recipe`. None: high precision, until
              `fq.convert` gives the model one.
+    return_bias:  (y, bias) is returned, and the bias not added; (y, None) with bias=False.
+    fuse_wgrad_accumulation:  the wgrad GEMM adds to `weight.main_grad` (fp32 or bf16) in fp32, and
+             `.grad` stays None. If the weight has `grad_added_to_main_grad`, it is set to True, and
+             `.grad` gets values that mean nothing, so that hooks run (Megatron's DDP).
+    delay_wgrad_compute:  the backward computes no wgrad, `backward_dw()` does, once per backward,
+             before the optimizer steps. Both are attributes too, also of layers of `fq.convert`.
     recomputes_forward:  as in `BaseLinear`.
 
     Input [.., in_features] and output [.., out_features] have one dtype (or autocast's).
@@ -38,6 +47,8 @@ class Linear(BaseLinear):
     >>> layer(torch.ones(2, 64)).shape
     torch.Size([2, 32])
     """
+
+    return_bias = False
 
     def __init__(
         self,
@@ -49,6 +60,9 @@ class Linear(BaseLinear):
         *,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ):
         if not isinstance(bias, bool):
             raise ValueError(
@@ -59,6 +73,13 @@ class Linear(BaseLinear):
         recipe = recipe or quantized_init_recipe()
         self.make_quantized(recipe or identity(), own_name(name, "linear"))
         self.runtime.chosen = recipe is not None
+        self.return_bias = flag().read("fq.Linear: return_bias", return_bias)
+        self.fuse_wgrad_accumulation = flag().read(
+            "fq.Linear: fuse_wgrad_accumulation", fuse_wgrad_accumulation
+        )
+        self.delay_wgrad_compute = flag().read(
+            "fq.Linear: delay_wgrad_compute", delay_wgrad_compute
+        )
 
     def forward(
         self,
@@ -67,19 +88,38 @@ class Linear(BaseLinear):
         *,
         residual: Tensor | None = None,
         scale: float = 1.0,
-    ) -> Tensor:
-        """residual + scale * (input W^T + b), the product rounded to its dtype first.
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """residual + scale * (input W^T + b), the product rounded to its dtype first; with
+        return_bias (residual + scale * input W^T, b).
 
         handed:  what the module that computed the input hands over with it.
         """
+        if not self.return_bias:
+            return self._forward(input, self.bias, handed, residual, scale)
+        y, bias = self._forward(input, None, handed, residual, scale), self.bias
+        if isinstance(bias, DTensor) and not isinstance(y, DTensor):
+            bias = bias.to_local()
+        return y, bias
+
+    def _forward(
+        self,
+        input: Tensor,
+        bias: Tensor | None,
+        handed: Handed | None,
+        residual: Tensor | None,
+        scale: float,
+    ) -> Tensor:
         if input.is_nested:
-            return torch_compat.of_nested(self.forward, input)
+            run = functools.partial(
+                self._forward, bias=bias, handed=None, residual=None, scale=scale
+            )
+            return torch_compat.of_nested(run, input)
         weight = self.weight
         if self.parallel is not None or isinstance(weight, DTensor):
-            return finished(forward_among_ranks(self, input), residual, scale)
+            return finished(forward_among_ranks(self, input, bias), residual, scale)
         if handed is None and (by_input := self.runtime.handed_by_input) is not None:
             handed = by_input.of(input)
-        return self.times(input, weight, self.bias, handed, residual, scale)
+        return self.times(input, weight, bias, handed, residual, scale)
 
     def times(
         self,
@@ -100,7 +140,21 @@ class Linear(BaseLinear):
         y = self._product(boundary(x, sides, ids, output=False), weight, bias, plan, None)
         return boundary(finished(y, residual, scale), sides, ids, grad_input=False)
 
-    @opaque.compiled_as(lambda self, x, weight, bias, plan, _: self.in_graph(x, weight, bias, plan))
+    @torch.compiler.disable(
+        reason="a layer of delay_wgrad_compute=True runs between graphs, because the backward of a "
+        "graph leaves no product to backward_dw"
+    )
+    def _between_graphs(self, *operands) -> Tensor:
+        return self._product(*operands)
+
+    def _compiled_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
+    ) -> Tensor:
+        if self.delay_wgrad_compute:
+            return self._between_graphs(x, weight, bias, plan, None)
+        return self.in_graph(x, weight, bias, plan)
+
+    @opaque.compiled_as(_compiled_product)
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None
     ) -> Tensor:
@@ -111,6 +165,8 @@ class Linear(BaseLinear):
     def can_fuse_activation(self, x: Tensor) -> bool:
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
+            return False
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             return False
         if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
             return False

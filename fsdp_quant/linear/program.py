@@ -70,6 +70,7 @@ from .operands import (
 from .plan import GemmPlan, Resolved, plan_of
 from .shared_input import Shared, SharedInput, shared_input
 from .transport import Gather, scattered_product, start_sum
+from .weight_gradient import add_in_graph
 
 # Sums are scattered in two pieces, one during the product of the other, where the products of a
 # rank's rows stay large. Over one after the other, 8192 tokens on two H200s: .95 of the time
@@ -199,7 +200,9 @@ def backward(
                 if axis is not None and axis.column and axis.reduces and axis.sequence_dim is None:
                     dx = start_sum(dx, axis.group)()
     if need_w:
-        dw = _gemm(call, resolved, 2, dy.dtype)(operands.take(COLUMNWISE), read_input())
+        a, b = operands.take(COLUMNWISE), read_input()
+        product = functools.partial(_gemm(call, resolved, 2, dy.dtype), a, b)
+        dw = product() if call.wgrad is None else call.wgrad(product)
     call.record("grad_output", operands.amaxes)
     return dx, dw, db if bias_sum is None else bias_sum()
 
@@ -373,6 +376,7 @@ def in_graph(
     rank: Tensor | None = None,
     ranks: tuple | None = None,
     codes: Tensor | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return y [.., N] of x [.., K], in a graph that is being traced. dynamo records constants and
     tensors alone.
@@ -385,6 +389,7 @@ def in_graph(
     ranks:      where ranks share the layer: group name, column, sequence_dim and reduces of
                 `TensorParallel`; whether the ranks share scales of the whole weight; dtype in which
                 x is multiplied. x may then be a DTensor that is cut along the sequence.
+    main_grad:  to which the backward adds dw; None: autograd is given it.
     """
     counters.has_graphs = True
     gemm_plan = plan_of(plan)
@@ -413,7 +418,10 @@ def in_graph(
         codes=codes if isinstance(codes, QuantizedTensor) else None,
         traced=True,
         grad=torch.is_grad_enabled(),
+        wgrad=None if main_grad is None else functools.partial(add_in_graph, main_grad),
     )
+    if main_grad is not None:
+        torch_compat.save_inputs([main_grad])  # other backwards write it before this one
     return linear(x, weight, bias, call, owner)
 
 

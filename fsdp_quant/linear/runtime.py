@@ -34,6 +34,7 @@ from .passes import Runtime
 from .plan import GemmPlan, build_plan
 from .root_context import forward_begins
 from .shared_input import HandedByInput
+from .weight_gradient import Waiting
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 
@@ -54,6 +55,7 @@ class LayerRuntime(Runtime):
                    that has references).
     last_run:      `counters.epoch` of the last forward in eager mode.
     chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
+    waiting:       wgrads that wait for `backward_dw`.
     """
 
     schedule: Schedule | None = None
@@ -84,9 +86,10 @@ class LayerRuntime(Runtime):
         self.graphs = GraphTensors()
         self.ids = slot_ids(self.name)
         self.boundary_ids = BoundaryIds(self.name)
+        self.waiting = Waiting(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = ("graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule")
+        not_saved = "graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule", "waiting"
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:

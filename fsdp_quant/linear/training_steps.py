@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from .passes import (
     steps_within,
 )
 from .plan import GemmPlan
+from .weight_gradient import raise_waiting
 
 # In layers #
 
@@ -197,11 +199,27 @@ def sync(model: nn.Module) -> None:
     refresh_codes(weights)
 
 
+def backward_dw(model: nn.Module) -> None:
+    """Compute the weight gradients of the oldest backward that waits for them, in every layer of
+    `model` with `delay_wgrad_compute=True`.
+
+    Raises RuntimeError, naming the layer, if none waits.
+
+    >>> layer = fq.Linear(64, 32, recipe="mxfp8", delay_wgrad_compute=True)
+    >>> layer(torch.ones(2, 64)).sum().backward()   # bias.grad, and the gradient of the input
+    >>> fq.steps.backward_dw(layer)                 # weight.grad
+    """
+    layers: Any = layers_of(model)
+    for layer in layers:
+        layer.backward_dw()
+
+
 # Optimizers #
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Run what must precede every optimizer's step. Raises ValueError if the step must not run."""
+    raise_waiting(optimizer)
     _check_masters(optimizer)
     raise_bad_splits()
 

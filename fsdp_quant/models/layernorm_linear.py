@@ -15,13 +15,15 @@ from .norm import Norm
 
 @answers_keywords
 class LayerNormLinear(nn.Module):
-    """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
+    """y = linear(norm(x)); with return_layernorm_output (y, norm(x)), with return_bias (y, bias) or
+    (y, bias, norm(x)).
 
     Defaults, as of `fq.LayerNormMLP` and of TransformerEngine: bias=True,
     normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False.
 
     norm:    `Norm` of `normalization`, "RMSNorm" or "LayerNorm".
     linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.
+    return_bias, fuse_wgrad_accumulation, delay_wgrad_compute:  as of `fq.Linear`.
 
     x [.., in_features], y [.., out_features]. state_dict keys: norm.weight (norm.bias),
     linear.weight, linear.bias.
@@ -44,16 +46,34 @@ class LayerNormLinear(nn.Module):
         *,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ):
         name = own_name(name, "layernorm_linear")
         super().__init__()
         self.return_layernorm_output = return_layernorm_output
         self.norm = Norm(in_features, normalization, eps, zero_centered_gamma, device, dtype)
         self.linear = Linear(
-            in_features, out_features, bias, device, dtype, recipe=recipe, name=f"{name}.linear"
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            recipe=recipe,
+            name=f"{name}.linear",
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
         )
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         normal, _, amax = self.norm.forward_with_input(x)
         y = self.linear(normal, **handed_to(self.linear, Handed(amax)))
-        return (y, normal) if self.return_layernorm_output else y
+        if not self.return_layernorm_output:
+            return y
+        return (*y, normal) if self.linear.return_bias else (y, normal)
+
+    def backward_dw(self) -> None:
+        """Compute the wgrad of the oldest backward that waits, as `fq.Linear.backward_dw`."""
+        self.linear.backward_dw()

@@ -36,6 +36,8 @@ class LayerNormMLP(nn.Module):
                  which have no gate. The last three of both lists have no kernels, on GPUs neither.
     residual:    y + x is returned; one pass computes the gradient of both uses of x.
     return_layernorm_output:  (y, n).
+    return_bias:  (y, bias of down, which is not added), or (y, bias, n).
+    fuse_wgrad_accumulation, delay_wgrad_compute:  of all layers, as of `fq.Linear`.
     recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and
                  random bits of the forward, so that between the two x and the operand of down's
                  wgrad are all that is kept.
@@ -68,6 +70,9 @@ class LayerNormMLP(nn.Module):
         *,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ):
         name = own_name(name, "layernorm_mlp")
         super().__init__()
@@ -80,7 +85,18 @@ class LayerNormMLP(nn.Module):
         self.residual, self.return_layernorm_output = residual, return_layernorm_output
 
         def linear(rows: int, cols: int, part: str) -> Linear:
-            return Linear(cols, rows, bias, device, dtype, recipe=recipe, name=f"{name}.{part}")
+            return Linear(
+                cols,
+                rows,
+                bias,
+                device,
+                dtype,
+                recipe=recipe,
+                name=f"{name}.{part}",
+                return_bias=return_bias and part == "down_proj",
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+            )
 
         self.norm = Norm(hidden_size, normalization, eps, zero_centered_gamma, device, dtype)
         gated = ACTIVATIONS[activation].gated
@@ -101,12 +117,21 @@ class LayerNormMLP(nn.Module):
         super().__setstate__(state)
         self._share()
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         h, handed, normal, x = recomputed(self._hidden, x) if self.recompute else self._hidden(x)
         y = self.down_proj(h, **handed_to(self.down_proj, handed))
+        y, *bias = y if self.down_proj.return_bias else (y,)
         if self.residual:
             y = x + y
-        return y if normal is None else (y, normal)
+        results = (y, *bias) if normal is None else (y, *bias, normal)
+        return results if len(results) > 1 else y
+
+    def backward_dw(self) -> None:
+        """Compute the wgrads of the oldest backward that waits for them, as
+        `fq.Linear.backward_dw`."""
+        for layer in (self.down_proj, self.up_proj, self.gate_proj):
+            if layer is not None:
+                layer.backward_dw()
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, Handed, Tensor | None, Tensor]:
         """(what down multiplies, what is handed to down with it, n if it is returned, x)."""

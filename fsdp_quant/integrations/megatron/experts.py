@@ -118,7 +118,6 @@ class _GroupedLinear(GroupedLinear):
         y = super().forward(x, m_splits)
         return y, biases if self.use_bias and self.skip_bias_add else None
 
-    backward_dw = ParallelLinear.backward_dw
     get_extra_state = layers.ColumnParallelLinear.get_extra_state
     set_extra_state = layers.ColumnParallelLinear.set_extra_state
 

@@ -156,9 +156,6 @@ class ParallelLinear(Linear):
             return multiply_shared(self, input, input, weight, bias, self.parallel)
         return self.times(input, weight, bias)
 
-    def backward_dw(self) -> None:
-        """No-op: the backward computes the weight's gradient."""
-
     __repr__ = nn.Module.__repr__
 
     def extra_repr(self) -> str:

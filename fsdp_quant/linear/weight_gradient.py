@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the gradient of a weight goes, where autograd does not return it.
+
+    fuse_wgrad_accumulation   the wgrad GEMM adds to `weight.main_grad`, in fp32
+    delay_wgrad_compute       the backward leaves the product to `backward_dw`
+
+A program hands its wgrad to `Call.wgrad` as a function of `out_dtype`, `out` and `accumulate` of
+`gemm`. In a graph it is `add_in_graph`, in eager mode a `WeightGradient`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.torch_compat import local_of
+
+Product = Callable[..., Tensor]
+_DTYPES = torch.float32, torch.bfloat16
+
+
+def add_in_graph(main_grad: Tensor, product: Product) -> None:
+    """Add a wgrad to `main_grad` in a graph that is traced."""
+    main_grad.add_(product(out_dtype=torch.float32))
+
+
+def main_grad_of(weight: Any, name: str) -> Tensor:
+    """Return this rank's part of `weight.main_grad`. Raises ValueError for one that is missing, or
+    that does not fit.
+
+    weight:  a parameter; of fully_shard the one that it gathered.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            f"{name}: fuse_wgrad_accumulation=True, and the weight has no main_grad; set "
+            "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before the forward"
+        )
+    main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    fits = main_grad.shape == local.shape and main_grad.device == local.device
+    if not fits or main_grad.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name}: weight.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
+            f"{main_grad.device}; wanted float32 or bfloat16 {list(local.shape)} on {local.device}"
+        )
+    return main_grad
+
+
+def refuse_fsdp(weight: Tensor, name: str, option: str) -> None:
+    """Raise NotImplementedError for a weight that `fully_shard` manages."""
+    is_gathered = isinstance(weight, QuantizedTensor) and not isinstance(weight, QuantizedWeight)
+    if is_gathered or torch_compat.is_managed(weight):
+        raise NotImplementedError(
+            f"{name}: {option}=True under fully_shard, which reduces the gradient that a backward "
+            "leaves in .grad as soon as the backward has it, and frees it; leave the option out "
+            "(FSDP2 accumulates in reduce_dtype with set_requires_gradient_sync(False)), or shard "
+            "by DDP, tensor parallelism or an optimizer of your own"
+        )
+
+
+class Waiting:
+    """Wgrads of a layer that wait for `backward_dw`, the oldest first."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.products: deque[tuple[WeightGradient, Product]] = deque()
+        _WAITING.add(self)
+
+    def compute(self) -> None:
+        """Compute the oldest. Raises RuntimeError if none waits."""
+        if not self.products:
+            raise RuntimeError(
+                f"{self.name}: backward_dw() without a backward whose weight gradient waits; call "
+                "it once for each backward"
+            )
+        gradient, product = self.products.popleft()
+        gradient.add(product)
+
+
+_WAITING: weakref.WeakSet[Waiting] = weakref.WeakSet()
+
+
+def raise_waiting(optimizer: Optimizer) -> None:
+    """Raise RuntimeError, naming the layer, if a wgrad was left out of the step that ends: of a
+    weight that this optimizer holds, or of a `main_grad`, whose optimizer may hold another
+    tensor."""
+    waiting_layers = [waiting for waiting in _WAITING if waiting.products]
+    if not waiting_layers:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for waiting in waiting_layers:
+        gradients = [gradient for gradient, _ in waiting.products]
+        if any(g.fuses or id(g.parameter) in held for g in gradients):
+            count = len(gradients)
+            raise RuntimeError(
+                f"{waiting.name}: the optimizer steps while {count} weight "
+                f"gradient{'s' * (count > 1)} of delay_wgrad_compute=True wait; call "
+                "backward_dw() of the layer, or fq.steps.backward_dw(model), once for each "
+                "backward before the step"
+            )
+
+
+@dataclass(eq=False)
+class WeightGradient:
+    """Takes the wgrad of one call of a layer, in place of autograd.
+
+    name:        of the layer, in errors.
+    parameter:   its weight; packed: the weight [E, N, K] of all experts.
+    index:       which matrix of a packed weight; None: all of `parameter`.
+    transposed:  the parameter's matrices are [K, N].
+    fuses:       add to `parameter.main_grad`, else to `.grad`.
+    waiting:     where the product is left for `backward_dw`; None: it is computed now.
+    """
+
+    name: str
+    parameter: Tensor
+    index: int | None
+    transposed: bool
+    fuses: bool
+    waiting: Waiting | None
+
+    def __call__(self, product: Product) -> Tensor | None:
+        """Take the product; return what autograd is given for the weight."""
+        if self.waiting is None:
+            return self.add(product)
+        self.waiting.products.append((self, product))
+        return None
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """Return of a tensor like the parameter the part like the product."""
+        part = tensor if self.index is None else tensor[self.index]
+        return part.mT if self.transposed else part
+
+    @torch.no_grad()
+    def add(self, product: Product) -> Tensor | None:
+        """Compute the product, and add it where it goes."""
+        if not self.fuses:
+            self._add_to_grad(product())
+            return None
+        main_grad = self._part(main_grad_of(self.parameter, self.name))
+        if main_grad.dtype is torch.float32 and main_grad.is_contiguous():
+            product(out_dtype=torch.float32, out=main_grad, accumulate=True)
+        else:
+            main_grad.add_(product(out_dtype=torch.float32))
+        return self._told()
+
+    def _told(self) -> Tensor | None:
+        """Tell the owner of `main_grad`, if it asks, as Megatron's DDP does: its hook runs for a
+        gradient, of which it reads the values if `zero_out_wgrad` says so."""
+        parameter: Any = self.parameter
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        made = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+        main_grad = self._part(main_grad_of(parameter, self.name))
+        return made(main_grad.shape, dtype=parameter.dtype, device=main_grad.device)
+
+    def _add_to_grad(self, dw: Tensor) -> None:
+        parameter, dw = self.parameter, dw.to(self.parameter.dtype)
+        if parameter.grad is None:
+            local = local_of(parameter)
+            is_whole = self.index is None and not self.transposed
+            grad = dw if is_whole else torch.zeros(local.shape, dtype=dw.dtype, device=dw.device)
+            is_cut = isinstance(parameter, DTensor)
+            parameter.grad = torch_compat.dtensor_like(parameter, grad) if is_cut else grad
+            if is_whole:
+                return
+        self._part(local_of(parameter.grad)).add_(dw)
