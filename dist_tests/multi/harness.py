@@ -61,6 +61,8 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage: a collection reads what the law made
+    # its key has a DTensor's shape and not its local one: a rank would run the graph of another
+    torch._functorch.config.enable_autograd_cache = False
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)

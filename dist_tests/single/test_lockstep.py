@@ -831,11 +831,11 @@ OF_PLACE = {
     "y[.., 0] = 0": lambda y, z: torch.cat([torch.zeros_like(y[..., :1]), y[..., 1:]], -1),
 }
 MODULES = {
-    "linear": lambda r: fq.Linear(K, LAST, recipe=r),
-    "no bias": lambda r: fq.Linear(K, LAST, bias=False, recipe=r),
-    "norm + linear": lambda r: fq.LayerNormLinear(K, LAST, recipe=r),
+    "linear": lambda r: fq.Linear(K, LAST, recipe=r, name="layer"),
+    "no bias": lambda r: fq.Linear(K, LAST, bias=False, recipe=r, name="layer"),
+    "norm + linear": lambda r: fq.LayerNormLinear(K, LAST, recipe=r, name="layer"),
     "norm": lambda r: fq.Norm(K),
-    "mlp": lambda r: fq.LayerNormMLP(K, LAST, bias=False, normalization="RMSNorm", recipe=r),
+    "mlp": lambda r: fq.LayerNormMLP(K, LAST, bias=False, normalization="RMSNorm", recipe=r, name="layer"),
 }
 
 
