@@ -49,10 +49,12 @@ OF_SHARDS = (
     " -k 'not inductor and not [4] and not prefetches'"
 )
 OF_CHECKPOINTS = f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"
-# What runs in graphs, gathers in them, and multiplies codes that modules hand over.
+# Graphs, gathers in them, ranks that cut a tensor, and codes as an input.
 GRAPHS = (
     f"{SINGLE}compile.py::test_forwards_may_run_ahead_of_their_backwards"
     f" {MULTI}fsdp_compile.py::test_compiled_blocks_train_as_eager_ones[1]"
+    f" {MULTI}fsdp_compile.py::test_products_that_a_memory_budget_makes_again_find_their_weights"
+    f" {MULTI}tensor_parallel.py::test_layers_equal_one_process"
     f" {SINGLE}quantize_module.py"
 )
 # Each read of a weight, and the layouts of its codes.
