@@ -49,6 +49,20 @@ OF_SHARDS = (
     " -k 'not inductor and not [4] and not prefetches'"
 )
 OF_CHECKPOINTS = f"{SINGLE}files.py {SINGLE}state_dict.py -k 'not kill'"
+# Graphs, gathers in them, ranks that cut a tensor, and codes as an input.
+GRAPHS = (
+    f"{SINGLE}compile.py::test_forwards_may_run_ahead_of_their_backwards"
+    f" {MULTI}fsdp_compile.py::test_compiled_blocks_train_as_eager_ones[1]"
+    f" {MULTI}fsdp_compile.py::test_products_that_a_memory_budget_makes_again_find_their_weights"
+    f" {MULTI}tensor_parallel.py::test_layers_equal_one_process"
+    f" {SINGLE}quantize_module.py"
+)
+# Each read of a weight, and the layouts of its codes.
+READS = (
+    f"{SINGLE}hopper.py::test_weights_that_train_are_encoded_in_one_read_a_forward"
+    f" {SINGLE}hopper.py::test_a_step_is_that_of_the_cpu"
+    f" {SINGLE}compile.py::test_compiled_blocks_are_the_eager_ones_on_hopper"
+)
 # Name -> (file, the tests that hold it, as arguments of pytest: those that fail first stand first).
 TARGETS = {
     "formats": ("formats.py", f"{SINGLE}formats.py"),
@@ -66,8 +80,11 @@ TARGETS = {
     "code_hash": ("checkpoint/code_hash.py", OF_CHECKPOINTS),
     "verification": ("checkpoint/verification.py", OF_CHECKPOINTS),
     "gemm_layout": ("ops/gemm_layout.py", f"{SINGLE}storage.py"),
-    "program": ("linear/program.py", f"{SINGLE}linear.py {MULTI}sequence_parallel.py"),
-    "operands": ("linear/operands.py", f"{SINGLE}linear.py {SINGLE}hold.py -k 'not decode'"),
+    "program": ("linear/program.py", f"{GRAPHS} {SINGLE}linear.py {MULTI}sequence_parallel.py"),
+    "operands": (
+        "linear/operands.py",
+        f"{SINGLE}checked.py {READS} {SINGLE}linear.py {SINGLE}hold.py -k 'not decode'",
+    ),
 }
 
 

@@ -182,7 +182,8 @@ def _load_elsewhere(rank: int, world: int, folder: Path, saved_by: int) -> None:
     for i, (label, recipe) in enumerate(RESUMED.items()):
         path = folder / label.replace("/", "_")
         want = torch.load(folder / f"{path.name}.0")
-        for mesh in (None, *(meshes if laws.EVERYTHING else meshes[i % 2 : i % 2 + 1])):
+        each = [None, *meshes]
+        for mesh in each if laws.EVERYTHING else [each[2 * i % len(each)]]:
             what = f"{label} at world {world}, mesh {mesh}"
             net, optimizer = build(recipe, seed=1, **({} if mesh is None else {"mesh": mesh}))
             load(path, net, optimizer, saved_by)

@@ -627,8 +627,9 @@ def _one_event(rank: int, world: int, name: str, recipe: str, gpu: bool = False)
         if not EVENTS[name].fresh:
             program.check()
         program.done.append(name)
-        once = EVENTS[name].checks and not laws.EVERYTHING
-        for _ in range(1 if once else 2):  # what is remembered of the first is found by the second
+        event = EVENTS[name]
+        twice = laws.EVERYTHING or event.fresh and not event.checks  # others are the second
+        for _ in range(1 + twice):  # what is remembered of the first is found by the second
             EVENTS[name].run(program)
             program.check(EVENTS[name].mode)
 

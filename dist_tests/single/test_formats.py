@@ -105,6 +105,7 @@ def test_anchored_formats_have_the_blocks_of_their_anchors():
     )
     for fmt in (anchored_format(mxfp8, 512), anchored_format(mxfp8, None, whole=True)):
         assert (fmt.element, fmt.scale, fmt.pow2) == (mxfp8.element, "fp32", True)
+    assert [ELEMENTS[name].operand.name for name in ("e2m1", "e5m2")] == ["e4m3", "e5m2"]
 
 
 # Geometry and sizes #
@@ -263,6 +264,8 @@ def test_meaningless_formats_are_refused(changes: dict, words: list[str]):
         format_of("fp8_row", scale_rounding="floor")
     with pytest.raises(ValueError):
         Format("mine", E4M3, (1, 32), "e5m3")
+    with pytest.raises(ValueError, match="pow2 is defined for fp32 scales; identity has none"):
+        format_of("identity", pow2=True)
 
 
 def test_rotation_on_one_operand_is_refused():

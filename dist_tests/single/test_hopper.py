@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import (
     KERNEL_QUANTIZERS,
     QUANTIZERS,
@@ -232,8 +233,7 @@ def test_a_step_on_every_rung_is_that_of_the_cpu(name: str):
             check_step(name, BF16, True, (shape,), rungs)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name, dtype", laws.crossed(RECIPES, (FP32, FP16), stride=3), ids=str)
 def test_a_step_of_other_dtypes_is_that_of_the_cpu(name: str, dtype: torch.dtype):
     """If false, only bf16 models train where tensor cores multiply."""
     for bias in (True, False):
@@ -285,7 +285,7 @@ def test_no_rows_are_multiplied(gpu, name: str):
     assert got["weight"].count_nonzero() == 0 and got["bias"].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", laws.sample(list(QUANTIZED), 3))
 def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
     """If false, a graph plans for other buffers than its operators make, or is made for one number
     of tokens."""
@@ -380,8 +380,7 @@ def test_the_emulation_leaves_nothing_behind():
 # One call, and the path of parts #
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("name", ONE_CALL)
+@pytest.mark.parametrize("name, autocast", laws.crossed(ONE_CALL, (False, True), stride=3))
 def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, monkeypatch):
     """If false, a layer's result depends on whether someone looks at its operators."""
     options, dtype = ({"dtype": BF16}, FP32) if autocast else ({}, BF16)

@@ -548,8 +548,8 @@ def test_the_laws_that_ci_samples_are_listed():
             if isinstance(node, ast.ImportFrom) and node.module == "dist_tests.laws":
                 names = {alias.name for alias in node.names}
             else:
-                is_of_laws = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "laws"
-                names = {node.attr} if is_of_laws else set()
+                names = {node.attr} if isinstance(node, ast.Attribute) else set()
+                names = names if asks & names and ast.unparse(node.value) == "laws" else set()
             if asks & names:
                 sampled.add(path.relative_to(folder).as_posix())
         assert not re.search(r"environ.*[\"']FSDP_QUANT_ALL_PAIRS", path.read_text()), path

@@ -22,6 +22,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, format_of
+from fsdp_quant.linear.operands import weight_operands
 from fsdp_quant.linear.plan import PRODUCTS
 from fsdp_quant.ops import rng
 from fsdp_quant.ops.rng import tensor_id
@@ -541,8 +542,8 @@ def test_nothing_of_a_weight_outlives_its_backward(name: str):
 
     def codes() -> list[Tensor]:
         gc.collect()
-        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
-        return [t for t in tensors if type(t) is Tensor and t.dtype is torch.uint8]
+        # by type: `isinstance` imports what lazy modules stand for
+        return [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.uint8]
 
     others = codes()  # of other tests, alive while this one looks
     known = set(map(id, others))
@@ -552,6 +553,14 @@ def test_nothing_of_a_weight_outlives_its_backward(name: str):
     del y
     left = [t.shape for t in codes() if id(t) not in known]
     assert not left, left
+
+
+def test_the_amax_of_a_weight_serves_both_directions():
+    """If false, the backward reads a weight again for an amax that the forward has taken."""
+    layer, statistics = linear(recipes.hybrid("fp8_current", "nvfp4")), {}
+    plan = layer.plan.on(torch.float32, layer.weight.device)
+    weight_operands(layer.weight, [ROWWISE], plan, torch.float32, statistics=statistics)
+    assert set(plan.weight.encodings) == set(statistics) == {ROWWISE, COLUMNWISE}
 
 
 def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):

@@ -418,6 +418,18 @@ def history(**options) -> AmaxHistory:
     return AmaxHistory(DelayedScaling(**options), 448.0)
 
 
+@pytest.mark.parametrize("use, amax", [("max", 8.0), ("newest", 2.0)])
+def test_a_shorter_history_scales_by_the_amaxes_that_it_keeps(use: str, amax: float):
+    """Otherwise a recipe whose histories are shorter goes on with the scale of amaxes that it has
+    dropped."""
+    h = history(length=5)
+    h.amaxes.copy_(torch.tensor([0.0, 2.0, 4.0, 8.0, 64.0]))
+    h.encode_scale.fill_(448.0 / 64)
+    continued = h.continued(DelayedScaling(length=3, use=use), 448.0)
+    assert continued.amaxes.tolist() == [0.0, 2.0, 4.0]
+    assert continued.encode_scale.item() == 448.0 / amax
+
+
 def step(h: AmaxHistory, *amaxes: float) -> float:
     """Record these amaxes, apply the step, return the next factor."""
     for amax in amaxes:
