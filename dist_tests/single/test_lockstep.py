@@ -833,7 +833,9 @@ MODULES = {
     "no bias": lambda r: fq.Linear(K, LAST, bias=False, recipe=r, name="layer"),
     "norm + linear": lambda r: fq.LayerNormLinear(K, LAST, recipe=r, name="layer"),
     "norm": lambda r: fq.Norm(K),
-    "mlp": lambda r: fq.LayerNormMLP(K, LAST, bias=False, normalization="RMSNorm", recipe=r, name="layer"),
+    "mlp": lambda r: fq.LayerNormMLP(
+        K, LAST, bias=False, normalization="RMSNorm", recipe=r, name="layer"
+    ),
 }
 
 
