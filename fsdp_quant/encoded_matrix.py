@@ -54,7 +54,8 @@ class EncodedMatrix:
     of gathered ones: code that reads it calls `readable` first.
 
     data, scale:  in the order of `layout`; `Storage` gives the shapes of compact ones.
-    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
+    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats; with scale_per="row"
+                  [outer], of each row of the operand.
     dtype:        what `dequantize()` returns by default.
     row0:         global index of the first row: the block grid is the global tensor's.
     layout:       `ops.layout.NATIVE`, SPREAD, or one of ANCHORS, whose codes were rounded a second
@@ -252,8 +253,16 @@ class EncodedMatrix:
             scale, dim = self.scales.view(-1, round_up(self.shape[0], 4)), 1
         if scale is not None and scale.numel() > 1:
             scale = scale.narrow(dim, start, length).contiguous()
-        shape = (length, self.shape[1])
-        return replace(self, shape=shape, data=self.data.narrow(0, start, length), scale=scale)
+        shape, data = (length, self.shape[1]), self.data.narrow(0, start, length)
+        rows = replace(self, shape=shape, data=data, scale=scale)
+        if self.tensor_amax is None or not self.has_scale_per_row:
+            return rows
+        return replace(rows, tensor_amax=self.tensor_amax.narrow(0, start, length))
+
+    @property
+    def has_scale_per_row(self) -> bool:
+        """`tensor_amax` has one amax for each row of the [rows, cols] matrix."""
+        return self.fmt.has_row_scales and self.direction is ROWWISE
 
     def check(self) -> None:
         """Raise ValueError for buffers that do not fit format, shape and layout."""
@@ -285,7 +294,8 @@ class EncodedMatrix:
             counts = {(n,) for n in scale_counts(self.fmt, self.layout, outer, contraction)}
             expected["scale"] = {stored.scale_dtype}, counts
         if has_tensor_amax(self.fmt, self.layout):
-            expected["tensor_amax"] = {torch.float32}, {(1,)}
+            shape = self.fmt.tensor_scale_shape(self.shape, self.direction)
+            expected["tensor_amax"] = {torch.float32}, {shape}
         return expected
 
     def describe(self) -> str:

@@ -178,6 +178,10 @@ FP8_EXACT_SCALES = ((1.0, 1.0), (1.15, 1.25), (1.4, 1.5), (1.8, 2.0))
 FP8_EXACT_LARGEST = 384.0
 # 6 * 384 * 2^-3 is in e4m3's range: operands are element * scale * 2^-3.
 FP8_EXACT_OPERAND = 0.125
+# What the second-level scale of a two-level format spans.
+SECOND_LEVELS = ("tensor", "row")
+# Errors by which a block chooses whether its amax becomes 6 or 4.
+FOUR_OVER_SIX = ("off", "mse", "mae")
 
 
 def _is_block(value: object) -> bool:
@@ -199,6 +203,8 @@ _FORMAT_OPTIONS = {
     "tensor_scale": flag(),
     "rotated": flag(),
     "scale_rule": choice(*SCALE_RULES),
+    "scale_per": choice(*SECOND_LEVELS),
+    "four_over_six": choice(*FOUR_OVER_SIX),
 }
 
 
@@ -212,6 +218,11 @@ class Format:
     pow2:            an fp32 scale restricted to powers of two.
     scale_rounding:  e8m0 only: "up" (a finite block never saturates) or "floor" (the OCP rule).
     tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
+    scale_per:       second level only: "tensor", or "row": one for each row of the GEMM operand (a
+                     token of a rowwise storage, a column of a columnwise one).
+    four_over_six:   e2m1 with a second level only: "off", or each block's scale maps its amax to 6
+                     or to 4, whichever has the smaller error: mean square ("mse") or absolute
+                     ("mae").
     scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5,
                      so that an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
     rotated:         values are multiplied by a 16-wide random Hadamard matrix along the
@@ -230,6 +241,8 @@ class Format:
     tensor_scale: bool = False
     rotated: bool = False
     scale_rule: str = "nearest"
+    scale_per: str = "tensor"
+    four_over_six: str = "off"
 
     def __post_init__(self):
         check(self, _FORMAT_OPTIONS, f"{self.name}: ")
@@ -237,10 +250,18 @@ class Format:
             raise ValueError(
                 f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}"
             )
-        if self.scale_rule != "nearest" and not (self.tensor_scale and self.element == E2M1):
+        for field, default in (("scale_rule", "nearest"), ("four_over_six", "off")):
+            value = getattr(self, field)
+            if value != default and not (self.tensor_scale and self.element == E2M1):
+                raise ValueError(
+                    f"{field}={value!r} is defined for e2m1 with e4m3 scales and a tensor scale; "
+                    f"{self.name} is {self.element.name} with {self.scale} scales"
+                )
+        if self.scale_per == "row" and not (self.tensor_scale and self.block[0] == 1):
             raise ValueError(
-                f"scale_rule={self.scale_rule!r} is defined for e2m1 with e4m3 scales and a tensor "
-                f"scale; {self.name} is {self.element.name} with {self.scale} scales"
+                "scale_per='row' is defined for a second-level scale over blocks of one row; "
+                f"{self.name} has {self.scale} scales of {self.block} blocks"
+                + (" and a tensor scale" if self.tensor_scale else "")
             )
         if self.pow2 and self.scale != "fp32":
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
@@ -257,8 +278,9 @@ class Format:
     @property
     def decoding(self) -> tuple:
         """The fields that decoding needs; not those that choose scales (pow2, scale_rounding,
-        scale_rule)."""
-        return self.element, self.block, self.scale, self.tensor_scale, self.rotated
+        scale_rule, four_over_six)."""
+        tensor_scale = self.tensor_scale, self.scale_per
+        return self.element, self.block, self.scale, tensor_scale, self.rotated
 
     @property
     def bits(self) -> int:
@@ -304,7 +326,22 @@ class Format:
     def decodes_exactly_to_e4m3(self) -> bool:
         """Element times block scale is an e4m3 number of one exponent per tensor, down to 2^-11 of
         the largest block."""
-        return self.scale_rule == "fp8_exact"
+        return self.scale_rule == "fp8_exact" and not self.has_row_scales
+
+    @property
+    def is_two_level(self) -> bool:
+        """A second-level scale multiplies the block scales."""
+        return self.tensor_scale
+
+    @property
+    def has_row_scales(self) -> bool:
+        """The second-level scale is one for each row of the operand."""
+        return self.scale_per == "row"
+
+    @property
+    def chooses_by_error(self) -> bool:
+        """A block's scale follows from all its values, so no cut may divide a block."""
+        return self.four_over_six != "off"
 
     @property
     def largest_scaled(self) -> float:
@@ -323,7 +360,18 @@ class Format:
     @property
     def spans_tensor(self) -> bool:
         """Some scale follows from the amax of the whole tensor."""
-        return self.tensor_scale or (self.scale != "none" and self.block == (None, None))
+        two_level = self.tensor_scale and not self.has_row_scales
+        return two_level or (self.scale != "none" and self.block == (None, None))
+
+    def spans_rows(self, direction: Direction) -> bool:
+        """Some scale follows from amaxes of all rows of the [rows, cols] tensor."""
+        spans = self.tensor_scale and not (self.has_row_scales and direction is ROWWISE)
+        return self.has_scales and (spans or self.dims(direction)[0] is None)
+
+    def tensor_scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int]:
+        """[1] of the second-level amax of a [rows, cols] tensor; with scale_per="row" [rows], of a
+        columnwise storage [cols]."""
+        return (shape[1 - direction.contraction_dim] if self.has_row_scales else 1,)
 
     def row_alignment(self, direction: Direction) -> int:
         """Cuts between rows at multiples of this divide no block and no rotation."""
@@ -380,6 +428,8 @@ class Format:
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
         marks += [self.scale_rule] if self.scale_rule != "nearest" else []
+        marks += ["scale per row"] if self.has_row_scales else []
+        marks += [f"4over6 {self.four_over_six}"] if self.chooses_by_error else []
         marks += ["RHT"] if self.rotated else []
         return self.name + (f"({', '.join(marks)})" if marks else "")
 
@@ -517,37 +567,6 @@ def family_of(name: str) -> Family:
         known = ", ".join(sorted([*FAMILIES, *ALIASES]))
         raise ValueError(f"unknown format family {name!r}; known families: {known}")
     return family
-
-
-# Elements of gradients, by bits.
-GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
-
-
-def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
-    """Return the switches that mean something in a recipe of two families, and their values, the
-    default first."""
-    f, b = forward, backward
-    formats = f.vector, b.vector
-    values: dict[str, tuple] = {}
-    if b.vector.bits in GRAD_ELEMENTS:
-        values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]
-    if scaled := [fmt for fmt in formats if fmt.has_fp32_scales]:
-        values["pow2"] = _default_first(scaled[0].pow2)
-    if any(fmt.scale == "e8m0" for fmt in formats):
-        values["scale_rounding"] = "up", "floor"
-    if any(fmt.tensor_scale for fmt in formats):
-        values["scale_rule"] = SCALE_RULES
-    if b.rotates_wgrad:
-        values["rotation"] = True, False
-    if b.vector.is_quantized:
-        values["stochastic"] = _default_first(b.rotates_wgrad)
-    if f.square is not None and b.square is not None:
-        values["square_blocks"] = _default_first(f == b and f.weight == f.square)
-    return values
-
-
-def _default_first(default: bool) -> tuple[bool, bool]:
-    return default, not default
 
 
 @value_class

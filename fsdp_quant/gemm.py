@@ -27,7 +27,6 @@ from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
 from .ops.layout import ANCHORED, ANCHORS
-from .ops.reference import bf16_product
 from .storage import Storage, to_gemm_operand, to_storage
 
 
@@ -238,7 +237,18 @@ def _bf16(a: Storage, b: Storage, epilogue: Epilogue) -> Tensor:
         if factors:
             alpha = functools.reduce(torch.mul, (f.float().view(1) for f in factors))
         return native.gemm(left, right, written, None, False, bias, alpha).to(out_dtype)
-    return epilogue.apply(bf16_product(x, w), scale_x, scale_w)
+    return epilogue.apply(_bf16_product(x, w), scale_x, scale_w)
+
+
+def _bf16_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of bf16 operands [m, k] and [n, k], accumulated in fp32 and returned in fp32.
+
+    A CPU without bf16 matrix instructions multiplies the same bf16 values as fp32: the products are
+    exact either way.
+    """
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return a.float().mm(b.float().t())
 
 
 def _reference(a: EncodedMatrix, b: EncodedMatrix, epilogue: Epilogue) -> Tensor:

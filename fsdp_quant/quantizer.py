@@ -80,6 +80,11 @@ class Quantizer:
             raise ValueError(
                 f"{fmt} is not rounded; rounding='stochastic' needs a quantized format"
             )
+        if self.rounding == "stochastic" and fmt.chooses_by_error:
+            raise ValueError(
+                f"{fmt} chooses block scales by the error of rounding to nearest; rounding="
+                "'stochastic' needs four_over_six='off'"
+            )
         if self.eps and not fmt.has_fp32_scales:
             raise ValueError(f"eps bounds fp32 scales; {fmt} has {fmt.scale} scales")
         if self.rotation or fmt.rotated:

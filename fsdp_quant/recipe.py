@@ -13,7 +13,7 @@ switch has one name and one meaning in all of them:
     grad_element    element of grad_output
     pow2            fp32 scales are powers of two
     scale_rounding  of e8m0 scales: "up", or "floor" (the OCP rule)
-    scale_rule      of 4-bit blocks: see `nvfp4`
+    scale_rule      of 4-bit blocks, as are scale_per and four_over_six: see `nvfp4`
     rotation        the operands of wgrad get a random Hadamard transform (RHT), which cancels
     stochastic      grad_output is rounded stochastically (SR)
     square_blocks   weights have square blocks, whose codes serve both directions
@@ -32,7 +32,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, canonical_text, family_of, switches_of
+from .formats import FAMILIES, canonical_text, family_of
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
@@ -43,6 +43,7 @@ from .recipe_options import (
     items,
     read_switches,
     step_at,
+    switches_of,
     with_options,
 )
 from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
@@ -420,12 +421,11 @@ def by_families(
     rotation: bool | None = None,
     stochastic: bool | None = None,
     square_blocks: bool | None = None,
+    **others: str,
 ) -> HybridQuantizer | None:
-    """Return the quantizer of a slot of a named recipe: one family for the forward, one for the
-    backward.
+    """Return the quantizer of a slot of a named recipe of a forward and a backward family.
 
-    pow2, scale_rounding, scale_rule:  fields of the formats that have them (None: the format's).
-    grad_element:  element of grad_output.
+    grad_element to scale_rule, others:  of the formats that have them (`with_options`).
     rotation:      of both operands of wgrad; stochastic: rounding of grad_output (None: if the
                    backward has 4 bits).
     square_blocks: of weights (None: if one family that prefers them serves both directions).
@@ -439,13 +439,10 @@ def by_families(
         pair = (f.square or f.vector, b.square or b.vector)
     elif is_weight and square_blocks is None and f == b:
         pair = (f.weight, b.weight)
+    switches = dict(others, grad_element=grad_element, pow2=pow2, scale_rule=scale_rule)
+    switches["scale_rounding"] = scale_rounding
     row, column = (
-        Quantizer(
-            with_options(
-                fmt, pow2, scale_rounding, scale_rule, grad_element if is_gradient else None
-            ),
-            scaling=delayed or "current",
-        )
+        Quantizer(with_options(fmt, role.tensor_type, switches), scaling=delayed or "current")
         for fmt in pair
     )
     if not is_weight and (b.rotates_wgrad if rotation is None else rotation):
@@ -541,13 +538,16 @@ def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe
 
     scale_rule:  None: block scales are the nearest e4m3. "fp8_exact": 1, 1.25 or 1.5 times a power
                  of two, also legal NVFP4, which Hopper multiplies exactly and at the rate of fp8.
+
+    scale_per="row" gives activations and gradients a second-level scale per row of a GEMM operand:
+    no token changes what others compute. four_over_six="mse" or "mae" maps the amax of each block
+    to 6 or to 4, by the square or absolute error; "mse-weights" or "mae-weights": of weights only.
     """
     return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
 
 
 def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
-    """Return the recipe of one family for the forward and another for the backward; hybrid(F, F)
-    is F. scale_rule: see `nvfp4`."""
+    """Return the recipe of a forward and a backward family. scale_rule: see `nvfp4`."""
     return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import Family, Format, format_of, switches_of
+from .formats import FOUR_OVER_SIX, SCALE_RULES, SECOND_LEVELS, Family, Format, format_of
 from .migration import with_remedies
 from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING
@@ -39,14 +39,53 @@ SWITCHES = {
     "pow2": "a format with fp32 scales",
     "scale_rounding": "a format with e8m0 scales",
     "scale_rule": "a 4-bit format with e4m3 scales",
+    "scale_per": "a 4-bit format with e4m3 scales",
+    "four_over_six": "a 4-bit format with e4m3 scales",
     "rotation": "a 4-bit format in the backward",
     "stochastic": "a quantized format in the backward",
     "square_blocks": "formats that have square blocks of weights",
 }
 _TOGGLES = ("rotation", "stochastic", "square_blocks")
+_WITHOUT_DEFAULT = (*_TOGGLES, "scale_per", "four_over_six")
 _BOUND = Option(
     "a step (int) or a fraction of total_steps (float)", lambda v: type(v) in (int, float)
 )
+
+
+# Of weights and activations, or of weights alone: gradients are rounded stochastically.
+_OF_WEIGHTS = "-weights"
+FOUR_OVER_SIX_SWITCH = (*FOUR_OVER_SIX, *(f"{error}{_OF_WEIGHTS}" for error in FOUR_OVER_SIX[1:]))
+# Elements of gradients, by bits.
+GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
+
+
+def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
+    """Return the switches that mean something in a recipe of two families, and their values, the
+    default first."""
+    f, b = forward, backward
+    formats = f.vector, b.vector
+    values: dict[str, tuple] = {}
+    if b.vector.bits in GRAD_ELEMENTS:
+        values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]
+    if scaled := [fmt for fmt in formats if fmt.has_fp32_scales]:
+        values["pow2"] = _default_first(scaled[0].pow2)
+    if any(fmt.scale == "e8m0" for fmt in formats):
+        values["scale_rounding"] = "up", "floor"
+    if any(fmt.is_two_level for fmt in formats):
+        values["scale_rule"] = SCALE_RULES
+        values["scale_per"] = SECOND_LEVELS
+        values["four_over_six"] = FOUR_OVER_SIX_SWITCH
+    if b.rotates_wgrad:
+        values["rotation"] = True, False
+    if b.vector.is_quantized:
+        values["stochastic"] = _default_first(b.rotates_wgrad)
+    if f.square is not None and b.square is not None:
+        values["square_blocks"] = _default_first(f == b and f.weight == f.square)
+    return values
+
+
+def _default_first(default: bool) -> tuple[bool, bool]:
+    return default, not default
 
 
 def check_names(recipe: str, options: Mapping[str, object], switches: str = "") -> None:
@@ -64,8 +103,8 @@ def read_switches(
 ) -> dict:
     """Return the switches of a named recipe that are not None.
 
-    Defaults of `_TOGGLES` are left out: recipes are equal with them and without. Raises ValueError,
-    naming the switch, for a value that means nothing in the families.
+    Defaults of `_WITHOUT_DEFAULT` are left out: recipes are equal with them and without. Raises
+    ValueError, naming the switch, for a value that means nothing in the families.
     """
     values, switches = switches_of(*families), {}
     for name, value in given.items():
@@ -78,26 +117,33 @@ def read_switches(
                 f"{', '.join(values) or 'none'}"
             )
         read = choice(*values[name]).read(f"{recipe}: {name}", value)
-        if name not in _TOGGLES or read != values[name][0]:
+        if name not in _WITHOUT_DEFAULT or read != values[name][0]:
             switches[name] = read
     return switches
 
 
-def with_options(
-    fmt: Format,
-    pow2: bool | None,
-    scale_rounding: str | None,
-    scale_rule: str | None,
-    element: str | None,
-) -> Format:
-    """Return the format with the options that are not None and that its kind of scale has."""
-    changes = {
-        "pow2": pow2 if fmt.has_fp32_scales else None,
-        "scale_rounding": scale_rounding if fmt.scale == "e8m0" else None,
-        "scale_rule": scale_rule if fmt.tensor_scale else None,
-        "element": element if fmt.is_quantized else None,
+def with_options(fmt: Format, tensor_type: str, options: Mapping[str, Any]) -> Format:
+    """Return the format of a slot with the switches that are not None and that its kind of scale
+    has.
+
+    Weights have one second-level scale per tensor, since their square blocks span rows and serve
+    both directions.
+    """
+    error, of_weights, _ = (options.get("four_over_six") or "off").partition(_OF_WEIGHTS)
+    chosen = ("weight",) if of_weights else ("weight", "input")
+    has = {
+        "pow2": fmt.has_fp32_scales,
+        "scale_rounding": fmt.scale == "e8m0",
+        "scale_rule": fmt.is_two_level,
+        "scale_per": fmt.is_two_level and tensor_type != "weight",
+        "four_over_six": fmt.is_two_level and tensor_type in chosen,
+        "grad_element": fmt.is_quantized and tensor_type == "grad_output",
     }
-    return format_of(fmt, **{k: v for k, v in changes.items() if v is not None})
+    options = {**options, "four_over_six": error}
+    changes = {k: options[k] for k, takes in has.items() if takes and options.get(k) is not None}
+    if "grad_element" in changes:
+        changes["element"] = changes.pop("grad_element")
+    return format_of(fmt, **changes)
 
 
 def items(argument: str, values: object, words: str) -> Sequence:

@@ -8,8 +8,9 @@ True
 """
 
 from . import recipe as _definitions
-from .formats import family_of, switches_of
+from .formats import family_of
 from .recipe import *  # noqa: F403
+from .recipe_options import switches_of
 from .roles import QUANTIZED_TYPES, Role
 
 __all__ = ["table"]

@@ -62,7 +62,16 @@ class Role:
 
 
 def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:
-    """Return the quantizer of one slot under `backward_override`, for every recipe and module."""
+    """Return the quantizer of one slot under `backward_override`, for every recipe and module.
+
+    Raises ValueError for a weight with second-level scales per row.
+    """
+    rows = [q.fmt for q in hybrid.sides.values() if q.fmt.has_row_scales]
+    if rows and tensor_type == "weight":
+        raise ValueError(
+            f"a weight has one second-level scale, which its shards share; {rows[0]} has one per "
+            "row: pass scale_per='tensor' for weights, and 'row' for activations and gradients"
+        )
     if override is None:
         return hybrid
     if tensor_type in ("grad_output", "grad_input"):

@@ -81,7 +81,8 @@ class Storage(EncodedMatrix):
             scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         tensor_amax = None
         if fmt.tensor_scale:
-            tensor_amax = torch.zeros(1, dtype=torch.float32, device=device)
+            sizes = fmt.tensor_scale_shape(shape, direction)
+            tensor_amax = torch.zeros(sizes, dtype=torch.float32, device=device)
         data = data if fmt.is_quantized else data.view(dtype)
         return cls(fmt, direction, shape, data, scale, tensor_amax, dtype)
 
@@ -90,7 +91,9 @@ class Storage(EncodedMatrix):
     def placements(self, chunk: int | None = None) -> dict[str, Placement]:
         """How each buffer shards when dim 0 is cut every `chunk` rows (None: not cut)."""
         scale = scale_placement(self.fmt, self.direction, chunk)
-        kinds = {"data": Placement.SHARD, "scale": scale, "tensor_amax": Placement.REPLICATE}
+        of_rows = self.has_scale_per_row
+        tensor_amax = Placement.SHARD if of_rows else Placement.REPLICATE
+        kinds = {"data": Placement.SHARD, "scale": scale, "tensor_amax": tensor_amax}
         return {name: kinds[name] for name in self.buffers()}
 
     def narrow(self, start: int, length: int) -> Storage:
@@ -106,6 +109,9 @@ class Storage(EncodedMatrix):
                 "rotation mixes rows; use dequantize(), or quantize the rows you want"
             )
         scale, b0 = self.scale, self.fmt.dims(self.direction)[0]
+        tensor_amax = self.tensor_amax
+        if tensor_amax is not None and self.has_scale_per_row:
+            tensor_amax = tensor_amax.narrow(0, start, length)
         if scale is not None and b0 is not None:
             first = (self.row0 + start) // b0 - self.row0 // b0
             last = -(-(self.row0 + start + length) // b0) - self.row0 // b0
@@ -115,6 +121,7 @@ class Storage(EncodedMatrix):
             shape=(length, self.shape[1]),
             data=self.data.narrow(0, start, length),
             scale=scale,
+            tensor_amax=tensor_amax,
             row0=self.row0 + start,
         )
 
@@ -213,7 +220,8 @@ class Storage(EncodedMatrix):
                 block_rows = ceil_div(self.row0 % b0 + self.shape[0], b0) if self.shape[0] else 0
             expected["scale"] = {fmt.scale_dtype}, {(block_rows, scale_shape[1])}
         if has_tensor_amax(fmt, COMPACT):
-            expected["tensor_amax"] = {torch.float32}, {(1,)}
+            shape = fmt.tensor_scale_shape(self.shape, self.direction)
+            expected["tensor_amax"] = {torch.float32}, {shape}
         return expected
 
 

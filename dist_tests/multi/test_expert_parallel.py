@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, run_ranks
-from fsdp_quant.formats import Direction
+from fsdp_quant.formats import Direction, format_of
 from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch
 from fsdp_quant.parallel.experts import why_high_precision
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -90,7 +90,8 @@ def dispatches(rank: int, world: int) -> None:
     ):
         check(HybridQuantizer(row, column), counts_of, alignment)
     for counts_of in COUNTS:
-        for fmt in ("fp8_tensor", "fp8_row", "nvfp4"):  # scales of all tokens of an expert
+        row = format_of("nvfp4", scale_per="row", four_over_six="mse")
+        for fmt in ("fp8_tensor", "fp8_row", "nvfp4", row):  # scales of all tokens of an expert
             check(HybridQuantizer(fmt, fmt), counts_of, 16)
         check(HybridQuantizer("mxfp8", "fp8_1x128", "rowwise_dequantized"), counts_of, 1)
         check(HybridQuantizer("mxfp8", "mxfp8"), counts_of, 32)

@@ -16,7 +16,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
-from fsdp_quant.formats import COLUMNWISE
+from fsdp_quant.formats import COLUMNWISE, format_of
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 
 
@@ -148,14 +148,12 @@ def test_derived_columnwise_is_made_from_gathered_rowwise_bytes():
     run_ranks(3, _derived)
 
 
-def _rotated_weight_refused(rank: int, world: int) -> str:
+def _refused_weight(rank: int, world: int, quantizer: fq.HybridQuantizer) -> str:
     net = nets.build()
     fq.convert(net, fq.recipes.mxfp8())
     for m in net.modules():
         if isinstance(m, fq.Linear):
-            m._weight_state.set_quantizer(
-                fq.HybridQuantizer(fq.Quantizer("nvfp4"), fq.Quantizer("nvfp4", rotation=True))
-            )
+            m._weight_state.set_quantizer(quantizer)
     nets.shard(net)
     try:
         net(nets.batch())
@@ -164,13 +162,42 @@ def _rotated_weight_refused(rank: int, world: int) -> str:
     return "not refused"
 
 
+REFUSED = {
+    "rotation mixes rows": fq.HybridQuantizer("nvfp4", fq.Quantizer("nvfp4", rotation=True)),
+    "cut blocks of 16 rows": fq.HybridQuantizer(
+        *[fq.Quantizer(format_of("nvfp4_16x16", four_over_six="mse"))] * 2
+    ),
+}
+
+
+def _gathered_by_error(pairs: list[tuple[fq.Format, fq.Format]]) -> None:
+    for row, col in pairs:
+        layer = nn.Linear(40, 96, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(laws.values(96, 40))
+        whole, recipe = layer.weight.detach().clone(), nets.pair_recipe(row, col)
+        net = fully_shard(fq.convert(nn.Sequential(layer), recipe))
+        with nets.recorded_weights() as seen:
+            net(laws.values(4, 40, dtype=torch.float32).requires_grad_()).sum().backward()
+        expected = nets.expected_storages(recipe, "0", whole)
+        for direction, storage, _ in seen:
+            laws.assert_same_storage(storage, expected[direction], f"{row}/{col} {direction}")
+
+
+def _refused_weights(rank: int, world: int) -> list[str]:
+    vector, square = (format_of(name, four_over_six="mse") for name in ("nvfp4", "nvfp4_16x16"))
+    _gathered_by_error([(vector, square), (square, vector)])
+    return [_refused_weight(rank, world, quantizer) for quantizer in REFUSED.values()]
+
+
 def test_layout_that_breaks_the_law_is_refused_alike_on_every_rank():
-    """If false, one rank raises and the others wait for it until a timeout."""
+    """If false, one rank raises and the others wait for it until a timeout; or scales that a
+    block's error chooses are refused, or other ones, where no cut divides a block."""
     start = time.time()
-    errors = run_ranks(3, _rotated_weight_refused)
-    assert (
-        len(set(errors)) == 1 and "rotation mixes rows" in errors[0] and ".weight" in errors[0]
-    ), errors
+    errors = run_ranks(3, _refused_weights)
+    for message, of_ranks in zip(REFUSED, zip(*errors)):
+        assert len(set(of_ranks)) == 1, of_ranks
+        assert message in of_ranks[0] and ".weight" in of_ranks[0], of_ranks
     assert time.time() - start < 60
 
 

@@ -31,6 +31,13 @@ from fsdp_quant.tensor.weight_state import values_of as inner_of
 
 D, FFN = 64, 256
 RECIPES = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity")
+RECIPES = (*RECIPES, "nvfp4 row")
+
+
+def recipe_named(name: str) -> fq.Recipe:
+    name, _, per_row = name.partition(" ")
+    options = {"scale_per": "row", "four_over_six": "mse"} if per_row else {}
+    return fq.recipes.by_name(name, **options)
 
 
 class MLP(nn.Module):
@@ -109,7 +116,7 @@ def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) ->
     results, world = [], mesh.size()
     for least in (2**30, 1):
         program.LEAST_ROWS = least
-        net = build(mesh, fq.recipes.by_name(name), x.dtype)
+        net = build(mesh, recipe_named(name), x.dtype)
         with products() as made:
             results.append(run(net, x, dy))
         of_down = made.count((ROWWISE, FFN // world))
@@ -181,7 +188,7 @@ def codes_of_the_forward(mesh, x: torch.Tensor) -> None:
 
     with patch.object(SharedInput, "encode", remembered):
         for recipe in RECIPES:
-            y = build(mesh, getattr(fq.recipes, recipe)())(x.clone().requires_grad_())
+            y = build(mesh, recipe_named(recipe))(x.clone().requires_grad_())
             assert y.requires_grad and made.pop()() is None, recipe
 
 

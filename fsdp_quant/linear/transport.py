@@ -221,8 +221,7 @@ def statistics_of(
     crossing = {}
     for d in gathered_directions(hybrid, frozenset(directions)):
         encoding = hybrid.encodings[d]
-        spans_rows = encoding.fmt.has_scales and encoding.fmt.dims(d)[0] is None
-        if encoding.fmt.spans_tensor or (rows_are_cut and spans_rows):
+        if encoding.fmt.spans_tensor or (rows_are_cut and encoding.fmt.spans_rows(d)):
             crossing[d] = encoding
     if not crossing:
         return statistics

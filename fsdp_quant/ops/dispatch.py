@@ -33,7 +33,8 @@ from .reference import known
 
 
 class Statistics(NamedTuple):
-    """amax: fp32 [block rows, block cols] or None; tensor_amax: fp32 [1] or None.
+    """amax: fp32 [block rows, block cols] or None; tensor_amax: fp32 [1] or None (with
+    scale_per="row" one per row of the operand).
 
     In graphs amax of one scale may be [parts, 1], of parts of the tensor: the largest counts.
     """
@@ -389,11 +390,10 @@ def decode(
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
-    """fp32 [1]: the second-level decode scale of a two-level format
+    """The second-level decode scales of a two-level format, of the shape of its amaxes
     (`reference.tensor_decode_scale`)."""
-    return (native if native.is_available_for(tensor_amax) else reference).tensor_decode_scale(
-        tensor_amax, fmt
-    )
+    by_kernel = native.is_available_for(tensor_amax)
+    return (native if by_kernel else reference).tensor_decode_scale(tensor_amax, fmt)
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -185,7 +185,11 @@ def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
 
 def _fake_statistics(x: Tensor, e: Encoding, row0: int) -> list[Tensor]:
     amax = x.new_empty(_grid(x, e, row0), dtype=torch.float32)
-    return [amax, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else [amax]
+    return [amax, _fake_tensor_amax(x, e)] if e.fmt.tensor_scale else [amax]
+
+
+def _fake_tensor_amax(x: Tensor, e: Encoding) -> Tensor:
+    return x.new_empty(e.fmt.tensor_scale_shape(x.shape, e.direction), dtype=torch.float32)
 
 
 @operator(
@@ -203,7 +207,7 @@ def _fake_encode(x, amax, tensor_amax, key, encode_scale, e, row0) -> list[Tenso
     outputs = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
     outputs.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
     if e.fmt.tensor_scale and tensor_amax is None:
-        outputs.append(x.new_empty(1, dtype=torch.float32))
+        outputs.append(_fake_tensor_amax(x, e))
     if e.fmt.scale_leaves_contraction and amax is None:
         outputs.append(x.new_empty(grid, dtype=torch.float32))
     return outputs

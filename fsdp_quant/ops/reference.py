@@ -17,7 +17,10 @@ with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywh
                   tensor_amax
       fp8_exact   scale = e4m3(r(min(t, 384))), S = 2304 /rn tensor_amax; r: to 1, 1.25 or 1.5 times
                   a power of two
+      4over6      the scale of t or that of fl(1.5 t), whose codes have the smaller error
     code = saturating round-to-nearest-even of fl(x * enc)
+
+tensor_amax is that of the tensor or, with scale_per="row", of each row of the GEMM operand.
 
 Blocks are on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
 a block that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes
@@ -152,9 +155,19 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
         amax = x4.amax(3).amax(1).float() if x4.shape[3] > 1 else x4.squeeze(3).amax(1).float()
     if not fmt.tensor_scale:
         return amax, None
-    tensor_amax = (amax.amax() if amax.numel() else amax.new_zeros(())).reshape(1)
+    if fmt.has_row_scales:
+        dim = encoding.direction.contraction_dim
+        tensor_amax = amax.amax(dim) if amax.numel() else amax.new_zeros(amax.shape[1 - dim])
+    else:
+        tensor_amax = (amax.amax() if amax.numel() else amax.new_zeros(())).reshape(1)
     # one NaN, whatever bits the device's max gave
     return amax, torch.where(tensor_amax.isnan(), math.nan, tensor_amax)
+
+
+def of_each_line(per_line: Tensor, fmt: Format, direction: Direction) -> Tensor:
+    """A second-level quantity so that it multiplies blocks or elements [rows, cols]: [1] as it is;
+    with scale_per="row" as [rows, 1], of a columnwise storage [1, cols]."""
+    return per_line.unsqueeze(direction.contraction_dim) if fmt.has_row_scales else per_line
 
 
 # Scales #
@@ -249,16 +262,19 @@ def _exact_target(target: Tensor, round_up: bool) -> Tensor:
 
 
 def _two_level_scale(
-    amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: bool
+    amax: Tensor, tensor_amax: Tensor, encoding: Encoding, room: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(e4m3 codes uint8, encode scales fp32) of the blocks of a two-level format.
 
-    round_up gives the smallest scale of the format's rule not below the target: under stochastic
-    rounding a scale rounded down would saturate the block's largest elements and bias their mean.
+    room:  1.5 maps a block's amax to 4, where 1 maps it to 6.
+
+    Stochastic rounding gets the smallest scale of the format's rule not below the target: a scale
+    rounded down would saturate the block's largest elements and bias their mean.
     """
-    factor = tensor_encode_scale(tensor_amax, fmt)
+    fmt, round_up = encoding.fmt, encoding.stochastic
+    factor = of_each_line(tensor_encode_scale(tensor_amax, fmt), fmt, encoding.direction)
     target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
-    target = target.clamp(max=fmt.largest_scaled / E2M1.max)
+    target = (target * room).clamp(max=fmt.largest_scaled / E2M1.max)
     chosen = _exact_target(target, round_up) if fmt.scale_rule == "fp8_exact" else target
     code = chosen.to(torch.float8_e4m3fn).view(torch.uint8)
     if round_up:
@@ -279,7 +295,7 @@ def scales(
         return scale, power_of_two(inverse_exponent(scale))
     if fmt.tensor_scale:
         tensor_amax = known(tensor_amax, "the tensor amax")
-        return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
+        return _two_level_scale(amax, tensor_amax, encoding)
     factor = (
         fp32_encode_scale(amax, fmt, encoding.eps)
         if encode_scale is None
@@ -288,6 +304,41 @@ def scales(
     return torch.where(
         amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)
     ), factor
+
+
+# A difference of scaled values is measured in units of 2^-20, so that errors of a block add up to
+# the same integer in any order, and within 53 bits.
+_ERROR_UNITS, _MOST_ERROR = 2.0**20, 4.0
+
+
+def four_over_six(
+    x: Tensor, amax: Tensor, tensor_amax: Tensor, encoding: Encoding, row0: int
+) -> tuple[Tensor, Tensor]:
+    """`scales` of blocks whose amax becomes 6, or 4 where that has the smaller error.
+
+    The error of a scale s is s^2 N, with N the sum over the block of n^2 (mae: s N of n), and n the
+    difference of fl(x * enc) and its code in units of 2^-20, at most 4. A scale of 0 always loses;
+    blocks whose amax is not finite, and equal errors, keep 6.
+    """
+    fmt, direction, is_mse = encoding.fmt, encoding.direction, encoding.fmt.four_over_six == "mse"
+    if row0 % (fmt.dims(direction)[0] or 1):
+        raise ValueError(
+            f"rows from {row0} begin inside a block of {fmt}, whose scale follows from all values "
+            "of a block; cut between blocks"
+        )
+    choices = [_two_level_scale(amax, tensor_amax, encoding, room) for room in (1.0, 1.5)]
+    errors = []
+    for code, factor in choices:
+        values = scaled_by_block(x, factor, fmt, direction, row0)
+        rounded = decode_codes(pack(cast_codes(values, fmt.element), fmt.bits), fmt, x.shape[1])
+        units = ((values - rounded).abs().clamp(max=_MOST_ERROR) * _ERROR_UNITS).round().double()
+        scale = decode_scale(code, fmt).double()
+        total = blocked(units * units if is_mse else units, fmt, direction, row0).sum((1, 3))
+        total = total * (scale * scale if is_mse else scale)
+        errors.append(torch.where(scale == 0, math.inf, total))
+    is_four = (errors[1] < errors[0]) & amax.isfinite()
+    code, factor = (torch.where(is_four, of_4, of_6) for of_6, of_4 in zip(*choices))
+    return code, factor
 
 
 # Elements #
@@ -351,7 +402,12 @@ def encode(
     fmt, direction = encoding.fmt, encoding.direction
     if not fmt.is_quantized:
         return x.contiguous(), None
-    scale, factor = scales(known(amax, "the amax"), tensor_amax, encoding, encode_scale)
+    amax = known(amax, "the amax")
+    if fmt.chooses_by_error:
+        tensor_amax = known(tensor_amax, "the tensor amax")
+        scale, factor = four_over_six(x, amax, tensor_amax, encoding, row0)
+    else:
+        scale, factor = scales(amax, tensor_amax, encoding, encode_scale)
     values = scaled_by_block(x, factor, fmt, direction, row0)
     if encoding.stochastic:
         if key is None:
@@ -404,7 +460,8 @@ def scale_of_each(
 ) -> Tensor:
     """All that each element's code is multiplied by, fp32 [rows, cols]."""
     factor = decode_scale(scale, fmt)
-    factor = factor if tensor_amax is None else factor * tensor_decode_scale(tensor_amax, fmt)
+    if tensor_amax is not None:
+        factor = factor * of_each_line(tensor_decode_scale(tensor_amax, fmt), fmt, direction)
     ones = torch.ones(shape, dtype=torch.float32, device=scale.device)
     return scaled_by_block(ones, factor, fmt, direction, row0)
 
@@ -423,7 +480,9 @@ def decode(
     values = decode_codes(data, fmt, cols)
     if scale is not None:
         values = scaled_by_block(values, decode_scale(scale, fmt), fmt, direction, row0)
-    return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax, fmt)
+    if tensor_amax is None:
+        return values
+    return values * of_each_line(tensor_decode_scale(tensor_amax, fmt), fmt, direction)
 
 
 def has_scales_of(scale: Tensor, fmt: Format) -> bool:
@@ -431,7 +490,7 @@ def has_scales_of(scale: Tensor, fmt: Format) -> bool:
     `FP8_EXACT_SCALES`."""
     if fmt.pow2:
         allowed = [1.0]
-    elif fmt.decodes_exactly_to_e4m3:
+    elif fmt.scale_rule == "fp8_exact":
         allowed = [s for _, s in FP8_EXACT_SCALES]
     else:
         return True
@@ -439,14 +498,3 @@ def has_scales_of(scale: Tensor, fmt: Format) -> bool:
     significand = torch.frexp(values).mantissa * 2.0
     steps = torch.tensor(allowed, dtype=torch.float32, device=scale.device)
     return bool(torch.isin(significand[values != 0], steps).all())
-
-
-def bf16_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T of bf16 operands [m, k] and [n, k], accumulated in fp32 and returned in fp32.
-
-    A CPU without bf16 matrix instructions multiplies the same bf16 values as fp32: the products are
-    exact either way.
-    """
-    if a.is_cuda:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return a.float().mm(b.float().t())

@@ -124,10 +124,7 @@ def _encoded(
     """Compact storages of x [sum of sent, K]: of each expert's rows where some scale follows from
     all its tokens, else one."""
     spanning = {
-        d: e
-        for d, e in hybrid.encodings.items()
-        if d in directions
-        and (e.fmt.tensor_scale or (e.fmt.has_scales and e.fmt.dims(d)[0] is None))
+        d: e for d, e in hybrid.encodings.items() if d in directions and e.fmt.spans_rows(d)
     }
     others = [d for d in directions if d not in spanning]
     storages = {d: [s] for d, s in hybrid.storages(x, others)[0].items()} if others else {}

@@ -201,6 +201,13 @@ def check_layout(managed: ManagedParam) -> None:
                 f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, "
                 "not weights"
             )
+        if not state.packed and encoding.fmt.chooses_by_error and cuts.cut_block_rows(encoding):
+            raise ValueError(
+                f"{name}.{encoding.direction.value} is {encoding.fmt}, whose scales follow from "
+                f"all values of a block, and {cuts.rows} rows over {managed.world_size} ranks cut "
+                f"blocks of {encoding.fmt.row_alignment(encoding.direction)} rows; choose rows or "
+                "ranks that do not, or four_over_six='off' (or of 'activations') for this layer"
+            )
 
 
 def all_managed_weights() -> list[ManagedParam]:

@@ -166,8 +166,10 @@ def _checked_weight(
             f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
         )
     for d, encoding in quantizer.encodings.items():
-        if encoding.fmt.rotated or quantizer.is_stochastic:
+        if encoding.fmt.rotated or quantizer.is_stochastic or encoding.fmt.chooses_by_error:
             kind = "rounded stochastically"
+            if encoding.fmt.chooses_by_error:
+                kind = "scaled by errors of whole blocks, which two owners may share"
             if encoding.fmt.rotated:
                 kind = "rotated, which mixes elements of two owners"
             raise ValueError(
