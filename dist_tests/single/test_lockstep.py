@@ -396,7 +396,9 @@ def memmove(program: Program) -> None:
 def storage_copy(program: Program) -> None:
     for p in program.weights().values():
         lockstep.assert_reachable(p)
-        p.untyped_storage().copy_(program.noise(p).untyped_storage())
+        written, noise = p.untyped_storage(), program.noise(p).untyped_storage()
+        if written.nbytes() == noise.nbytes():  # not a view of a flat buffer
+            written.copy_(noise)
 
 
 @writer

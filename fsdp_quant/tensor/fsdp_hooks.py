@@ -238,7 +238,7 @@ def set_formats(
     if id(state) in managed:
         param, owner = managed[id(state)]
         if owner is not state:  # of all matrices
-            owner.set_quantizer(None)
+            owner.set_quantizer(None)  # pyright: ignore[reportArgumentType]
         param.reset_gather_buffers()
 
 

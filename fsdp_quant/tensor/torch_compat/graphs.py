@@ -15,7 +15,8 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from .autograd import dispatch_is_watched
 
@@ -88,6 +89,11 @@ def is_recomputed_in_graph() -> bool:
     """The backward of the traced graph may recompute this: inside torch.utils.checkpoint, or under
     a memory budget of the partitioner."""
     if functorch_config.activation_memory_budget < 1:
+        return True
+    # torch 2.13 puts the tag into the meta as the first operator inside is traced
+    if any(
+        isinstance(mode, _CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()
+    ):
         return True
     return (
         fx_traceback.has_preserved_node_meta()
