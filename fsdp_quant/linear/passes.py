@@ -428,21 +428,6 @@ def layers_of_root(root: nn.Module) -> list[Layer]:
     return [layer for reference in _OF_ROOT[root] if (layer := reference()) is not None]
 
 
-def root_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
-    """Begin the pass of a forward of FSDP2, before it gathers weights.
-
-    is_outermost:  else a part of a root is called by itself, as a layer may be (see the note).
-    """
-    ran_in: dict[TrainingSteps | None, set] = {}
-    for layer in layers_of_root(root):
-        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
-    for steps, passes in ran_in.items():
-        if steps is not None and steps.is_counting:
-            steps.has_root = True
-            if is_outermost or steps.current in passes or not trains:
-                steps.enter(trains, is_root=True)
-
-
 def steps_of(model: nn.Module) -> TrainingSteps:
     """Return the steps of a model, of a model inside it, or of layers that run without a model."""
     loose = LOOSE.caught_up()

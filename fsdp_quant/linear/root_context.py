@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.autocast` around a forward of `fully_shard`: the formats in which FSDP2 gathers weights.
+"""What begins with a forward of FSDP2, before it gathers weights: a pass, and their formats inside
+`fq.autocast`.
 
 FSDP2 gathers a weight before its layer runs, and again in the backward. So the context that counts
 is that of the root's forward. Its formats stay until a forward of the root begins in another one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -14,18 +17,33 @@ from ..tensor import torch_compat
 from ..tensor.agreement import text_of
 from ..tensor.fsdp_hooks import managed_states, set_formats
 from ..tensor.rendezvous import agree_apart
-from .passes import layers_of_root, root_begins
+from .passes import Layer, TrainingSteps, layers_of_root
 
 
 def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
-    """Begin the pass (`passes.root_begins`), and take the formats of this thread's `fq.autocast`.
+    """Begin the pass of a forward of FSDP2 (see the note in `passes`), and let it gather weights in
+    the formats of this thread's `fq.autocast`.
+
+    is_outermost:  else a part of a root is called by itself, as a layer may be.
 
     Every rank must call it. Raises ValueError, on every rank, if ranks enter contexts of different
     recipes.
     """
-    root_begins(root, trains, is_outermost)
+    layers = layers_of_root(root)
+    ran_in: dict[TrainingSteps | None, set] = {}
+    for layer in layers:
+        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
+    for steps, passes in ran_in.items():
+        if steps is not None and steps.is_counting:
+            steps.has_root = True
+            if is_outermost or steps.current in passes or not trains:
+                steps.enter(trains, is_root=True)
+    _take_formats(root, layers)
+
+
+def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
     override, changes = current_autocast(), []
-    for layer in layers_of_root(root):
+    for layer in layers:
         runtime = layer.runtime
         plan = layer.plan if override is None else layer.plan_in(override, runtime.ids.device)
         if plan.weight != runtime.weight_state.quantizer:
