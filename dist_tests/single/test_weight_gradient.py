@@ -133,6 +133,18 @@ def test_delayed_wgrads_are_those_of_the_backward(kind: str, recipe: str):
     optimizer.step()
 
 
+@pytest.mark.parametrize("written", ["x", "dy"])
+def test_a_delayed_wgrad_refuses_what_was_written_since(written: str):
+    """If false, the wgrad is that of other values, in silence. torch raises for what a backward
+    saved."""
+    layer = fq.Linear(64, 32, recipe="identity", name="layer", delay_wgrad_compute=True)
+    tensors = {"x": torch.ones(2, 64), "dy": torch.ones(2, 32)}
+    layer(tensors["x"]).backward(tensors["dy"])
+    tensors[written].add_(1)
+    with pytest.raises(RuntimeError, match="layer: .* written in place"):
+        layer.backward_dw()
+
+
 def test_both_options_add_to_main_grad_later(monkeypatch):
     """If false, a delayed wgrad goes to .grad of a weight that has a main_grad."""
     x, options = values(2, 64, 64, seed=3), dict.fromkeys(OPTIONS, True)

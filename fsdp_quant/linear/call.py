@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Call(NamedTuple):
     grad: bool = False
     name: Name = ""
     require_native: bool = False
-    wgrad: Callable[[Callable[..., Tensor]], Tensor | None] | None = None
+    wgrad: Callable[[functools.partial[Tensor]], Tensor | None] | None = None
 
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:

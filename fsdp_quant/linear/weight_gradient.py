@@ -10,6 +10,7 @@ A program hands its wgrad to `Call.wgrad` as a function of `out_dtype`, `out` an
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -71,21 +72,33 @@ def refuse_fsdp(weight: Tensor, name: str, option: str) -> None:
 
 
 class Waiting:
-    """Wgrads of a layer that wait for `backward_dw`, the oldest first."""
+    """Wgrads of a layer that wait for `backward_dw`, the oldest first, with what they read and its
+    versions: operands in high precision are the caller's tensors."""
 
     def __init__(self, name: str):
         self.name = name
-        self.products: deque[tuple[WeightGradient, Product]] = deque()
+        self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]]]] = deque()
         _WAITING.add(self)
 
+    def leave(self, gradient: WeightGradient, product: functools.partial[Tensor]) -> None:
+        """Leave a product for `compute`. product: of two `EncodedMatrix` operands."""
+        read = [t for operand in product.args for t in operand.buffers().values()]
+        self.products.append((gradient, product, [(t, t._version) for t in read]))
+
     def compute(self) -> None:
-        """Compute the oldest. Raises RuntimeError if none waits."""
+        """Compute the oldest. Raises RuntimeError if none waits, or if what it reads was written
+        since its backward."""
         if not self.products:
             raise RuntimeError(
                 f"{self.name}: backward_dw() without a backward whose weight gradient waits; call "
                 "it once for each backward"
             )
-        gradient, product = self.products.popleft()
+        gradient, product, read = self.products.popleft()
+        if any(t._version != version for t, version in read):
+            raise RuntimeError(
+                f"{self.name}: the input, or the gradient of the output, was written in place "
+                "between the backward and backward_dw(), which reads it; write a copy"
+            )
         gradient.add(product)
 
 
@@ -101,7 +114,7 @@ def raise_waiting(optimizer: Optimizer) -> None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for waiting in waiting_layers:
-        gradients = [gradient for gradient, _ in waiting.products]
+        gradients = [gradient for gradient, *_ in waiting.products]
         if any(g.fuses or id(g.parameter) in held for g in gradients):
             count = len(gradients)
             raise RuntimeError(
@@ -131,11 +144,11 @@ class WeightGradient:
     fuses: bool
     waiting: Waiting | None
 
-    def __call__(self, product: Product) -> Tensor | None:
+    def __call__(self, product: functools.partial[Tensor]) -> Tensor | None:
         """Take the product; return what autograd is given for the weight."""
         if self.waiting is None:
             return self.add(product)
-        self.waiting.products.append((self, product))
+        self.waiting.leave(self, product)
         return None
 
     def _part(self, tensor: Tensor) -> Tensor:
