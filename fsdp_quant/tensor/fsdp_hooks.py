@@ -206,7 +206,7 @@ def check_layout(managed: ManagedParam) -> None:
                 f"{name}.{encoding.direction.value} is {encoding.fmt}, whose scales follow from "
                 f"all values of a block, and {cuts.rows} rows over {managed.world_size} ranks cut "
                 f"blocks of {encoding.fmt.row_alignment(encoding.direction)} rows; choose rows or "
-                "ranks that do not, or four_over_six='off' (or of 'activations') for this layer"
+                "ranks that do not, or four_over_six='off' for this layer"
             )
 
 
