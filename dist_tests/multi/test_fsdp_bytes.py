@@ -5,6 +5,7 @@ and world."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,7 @@ def _refused_weight(rank: int, world: int, quantizer: fq.HybridQuantizer) -> str
     fq.convert(net, fq.recipes.mxfp8())
     for m in net.modules():
         if isinstance(m, fq.Linear):
+            m.runtime.plan = replace(m.plan, weight=quantizer)
             m._weight_state.set_quantizer(quantizer)
     nets.shard(net)
     try:
