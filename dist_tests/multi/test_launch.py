@@ -69,6 +69,16 @@ def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
     )
 
 
+# torchrun's agent lost its store, whose host may leave first; a thread of gloo aborted as it ended
+FAULTS_OF_TORCH = "DistNetworkError", "terminate called without an active exception"
+
+
+def kill(*agents: subprocess.Popen) -> None:
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+
+
 def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     """If false, a job on two nodes does not meet, shards across copies, or writes no checkpoint.
 
@@ -77,7 +87,7 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    # once more where torchrun's agent lost its store, whose host may leave first
+    # once more after a fault of torch, whose other agent waits five minutes for the first
     for attempt in range(2):
         # a run that starts at step 0 refuses a folder with checkpoints
         saved = tmp_path / f"run_{attempt}"
@@ -97,13 +107,11 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
             "MASTER_PORT": str(free_port()),
         }
         agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
-        stopped = threading.Timer(
-            110, lambda agents=agents: [os.killpg(a.pid, signal.SIGKILL) for a in agents]
-        )  # with their workers
+        stopped = threading.Timer(110, kill, agents)  # with their workers
         stopped.start()
         outputs = [agent.communicate()[0] for agent in agents]
         stopped.cancel()
-        if not any("DistNetworkError" in output for output in outputs):
+        if not any(fault in output for output in outputs for fault in FAULTS_OF_TORCH):
             break
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(
