@@ -329,6 +329,11 @@ class Format:
         return self.scale_rule == "fp8_exact" and not self.has_row_scales
 
     @property
+    def is_two_level(self) -> bool:
+        """A second-level scale multiplies the block scales."""
+        return self.tensor_scale
+
+    @property
     def has_row_scales(self) -> bool:
         """The second-level scale is one for each row of the operand."""
         return self.scale_per == "row"

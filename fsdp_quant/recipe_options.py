@@ -71,7 +71,7 @@ def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
         values["pow2"] = _default_first(scaled[0].pow2)
     if any(fmt.scale == "e8m0" for fmt in formats):
         values["scale_rounding"] = "up", "floor"
-    if any(fmt.tensor_scale for fmt in formats):
+    if any(fmt.is_two_level for fmt in formats):
         values["scale_rule"] = SCALE_RULES
         values["scale_per"] = SECOND_LEVELS
         values["four_over_six"] = FOUR_OVER_SIX_SWITCH
@@ -134,9 +134,9 @@ def with_options(fmt: Format, tensor_type: str, options: Mapping[str, Any]) -> F
     has = {
         "pow2": fmt.has_fp32_scales,
         "scale_rounding": fmt.scale == "e8m0",
-        "scale_rule": fmt.tensor_scale,
-        "scale_per": fmt.tensor_scale and tensor_type != "weight",
-        "four_over_six": fmt.tensor_scale and tensor_type in chosen,
+        "scale_rule": fmt.is_two_level,
+        "scale_per": fmt.is_two_level and tensor_type != "weight",
+        "four_over_six": fmt.is_two_level and tensor_type in chosen,
         "grad_element": fmt.is_quantized and tensor_type == "grad_output",
     }
     options = {**options, "four_over_six": error}
