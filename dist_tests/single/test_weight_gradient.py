@@ -7,6 +7,7 @@ Expected values are the gradients that the same layers leave in fp32, which `+=`
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_delayed_wgrads_are_those_of_the_backward(kind: str, recipe: str):
     with pytest.raises(RuntimeError, match="layer.*without a backward"):
         delayed.backward_dw()
     optimizer.step()
+
+
+def test_a_compiled_optimizer_knows_no_layer_that_waits_for_nothing():
+    """If false, a compiled step guards every layer of the process, and fails once one is freed."""
+    layers = [fq.Linear(64, 32, recipe="mxfp8", delay_wgrad_compute=True) for _ in range(2)]
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for layer in layers:
+        layer(torch.ones(2, 64)).sum().backward()
+        layer.backward_dw()
+    step()
+    del layers[1], layer
+    gc.collect()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        step()
 
 
 @pytest.mark.parametrize("written", ["x", "dy"])

@@ -78,10 +78,11 @@ class Waiting:
     def __init__(self, name: str):
         self.name = name
         self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]]]] = deque()
-        _WAITING.add(self)
 
     def leave(self, gradient: WeightGradient, product: functools.partial[Tensor]) -> None:
         """Leave a product for `compute`. product: of two `EncodedMatrix` operands."""
+        if not self.products:
+            _WAITING.append(weakref.ref(self))
         read = [t for operand in product.args for t in operand.buffers().values()]
         self.products.append((gradient, product, [(t, t._version) for t in read]))
 
@@ -94,6 +95,8 @@ class Waiting:
                 "it once for each backward"
             )
         gradient, product, read = self.products.popleft()
+        if not self.products:
+            _WAITING[:] = [other for other in _WAITING if other() not in (None, self)]
         if any(t._version != version for t, version in read):
             raise RuntimeError(
                 f"{self.name}: the input, or the gradient of the output, was written in place "
@@ -102,16 +105,17 @@ class Waiting:
         gradient.add(product)
 
 
-_WAITING: weakref.WeakSet[Waiting] = weakref.WeakSet()
+# Those with products: a list, because torch.compile traces optimizers with their hooks.
+_WAITING: list[weakref.ref[Waiting]] = []
 
 
 def raise_waiting(optimizer: Optimizer) -> None:
     """Raise RuntimeError, naming the layer, if a wgrad was left out of the step that ends: of a
     weight that this optimizer holds, or of a `main_grad`, whose optimizer may hold another
     tensor."""
-    waiting_layers = [waiting for waiting in _WAITING if waiting.products]
-    if not waiting_layers:
+    if not _WAITING:
         return
+    waiting_layers = [waiting for of in _WAITING if (waiting := of()) is not None]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for waiting in waiting_layers:
         gradients = [gradient for gradient, *_ in waiting.products]
