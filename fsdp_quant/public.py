@@ -40,6 +40,7 @@ from .serving.calibrate import calibrate
 from .serving.export import export
 from .serving.load import from_pretrained_quantized
 from .serving.refit import refit
+from .training.gradient_reduction import set_gradient_reduction
 from .training.graphed import graphed
 from .training.hold import freeze, hold, unfreeze
 from .training.training_state import load_state_dict, state_dict

@@ -34,10 +34,10 @@ scale_per="row", whose second-level amax is stored as it is, not as a scale). e2
 2i and 2i + 1 are the low and high half of byte i.
 
 [Note: random bits of a gradient]
-Codes are rounded stochastically (`Encoding.stochastic`), "bf16" to nearest even. Row i of owner w is
-row w * r + i of its parameter's random bits (`rng.random_bytes`, rowwise, [W * r, row]) with the key
-of the parameter. Keys are made of the step, of an id (of the parameter's name and of the sender's
-rank), and of how often the parameter was reduced in this step: `gradient_keys`.
+Codes are rounded stochastically (`Encoding.stochastic`), "bf16" to nearest even. Row i of owner w
+is row w * r + i of its parameter's random bits (`rng.random_bytes`, rowwise, [W * r, row]) with
+the key of the parameter. Keys are made of the step, of an id (of the name of the parameter and of
+the rank that sends), and of how often its group was reduced in this step: `gradient_keys`.
 
 [Note: sum of gradients]
 Element j of a piece is fl(fl(.. fl(fl(x_0 + x_1) + x_2) .. + x_{W-1}) * factor) in fp32, x_i its
@@ -174,20 +174,20 @@ class GradientLayout:
 def gradient_keys(step: Tensor, idents: Tensor, counted: Tensor) -> Tensor:
     """Count a reduction, and return its random keys, int64 [parameters, 5] (`rng.KEY_FIELDS`).
 
-    step:     int64 [5] (`context.STEP_FIELDS`), on the device: seed, step and micro-batch are read.
+    step:     int64 [5] (`context.STEP_FIELDS`): seed, step and micro-batch are read.
     idents:   int64 [parameters]: `rng.tensor_id` of parameter and sender.
-    counted:  int64 [parameters, 4], written: seed, step and micro-batch of the last reduction of
-              each parameter, and how many came before it with the same three.
+    counted:  int64 [4], written: seed, step and micro-batch of the last reduction, and how many
+              came before it with the same three.
 
     All that changes is on the device, so that a captured step rounds differently at each replay.
     """
-    now = step[:3].expand(len(idents), 3)
-    again = (counted[:, :3] == now).all(1)
-    count = torch.where(again, counted[:, 3] + 1, 0)
-    counted.copy_(torch.cat((now, count[:, None]), 1))
-    seed, number, micro_batch = now.unbind(1)
-    row0 = torch.zeros_like(idents)
-    return torch.stack((seed, number, idents, micro_batch + (count << 16), row0), 1)
+    now = step[:3]
+    count = torch.where((counted[:3] == now).all(), counted[3:] + 1, 0)
+    counted.copy_(torch.cat((now, count)))
+    seed, number, micro_batch = now.unbind()
+    shared = torch.stack((seed, number, micro_batch + (count[0] << 16)))
+    seeds, numbers, micro_batches = shared[:, None].expand(3, len(idents))
+    return torch.stack((seeds, numbers, idents, micro_batches, torch.zeros_like(idents)), 1)
 
 
 def _rows_of(grad: Tensor, layout: GradientLayout, numel: int) -> Tensor:
