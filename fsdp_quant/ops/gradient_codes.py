@@ -59,7 +59,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import IDENTITY, ROWWISE, Encoding, Format, ceil_div, format_of, round_up
-from . import dispatch
+from . import dispatch, native
 
 # Format of the codes, and elements of a row, by the name of a reduction.
 _FORMATS: dict[str, tuple[Format, int]] = {
@@ -213,6 +213,9 @@ def encode_gradients(
     """
     if out is None:
         out = torch.zeros(layout.world, layout.nbytes, dtype=torch.uint8, device=grads[0].device)
+    if native.is_available_for(out) and grads[0].dtype in native.FLOATING:
+        native.encode_gradients(grads, layout.encoding, keys, out)
+        return out
     sections, start = layout.sections(out), 0
     dtype = None if layout.fmt.is_quantized else torch.bfloat16
     for i, (grad, numel, rows) in enumerate(zip(grads, layout.numels, layout.row_counts)):
@@ -237,6 +240,8 @@ def decode_gradients(
     out:     [sum of layout.numels], contiguous; its dtype is that of the result.
     factor:  multiplies the fp32 sum.
     """
+    if native.is_available_for(buffer) and out.dtype in native.FLOATING:
+        return native.decode_gradients(buffer, layout.numels, layout.encoding, factor, out)
     codes, scale, amax = layout.sections(buffer)
 
     def piece(sender: int) -> Tensor:

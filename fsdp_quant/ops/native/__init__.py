@@ -13,6 +13,7 @@ from ..capability import HOPPER as HOPPER
 from .encoding import *
 from .fakes import *
 from .gemms import *
+from .gradients import *
 from .layouts import *
 from .norms import *
 from .optimizers import *
