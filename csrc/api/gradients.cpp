@@ -4,6 +4,7 @@
 
 #include "api/encoding.h"
 #include "api/launch.h"
+#include "quantize/gradients.h"
 
 namespace fsdp_quant {
 
