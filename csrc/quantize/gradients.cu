@@ -175,8 +175,8 @@ __device__ __forceinline__ void decode8(float (&v)[8], const uint8_t* part, int6
     return Eight<__nv_bfloat16>::cached(reinterpret_cast<const __nv_bfloat16*>(part) + row * 8).widen(v);
   } else {
     constexpr Element E = kCodes == Codes::kTwoLevel ? Element::kE2M1 : Element::kE4M3;
-    constexpr int kRow = row_of(kCodes);
-    const uint2 codes = load_codes<E>(part + row * row_bytes(E, kRow), at, 0, true);
+    constexpr int kRow = row_of(kCodes), kBytes = row_bytes(E, kRow);
+    const uint2 codes = load_codes<E>(part + row * kBytes, at, kBytes, true);
     const uint8_t* const scales = part + a.scale_offset;
     float scale, outer = 1.0f;
     if constexpr (kCodes == Codes::kTwoLevel) {
