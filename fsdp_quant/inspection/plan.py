@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction, round_up
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
 from ..linear.plan import PRODUCTS, GemmPlan
@@ -33,6 +33,7 @@ from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import cuts_of, gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
+from ..training.gradient_reduction import reduced_bytes
 
 # Parameters of two or three dims that no GEMM reads, by class of their module and by name.
 LOOKED_UP, ADDED = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d), ("bias", "embed", "token")
@@ -91,6 +92,8 @@ class ModelPlan:
     notes:            sentences about backward modes, experts, fused modules and GEMMs in high
                       precision.
     traffic:          predicted time of FSDP2's collectives, if `bandwidth` was given.
+    gradient_bytes:   bytes of gradients (to owners of shards, between copies), if each backward
+                      reduces them.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
@@ -99,6 +102,7 @@ class ModelPlan:
     weight_elements: int = 0
     notes: list[str] = field(default_factory=list)
     traffic: Traffic | None = None
+    gradient_bytes: tuple[int, int] = (0, 0)
 
     @property
     def gathered_bytes(self) -> tuple[int, int]:
@@ -140,6 +144,9 @@ class ModelPlan:
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
                 f"{self.other_bytes[0]:,} B + {self.other_bytes[1]:,} B"
             )
+        if any(self.gradient_bytes):
+            shards, copies = self.gradient_bytes
+            lines.append(f"gradients a step: {shards:,} B to shards, {copies:,} B between copies")
         if self.traffic is not None:
             lines.append(str(self.traffic))
         return "\n".join(lines + self.notes)
@@ -160,6 +167,7 @@ class ModelPlan:
                 facts["weight_elements"],
                 list(facts["notes"]),
                 Traffic(**traffic) if traffic else None,
+                tuple(facts.get("gradient_bytes", (0, 0))),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -205,6 +213,11 @@ def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
     )
     if (f0, b0) != (f1, b1):
         lines.append(f"gathers a step: {f0:,} B forward + {b0:,} B backward -> {f1:,} B + {b1:,} B")
+    if old.gradient_bytes != new.gradient_bytes:
+        (s0, c0), (s1, c1) = old.gradient_bytes, new.gradient_bytes
+        lines.append(
+            f"gradients a step: {s0:,} B to shards, {c0:,} B between copies -> {s1:,} B, {c1:,} B"
+        )
     lines += [f"no longer: {note}" for note in old.notes if note not in new.notes]
     return lines + [f"now: {note}" for note in new.notes if note not in old.notes]
 
@@ -274,6 +287,8 @@ def plan(
         result.gemms += gemm_rows(name, planned, activations, device)
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
+    reduced = [reduced_bytes(params) for params in _by_group(managed)]
+    result.gradient_bytes = sum(s for s, _ in reduced), sum(c for _, c in reduced)
     if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
@@ -286,6 +301,13 @@ def plan(
             forward, backward = result.other_bytes
             result.other_bytes = forward + pair[0], backward + pair[1]
     return result
+
+
+def _by_group(managed: list[ManagedParam]) -> Iterable[list[ManagedParam]]:
+    groups: dict[int, list[ManagedParam]] = defaultdict(list)
+    for m in managed:
+        groups[id(m.group)].append(m)
+    return groups.values()
 
 
 def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
@@ -319,12 +341,9 @@ def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
 
 
 def _plain_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    size = _padded_elements(m) * m.param_dtype.itemsize
+    rows = round_up(m.global_shape[0], m.world_size)
+    size = rows * m.global_shape[1:].numel() * m.param_dtype.itemsize
     return size, 0 if once else size
-
-
-def _padded_elements(m: ManagedParam) -> int:
-    return -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size
 
 
 def _traffic(
@@ -340,10 +359,11 @@ def _traffic(
         for i in range(2):
             gather[i] += codes[i] * received / inside
             in_16_bit[i] += plain[i] * received / inside
-        size = _padded_elements(m) * m.reduce_dtype.itemsize
-        reduce += (
-            size * received / inside + 2 * size / m.world_size * (m.copies - 1) / m.copies / between
-        )
+    for params in _by_group(managed):
+        ranks, copies = params[0].world_size, params[0].copies
+        to_shards, to_copies = reduced_bytes(params)
+        reduce += to_shards * (ranks - 1) / ranks / inside
+        reduce += to_copies * (copies - 1) / copies / between
     for once, copies in groups.values():
         for seconds in (gather, in_16_bit):
             seconds[0] += latency

@@ -26,6 +26,8 @@ class Receipt:
     departures:  kind -> number of deviations from the plan (strict=False).
     moved:       (module, product, from, to and reason) of GEMMs that the underflow guard of
                  anchored layouts moved to another domain.
+    gradients:   (pass, to owners of "shards" or between "replicas", format) -> bytes of gradients
+                 that this rank sent, its own part included (`fq.set_gradient_reduction`).
     idle:        converted layers whose forward did not run in eager mode, of models of which
                  another layer's did: a trainer multiplies their weights itself, or nobody does.
     """
@@ -39,6 +41,7 @@ class Receipt:
     departures: dict
     moved: dict
     idle: tuple[str, ...] = field(default=(), kw_only=True)
+    gradients: dict = field(default_factory=dict, kw_only=True)
 
     @property
     def gathered_bytes(self) -> int:
@@ -50,7 +53,7 @@ class Receipt:
             f"gemm     {n:>12,}  {domain}: {a} x {b}"
             for (domain, a, b), n in sorted(self.gemms.items())
         ]
-        lines += _byte_lines("gather", self.gathers)
+        lines += _byte_lines("gather", self.gathers) + _byte_lines("gradient", self.gradients)
         lines += [
             f"quantize {n:>12,}  {fmt} {d} ({how})"
             for (fmt, d, how), n in sorted(self.quantize.items())
@@ -87,7 +90,7 @@ def receipt() -> Receipt:
     """
     kinds = ["gemm", "gather", "quantize", "amax all-reduce", "sequence gather", "expert dispatch"]
     kinds += ["departure", "moved"]
-    return Receipt(*map(counters.of, kinds), idle=tuple(_idle()))
+    return Receipt(*map(counters.of, kinds), idle=tuple(_idle()), gradients=counters.of("gradient"))
 
 
 def _idle() -> Iterator[str]:

@@ -223,8 +223,8 @@ def encode_gradients(
             values = _rows_of(grad.detach(), layout, numel)
             key = [None if keys is None else keys[i]]
             (encoded,) = dispatch.encode(values, [layout.encoding], None, keys=key, dtype=dtype)
-            for section, part in zip(sections, encoded):
-                if section is not None:
+            for section, part in zip(sections, encoded[:3]):
+                if section is not None and part is not None:
                     target = section[:, start : start + rows]
                     target.copy_(part.view(target.shape))
         start += rows

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.gradient_codes import GradientLayout
+from ..ops.reference import known
 from ..tensor import torch_compat
 
 _ATEN = torch.ops.aten
+Sent = tuple[GradientLayout, Tensor]
 
 
 class Outgoing:
@@ -33,13 +35,17 @@ class Outgoing:
     factor:  the sum is multiplied by it.
     """
 
-    def __init__(self, encode: Callable[[Sequence[Tensor]], tuple[GradientLayout, Tensor]]):
+    def __init__(self, encode: Callable[[Sequence[Tensor]], Sent]):
         self._encode, self.factor = encode, 1.0
-        self.layout: GradientLayout | None = None
-        self.codes: Tensor | None = None
+        self._sent: Sent | None = None
 
     def fill(self, grads: Sequence[Tensor]) -> None:
-        self.layout, self.codes = self._encode(grads)
+        self._sent = self._encode(grads)
+
+    @property
+    def sent(self) -> Sent:
+        """(layout, codes). Raises ValueError before `fill`."""
+        return known(self._sent, "the gradients")
 
 
 class SendBuffer(Tensor):
@@ -56,7 +62,7 @@ class SendBuffer(Tensor):
         self.outgoing = outgoing
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self, **_: object) -> str:
         return f"SendBuffer({list(self.shape)}, {self.dtype}, {self.device})"
@@ -97,7 +103,7 @@ class ReplicaSum(Tensor):
         self.values, self.group, self.reduce = values, group, reduce
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self, **_: object) -> str:
         return f"ReplicaSum({self.values!r})"
@@ -115,6 +121,6 @@ class ReplicaSum(Tensor):
         return args[0] if result is plain[0][0] else result
 
 
-def values_of(t: object) -> object:
-    """The values of a `ReplicaSum`; anything else as it is."""
+def values_of(t: Tensor) -> Tensor:
+    """The values of a `ReplicaSum`; another tensor as it is."""
     return t.values if isinstance(t, ReplicaSum) else t

@@ -23,20 +23,20 @@ from ..ops.gradient_codes import (
 from ..ops.rng import tensor_id
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of
-from .gradient_buffers import Outgoing, ReplicaSum, SendBuffer, values_of
+from .gradient_buffers import Outgoing, ReplicaSum, SendBuffer, Sent, values_of
 
 # torch's own reduction
 _OF_TORCH = "fp32"
 
 
 def set_gradient_reduction(model: nn.Module, format: str) -> None:
-    """Choose how FSDP2 sends the gradients of every `fully_shard` in `model`, converted or not. Every
-    rank must call it, between steps.
+    """Choose how FSDP2 sends the gradients of every `fully_shard` in `model`, converted or not.
+    Every rank must call it, between steps; a captured step (`fq.graphed`) needs `reset()` then.
 
     format:  "bf16", or codes: "fp8_1x128", "mxfp8", "nvfp4"; "fp32": as torch does.
 
-    Each rank sends each owner its piece of the gradients, which the owner sums in fp32, in the order
-    of ranks. `reduce_dtype` of FSDP2 is the dtype of the result alone.
+    Each rank sends each owner its piece of the gradients, which the owner sums in fp32, in the
+    order of ranks. `reduce_dtype` of FSDP2 is the dtype of the result alone.
 
     - "bf16" sends bf16 gradients as they are. Others (fp32 parameters, gradients accumulated under
       `set_requires_gradient_sync(False)`) are rounded to nearest.
@@ -131,12 +131,13 @@ class GradientReduction(torch_compat.ReduceScatter):
             raise ValueError("gradients sent as codes are decoded after they came: async_op=False")
         outgoing: Outgoing = input_tensor.outgoing  # pyright: ignore[reportAttributeAccessIssue]
         factor = torch_compat.factor_of(op, group.size()) * outgoing.factor
-        received = self._exchange("shards", outgoing.codes, group)
-        decode_gradients(received, outgoing.layout, values_of(output_tensor), factor)
+        layout, codes = outgoing.sent
+        received = self._exchange("shards", codes, group)
+        decode_gradients(received, layout, values_of(output_tensor), factor)
 
     def _encode(
         self, stage: str, names: tuple[str, ...], ranks: int, grads: Sequence[Tensor]
-    ) -> tuple[GradientLayout, Tensor]:
+    ) -> Sent:
         layout = _layout(tuple(tuple(g.shape) for g in grads), ranks, self.format)
         keys = self._keys[stage].next(names, grads[0].device) if layout.is_stochastic else None
         return layout, encode_gradients(grads, layout, keys)
@@ -167,6 +168,31 @@ class GradientReduction(torch_compat.ReduceScatter):
 
 
 _layout = functools.cache(GradientLayout)
+
+
+def reduced_bytes(params: Sequence[torch_compat.ManagedParam]) -> tuple[int, int]:
+    """Bytes (to owners of shards, between copies) that a rank sends, its own part included, when
+    the gradients of these parameters of one group are reduced.
+
+    A ring of W ranks sends (W - 1) / W of them. Parameters without a gradient are left out.
+    """
+    params = [m for m in params if m.registered.requires_grad]
+    if not params:
+        return 0, 0
+    first = params[0]
+    ranks, copies = first.world_size, first.copies
+    shapes = tuple(m.reduced_shape for m in params)
+    comm = torch_compat.reduce_scatter_of(first.group)
+    if not isinstance(comm, GradientReduction):
+        size = sum(_layout(shapes, ranks, "bf16").numels) * first.reduce_dtype.itemsize
+        return size * ranks * (ranks > 1), 2 * size * (copies > 1)
+    shards = _layout(shapes, ranks, comm.format)
+    between = _layout(tuple((n,) for n in shards.numels), copies, comm.format)
+    totals = sum(between.numels) * torch.bfloat16.itemsize
+    return (
+        shards.nbytes * ranks * (ranks > 1),
+        (between.nbytes + totals) * copies * (copies > 1),
+    )
 
 
 class _Keys:

@@ -138,6 +138,16 @@ class ManagedParam:
         return self.param.fsdp_placement.dim
 
     @property
+    def reduced_shape(self) -> tuple[int, ...]:
+        """Shape of the gradient whose dim 0 FSDP2 cuts: pieces of another dim lie one behind the
+        other."""
+        shape, dim = list(self.global_shape), self.shard_dim
+        if dim:
+            shape[dim] //= self.world_size
+            shape[0] *= self.world_size
+        return tuple(shape)
+
+    @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of a plain gather."""
         return self.group.mp_policy.param_dtype or self.param.sharded_param.dtype
