@@ -3,20 +3,25 @@
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
         [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--inspect]
-        [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
+        [--model llama|llama3_8b|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
         [--json out.json]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
+    torchrun --nproc-per-node 4 -m dist_tests.bench.llama --fsdp --model llama3_8b --params float32
+        --tokens 4096 --gradients fp32,bf16,fp8_1x128 [--recompute]
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
-LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B) with random
-bf16 weights, sdpa (gpt-oss, which has sinks: eager attention) and its own loss, or with --loss
-liger the fused head and loss of Liger-Kernel, in all arms. A step is forward, backward, fused AdamW
-and zero_grad: weights change in every step. lm_head stays bf16 in all arms. The base, "bf16
-compiled", is measured first; then --arms:
+LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B; llama3_8b is
+all of it) with random weights, sdpa (gpt-oss, which has sinks: eager attention) and its own loss,
+or with --loss liger the fused head and loss of Liger-Kernel, in all arms. A step is forward,
+backward, fused AdamW and zero_grad: weights change in every step. lm_head stays bf16 in all arms.
+Parameters are bf16 or, with --params float32 and --fsdp, fp32 that are gathered in bf16 and whose
+gradients are reduced in fp32. --gradients repeats the arms of this library with each format of
+fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --arms:
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
-    unfused          eager, fuse=False           again     the base once more, to see the drift
+    unfused          eager, fuse=False           again     the base once more, to see the drift; with each of
+                                                --gradients
     quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
                      base's (--moments float32: as those of wrapped), and masters in fp32
     wrapped          as quantized, with fq.optim.wrap(torch.optim.AdamW); moments of masters in fp32
@@ -35,6 +40,8 @@ Columns, of medians; "x bf16" is over the base:
               fill the launch queue, and the host waits: read it at 2048 tokens
     frames    compiled in the first two steps + in all later ones (recompilations)
     breaks    graph breaks
+    tokens/s  of a GPU; MFU: of 989 TFLOP/s, of 6 FLOP a token and weight (not of embeddings) and
+              causal attention, recomputation not counted
     loss      of the last step; first weights and tokens are the same for all arms
 
 Each arm prints a line of JSON when it is measured, and --profile the kernels of one step; the
@@ -60,7 +67,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -70,6 +77,7 @@ from dist_tests.bench import ranks
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant.ops import extension
+from fsdp_quant.ops.gradient_codes import GRADIENT_FORMATS
 
 try:
     from torchao.float8 import (
@@ -114,12 +122,14 @@ WIDTHS = (
     "num_key_value_heads",
     "vocab_size",
 )
+PEAK_FLOPS = 989e12  # bf16, of an H100
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
 # What a family has other than those widths; the experts are Qwen3-30B-A3B's, gpt-oss-20b's and, at
 # Llama's width, Mixtral's.
 MODELS = {
     "llama": ("llama", {}),
+    "llama3_8b": ("llama", {"vocab_size": 128256}),  # has 32 layers
     "llama_110m": ("llama", dict(zip(WIDTHS, (768, 2048, 12, 12, 32000)))),  # with --layers 12
     "qwen3": ("qwen3", {"head_dim": 128}),
     "phi3": ("phi3", {}),
@@ -179,17 +189,28 @@ class Arm(NamedTuple):
     two_rungs: bool = False
     graphed: bool = False
     torchao: str | None = None
+    gradients: str = "fp32"  # of fq.set_gradient_reduction
+
+
+def suffix(gradients: str) -> str:
+    return "" if gradients == "fp32" else f", {gradients}"
 
 
 def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
     arms = [Arm(BASE, compiled=True)]
     for kind in args.arms:
         if kind in OURS:
-            arms += [Arm(f"{r} {kind}", r, **OURS[kind]) for r in args.recipes]
+            arms += [
+                Arm(f"{r} {kind}{suffix(g)}", r, **OURS[kind], gradients=g)
+                for r in args.recipes
+                for g in args.gradients
+            ]
         elif kind == "bf16":
             arms.append(Arm("bf16 eager"))
         elif kind == "again":
-            arms.append(Arm(f"{BASE} again", compiled=True))
+            arms += [
+                Arm(f"{BASE} again{suffix(g)}", compiled=True, gradients=g) for g in args.gradients
+            ]
         elif NO_TORCHAO:
             say(f"{kind} is skipped: torchao does not import: {NO_TORCHAO}")
         elif kind == "gather" and not args.fsdp:
@@ -218,7 +239,7 @@ def model(args, device: torch.device) -> nn.Module:
     with device:
         return AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.bfloat16,
+            dtype=getattr(torch, args.params),
             attn_implementation="eager" if family == "gpt_oss" else "sdpa",
         ).train()
 
@@ -249,9 +270,17 @@ def build(arm: Arm, args, device: torch.device):
     if arm.compiled:
         for module in [net] if args.compile == "whole" else layers:
             module.compile(backend=args.backend)
+    if args.recompute:
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})  # newer transformers rename it
     if args.fsdp:
+        policy = MixedPrecisionPolicy()
+        if args.params == "float32":
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*layers, net):
-            fully_shard(module)
+            fully_shard(module, mp_policy=policy)
+        if arm.gradients != "fp32":
+            fq.set_gradient_reduction(net, arm.gradients)
     if arm.quantized and not arm.wrapped:
         moments = getattr(torch, args.moments)
         return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr, moment_dtype=moments)
@@ -330,6 +359,13 @@ def profiled(step: Callable[[], Tensor]) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
+def flops_of_token(net: nn.Module, length: int) -> float:
+    """Of a forward and a backward without recomputation."""
+    weights = sum(p.numel() for p in net.parameters()) - net.get_input_embeddings().weight.numel()
+    config = net.config
+    return 6.0 * (weights + config.num_hidden_layers * length * config.hidden_size)
+
+
 def measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
     """Build one arm and measure all columns. Every rank calls it."""
     with two_rungs(arm.two_rungs):
@@ -388,10 +424,13 @@ def _measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[s
     reasons = (*counters["graph_break"], *counters["unimplemented"])
     if any("recompile limit" in reason for reason in reasons):
         notes.append("dynamo hit its recompile limit: some frames run uncompiled")
+    rate = tokens / ms * 1e3
     row = {
         "arm": arm.name,
         "tokens": tokens,
         "ms": ms,
+        "tokens_per_s": rate,
+        "mfu": rate * flops_of_token(net, tokens // args.batch) / PEAK_FLOPS,
         "host_ms": host,
         "peak_bytes": peak,
         "own_bytes": own_bytes,
@@ -438,7 +477,8 @@ def as_json(row: dict, over: Callable[[str], float]) -> str:
 def table(tokens: int, rows: list[dict]) -> Iterable[str]:
     yield (
         f"\n{f'{tokens} tokens':26} {'ms':>8} {'x bf16':>6} {'peak':>6} {'x bf16':>6} "
-        f"{'resident':>8} {'host':>7} {'x bf16':>6} {'frames':>6} {'breaks':>6} {'loss':>8}"
+        f"{'resident':>8} {'host':>7} {'x bf16':>6} {'frames':>6} {'breaks':>6} {'tok/s':>7} "
+        f"{'MFU':>5} {'loss':>8}"
     )
     for row in rows:
         if "error" in row:
@@ -451,7 +491,8 @@ def table(tokens: int, rows: list[dict]) -> Iterable[str]:
         frames = f"{row['frames']}+{row['recompiled']}"
         yield (
             f"{row['arm']:26} {row['ms']:8.2f} {row['ratio']:6.3f} {memory} {row['host_ms']:7.1f} "
-            f"{row['host_ratio']:6.3f} {frames:>6} {row['breaks']:6} {row['loss']:8.4f}"
+            f"{row['host_ratio']:6.3f} {frames:>6} {row['breaks']:6} {row['tokens_per_s']:7.0f} "
+            f"{row['mfu']:5.3f} {row['loss']:8.4f}"
         )
     yield from (f"{row['arm']}: {note}" for row in rows for note in row.get("notes", ()))
 
@@ -479,10 +520,14 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=listed(int), help="per step and rank; default 8192, with --tiny 64")
     add("--batch", type=int, default=1, help="sequences that the tokens of a step make")
     add("--model", choices=MODELS, default="llama", help="family of transformers")
-    add("--layers", type=int, help="default 6, with --tiny 2")
+    add("--layers", type=int, help="default 6 (llama3_8b: 32), with --tiny 2")
     add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
     add("--lr", type=float, default=1e-4)
     add("--moments", choices=("bfloat16", "float32"), default="bfloat16", help="of FusedAdam")
+    add("--params", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of parameters")
+    formats = ("fp32", *GRADIENT_FORMATS)
+    add("--gradients", type=listed(str, formats), default=["fp32"], help="how --fsdp sends them")
+    add("--recompute", action="store_true", help="recompute each layer in the backward")
     add("--loss", choices=("own", "liger"), default="own")
     add("--compile", choices=("layers", "whole"), default="layers")
     add("--backend", default="inductor", help="of torch.compile")
@@ -496,10 +541,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    args.size = TINY if args.tiny else SIZE
+    own = MODELS[args.model][1]
+    args.size = TINY if args.tiny else SIZE | {k: own[k] for k in WIDTHS if k in own}
     args.tokens = args.tokens or [64 if args.tiny else 8192]
-    args.layers = args.layers or (2 if args.tiny else 6)
+    args.layers = args.layers or (2 if args.tiny else 32 if args.model == "llama3_8b" else 6)
     args.steps = args.steps or (3 if args.tiny else 12)
+    if not args.fsdp and (args.params == "float32" or args.gradients != ["fp32"]):
+        raise SystemExit("error: --params float32 and --gradients need --fsdp")
     if not (CUDA or args.tiny):
         raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
     if args.loss == "liger" and NO_LIGER:
