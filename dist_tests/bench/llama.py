@@ -20,8 +20,7 @@ fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
-    unfused          eager, fuse=False           again     the base once more, to see the drift; with each of
-                                                --gradients
+    unfused          eager, fuse=False           again     the base (each --gradients), to see drift
     quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
                      base's (--moments float32: as those of wrapped), and masters in fp32
     wrapped          as quantized, with fq.optim.wrap(torch.optim.AdamW); moments of masters in fp32
