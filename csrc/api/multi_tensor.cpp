@@ -53,6 +53,7 @@ void encode_group(at::TensorList x, int64_t encoding, bool columnwise, double ep
   QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
       specs, input, kEncode, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
   for (size_t i = 0; i < x.size(); ++i) {
+    check_cut(spec, columnwise, row0[i]);
     const Geometry g = geometry_of(spec, columnwise, x[i].size(0), x[i].size(1), row0[i]);
     // An empty shard still has a scale if the scale covers every row.
     if (x[i].numel() == 0 && (!spec.whole() || g.scale_rows * g.scale_cols == 0)) continue;

@@ -35,10 +35,11 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
   const bool mixed = launch.spec[0].present() && launch.spec[1].present() &&
                      launch.spec[0].four_bit() != launch.spec[1].four_bit();
   const bool operands = launch.spec[0].operand() || launch.spec[1].operand();
+  const bool chooses = launch.spec[0].chooses() || launch.spec[1].chooses();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
   const bool fits = launch.barrier != nullptr && launch.tiles <= processors && !is_capturing(stream);
-  if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && fits) {
+  if (needs && both && !mixed && !delayed && !operands && !chooses && launch.sources == nullptr && fits) {
     launch.phases = kStatistics | kEncode;
     check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
     return;
@@ -57,18 +58,19 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
     launch.reversed = !all_delayed;  // tiles read last are still in L2
   }
   launch.phases = kEncode;
-  if (operands && launch.sums != nullptr) {  // operand kernels sum no columns
+  if ((operands || chooses) && launch.sums != nullptr) {  // these kernels sum no columns
     Launch<1> sums = launch;
     sums.phases = kStatistics, sums.spec[0].element = sums.spec[1].element = Element::kNone;
     check_launch(launch_quantize(sums, stream), name, t.rows, " x ", t.cols);
     launch.sums = nullptr;
   }
-  if (both) {
+  if (both && (!chooses || fits_fp4(launch))) {
     check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
   } else {
     for (int d = 0; d < 2; ++d) {
+      if (!launch.spec[d].present()) continue;
       Launch<1> one = launch;
-      one.spec[1 - d].element = Element::kNone;
+      one.spec[1 - d].element = Element::kNone, one.shares_codes_transposed = false;
       check_launch(launch_quantize(one, stream), name, t.rows, " x ", t.cols);
       launch.sums = nullptr;
     }
@@ -147,6 +149,7 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
     TORCH_CHECK_VALUE(!s.operand() || (s.transposed == (d == 1) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16) &&
                                        !known[d].amax.has_value()),
                       "operands are made of bfloat16 (or float32 through bfloat16) of which no amax is known, along the contraction");
+    check_cut(s, d, row0);
     g[d] = geometry_of(s, d, rows[d], t.cols, row0);
     EncodingBuffers& b = t.buffers[d];
     set_geometry(b, g[d], d);

@@ -72,6 +72,37 @@ __device__ __forceinline__ void store_scales(const uint32_t (&stored)[8], const 
   }
 }
 
+// Choose the scales of this thread's lines by the errors of their blocks (or of the one block that has them all).
+template <bool Columnwise, class V>
+__device__ __forceinline__ void choose_scales(LineFactors& f, uint32_t (&stored)[8], const RegisterTile<V>& p,
+                                              const EncodingSpec& s, const float (&amax)[8], float target,
+                                              const float (&factors)[128]) {
+  constexpr int kAcross = Columnwise ? 16 : 1;  // the lane with the other half of a block's line
+  const bool squared = s.choice == ScaleChoice::kMse;
+  const auto take_line = [&](TwoScales& scales, int k) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) scales.take(Columnwise ? p(e, k) : p(k, e), squared);
+  };
+  if (s.outer != 1) {
+    TwoScales scales(amax[0], target, s.exact(), factors);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) take_line(scales, k);
+    scales.add_lane(1), scales.add_lane(16);
+    const BlockScale scale = scales.better(amax[0], squared);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) f.enc[k] = scale.enc, stored[k] = scale.stored;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    TwoScales scales(amax[k], target, s.exact(), factors);
+    take_line(scales, k);
+    scales.add_lane(kAcross);
+    const BlockScale scale = scales.better(amax[k], squared);
+    f.enc[k] = scale.enc, stored[k] = scale.stored;
+  }
+}
+
 // Compute this thread's encode factors and store its scales. transposed_spec: the columnwise direction of Work::kSharedCodes.
 template <bool Columnwise, class P, class V, class Buffers, class Shared>
 __device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<V>& p, const EncodingSpec& s,
@@ -162,7 +193,11 @@ __device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<
         target = two_level_target(__ldcg(b.tensor_amax), s);
       }
       const bool round_up = P::kFull && s.stochastic;
-      scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
+      if constexpr (P::kChosen) {
+        choose_scales<Columnwise>(f, stored, p, s, amax, target, smem.factors[Columnwise]);
+      } else {
+        scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
+      }
     }
   } else {
     float least = amax[0], largest = amax[0];

@@ -80,7 +80,7 @@ __device__ __forceinline__ void process_direction(bool statistics, const Registe
         encode<Columnwise, P>(patch, s, b, tile, transposed_spec, transposed_buffers, smem, at);
       }
     };
-    if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
+    if constexpr (P::kRotates) {
       if (s.rotated) {
         RegisterTile<BF16> rotated_tile;
         rotate<Columnwise>(p, rotated_tile, at);

@@ -70,6 +70,16 @@ def quantizers() -> dict[str, Quantizer]:
     made["nvfp4_exact_sr"] = Quantizer(exact, rounding="stochastic")
     made["nvfp4_exact_rht"] = Quantizer(exact, rotation=True)
     made["nvfp4_exact_rht_sr"] = Quantizer(exact, rotation=True, rounding="stochastic")
+    for name, rule, error in (
+        ("nvfp4", "nearest", "mse"),
+        ("nvfp4", "nearest", "mae"),
+        ("nvfp4", "fp8_exact", "mse"),
+        ("nvfp4_16x16", "nearest", "mse"),
+        ("nvfp4_16x16", "fp8_exact", "mae"),
+    ):
+        fmt = format_of(name, scale_rule=rule, four_over_six=error)
+        made[f"{name}_{'exact_' * (rule == 'fp8_exact')}{error}"] = Quantizer(fmt)
+    made["nvfp4_mse_rht"] = Quantizer(format_of("nvfp4", four_over_six="mse"), rotation=True)
     made["fp8_tensor_eps"] = Quantizer("fp8_tensor", eps=0.5)
     made["fp8_row_eps"] = Quantizer("fp8_row", eps=2.0)
     made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)
@@ -293,5 +303,11 @@ def packed(encoding: Encoding | None, transposed: bool = False, layout: int = na
 
 
 def encodable(e: Encoding, row0: int) -> bool:
-    """A rotation along the rows is of whole tiles."""
-    return not (e.fmt.rotated and e.direction is COLUMNWISE and row0 % native.TILE)
+    """A rotation along the rows is of whole tiles, and a choice by error of whole blocks."""
+    mixes = e.fmt.rotated and e.direction is COLUMNWISE
+    return not (mixes and row0 % native.TILE) and cut(e, row0) == row0
+
+
+def cut(e: Encoding, row: int) -> int:
+    """The last row up to `row` between whose blocks a tensor may be cut."""
+    return row - row % (e.fmt.row_alignment(e.direction) if e.fmt.chooses_by_error else 1)

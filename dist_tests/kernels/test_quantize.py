@@ -285,7 +285,8 @@ def test_shards_with_shared_statistics_are_the_whole(name: str):
             stats = expected.statistics(whole, e, dtype=seen)
             want = encoded(whole, e, stats=stats, key=key_of(), dtype=seen)
             mixes = e.fmt.rotated and e.direction is COLUMNWISE
-            bounds = (0, 128, 256, rows) if mixes else (0, 1, 17, 33, 100, 128, 160, 291, rows)
+            bounds = (0, 128, 256) if mixes else (0, 1, 17, 33, 100, 128, 160, 291)
+            bounds = (*sorted({expected.cut(e, b) for b in bounds}), rows)
             pieces = []
             for start, stop in zip(bounds, bounds[1:]):
                 x, given = whole[start:stop], shard_statistics(stats, e, start, stop)

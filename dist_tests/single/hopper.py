@@ -173,6 +173,7 @@ class Operators:
         rotated,
         transposed,
         scale_layout,
+        four_over_six="off",
     ):
         fmt = Format(
             "emulated",
@@ -184,6 +185,7 @@ class Operators:
             tensor_scale=scale == "e4m3",
             rotated=rotated,
             scale_rule=scale_rule,
+            four_over_six=four_over_six,
         )
         refuse(
             scale_layout == native.OPERAND and scale_rule != "fp8_exact",

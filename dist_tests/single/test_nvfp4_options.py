@@ -18,7 +18,7 @@ from dist_tests.laws import assert_same_bytes, assert_same_storage, values
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, format_of
 from fsdp_quant.linear.plan import build_plan
-from fsdp_quant.ops import dispatch, opaque
+from fsdp_quant.ops import dispatch, native, opaque
 from fsdp_quant.ops.capability import gemm_domain, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import RowCuts
@@ -302,15 +302,32 @@ def test_recipes_say_it_of_the_slots_that_have_it():
     assert "scale per row" in shown and "4over6 mse" in shown
 
 
-def test_a_gpu_quantizes_by_the_reference_and_multiplies_decoded_values():
-    """If false, a kernel that knows no scale per row, or no choice of scales, is called with such
-    codes."""
-    weight = format_of("nvfp4_16x16", four_over_six="mse")
-    for fmt in (format_of("nvfp4", scale_per="row"), format_of("nvfp4", four_over_six="mse")):
-        assert "no kernel for" in str(unsupported_reason(fmt))
-        for arch in ("sm_90a", "sm_100f"):
-            domain, reason = gemm_domain(fmt, weight, torch.bfloat16, arch, compiled=True)
-            assert (domain, arch in reason) == ("bf16", True)
+@pytest.mark.parametrize("rule", ["nearest", "fp8_exact"])
+def test_chosen_scales_are_multiplied_as_others(rule: str):
+    """If false, kernels do not choose scales, or products of chosen ones leave the tensor cores."""
+    plain = [format_of(name, scale_rule=rule) for name in ("nvfp4", "nvfp4_16x16")]
+    chosen = [format_of(fmt, four_over_six="mse") for fmt in plain]
+    assert unsupported_reason(chosen[0]) is None is unsupported_reason(chosen[1])
+    for arch in ("sm_90a", "sm_100f"):
+        was, now = (
+            gemm_domain(*pair, torch.bfloat16, arch, compiled=True)[0] for pair in (plain, chosen)
+        )
+        assert now == was
+    wide = format_of("nvfp4", block=(1, 32), four_over_six="mse")
+    assert "no kernel for four_over_six='mse'" in str(unsupported_reason(wide))
+    pieces = native.unsupported_pieces_reason(
+        Quantizer(chosen[1]).encoding(ROWWISE), torch.bfloat16, 64
+    )
+    assert "need whole blocks" in str(pieces)
+
+
+def test_a_gpu_quantizes_rows_by_the_reference_and_multiplies_decoded_values():
+    """If false, a kernel that knows no scale per row is called with such codes."""
+    fmt, weight = format_of("nvfp4", scale_per="row"), format_of("nvfp4_16x16", four_over_six="mse")
+    assert "no kernel for" in str(unsupported_reason(fmt))
+    for arch in ("sm_90a", "sm_100f"):
+        domain, reason = gemm_domain(fmt, weight, torch.bfloat16, arch, compiled=True)
+        assert (domain, arch in reason) == ("bf16", True)
 
 
 def test_cuts_inside_blocks_are_known():

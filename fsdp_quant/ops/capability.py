@@ -101,10 +101,10 @@ def unsupported_reason(fmt: Format) -> str | None:
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
     if fmt.has_row_scales:
         return f"no kernel for a second-level scale per row ({fmt})"
-    if fmt.chooses_by_error:
-        return f"no kernel for scales that a block's error chooses ({fmt})"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"
+    if fmt.chooses_by_error and contraction != 16:
+        return f"no kernel for four_over_six={fmt.four_over_six!r} in {fmt.block} blocks"
     return None
 
 

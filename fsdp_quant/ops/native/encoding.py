@@ -48,6 +48,7 @@ def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = CO
         fmt.rotated,
         transposed,
         layout,
+        fmt.four_over_six,
     )
 
 

@@ -278,6 +278,8 @@ def unsupported_pieces_reason(
         return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
     if encoding.stochastic or encoding.fmt.rotated:
         return "rounded stochastically, or rotated"
+    if encoding.fmt.chooses_by_error:
+        return "scales that a block's error chooses need whole blocks"
     if encoding.fmt.bits == 6:
         return "6-bit codes share containers between pieces"
     if encoding.fmt.bits == 4 and cols % 2:
