@@ -97,10 +97,12 @@ __device__ __forceinline__ bool has_easy_power(float least, float largest, const
 }
 
 // Encode factor of a two-level scale code: 1 /rn fl(code * fl(1 / S)). There are 128 per tensor.
-__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
-  const float factor = tensor_encode_factor(tensor_amax, spec.tensor_max);
-  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, factor)));
+__device__ __forceinline__ float two_level_factor(uint32_t code, float inverse) {
+  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), inverse));
   return enc > kFltMax ? kFltMax : enc;
+}
+__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
+  return two_level_factor(code, __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax, spec.tensor_max)));
 }
 
 // Factor from a block's amax to the target of its scale: fl(S * fl(1 / 6)).
@@ -126,11 +128,28 @@ __device__ __forceinline__ uint32_t two_level_code(float target, bool round_up, 
   return target != target ? 0x7F : code;
 }
 
-// target_factor: two_level_target. factors: two_level_factor of every code.
-__device__ __forceinline__ BlockScale two_level_scale(
-    float amax, float target_factor, bool round_up, bool exact, const float (&factors)[128]) {
-  const uint32_t code = two_level_code(__fmul_rn(amax, target_factor), round_up, exact);
-  return {factors[code], code};
+// A second-level scale of a tensor. target: two_level_target; factors: two_level_factor of every code.
+struct OfTensor {
+  float target;
+  const float (&factors)[128];
+  __device__ __forceinline__ float enc(uint32_t code) const { return factors[code]; }
+};
+
+// A second-level scale of a line. target: two_level_target; inverse: 1 / S.
+struct OfLine {
+  float target, inverse;
+  __device__ __forceinline__ OfLine(float target, float inverse) : target(target), inverse(inverse) {}
+  __device__ __forceinline__ OfLine(float amax, const EncodingSpec& spec) {
+    const float factor = tensor_encode_factor(amax, spec.tensor_max);
+    target = __fmul_rn(factor, 1.0f / 6.0f), inverse = __fdiv_rn(1.0f, factor);
+  }
+  __device__ __forceinline__ float enc(uint32_t code) const { return two_level_factor(code, inverse); }
+};
+
+template <class Level>
+__device__ __forceinline__ BlockScale two_level_scale(float amax, const Level& level, bool round_up, bool exact) {
+  const uint32_t code = two_level_code(__fmul_rn(amax, level.target), round_up, exact);
+  return {level.enc(code), code};
 }
 
 // Distance of a magnitude to its 4-bit number in units of 2^-20, at most 4. Adding and subtracting 1.5 * 2^23 steps rounds to
@@ -149,10 +168,11 @@ struct TwoScales {
   BlockScale six, four;
   uint64_t of_six = 0, of_four = 0;
 
-  __device__ __forceinline__ TwoScales(float amax, float target_factor, bool exact, const float (&factors)[128]) {
-    const float target = __fmul_rn(amax, target_factor);
+  template <class Level>
+  __device__ __forceinline__ TwoScales(float amax, const Level& level, bool exact) {
+    const float target = __fmul_rn(amax, level.target);
     six.stored = two_level_code(target, false, exact), four.stored = two_level_code(__fmul_rn(target, 1.5f), false, exact);
-    six.enc = factors[six.stored], four.enc = factors[four.stored];
+    six.enc = level.enc(six.stored), four.enc = level.enc(four.stored);
   }
   __device__ __forceinline__ void take(float value, bool squared) {
     const uint32_t a = e2m1_distance(fabsf(__fmul_rn(value, six.enc))), b = e2m1_distance(fabsf(__fmul_rn(value, four.enc)));

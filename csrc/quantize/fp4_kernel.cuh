@@ -20,8 +20,8 @@ namespace fsdp_quant {
 constexpr int kPitch = kTile * 2 + 16;  // bytes per row of values: rows start four banks apart
 constexpr int kCodePitch = 72;          // bytes per row of codes that a warp transposes; operands: twice
 
-// Scales of a launch: all nearest; some exact; also some operands; or also some chosen by error.
-enum class Fp4Mode { kNearest, kExact, kOperands, kChosen };
+// Scales of a launch: all nearest; some exact; also some operands; or also some `extended`.
+enum class Fp4Mode { kNearest, kExact, kOperands, kExtended };
 
 template <Fp4Mode R>
 constexpr bool kTakesOperands = R >= Fp4Mode::kOperands;
@@ -41,19 +41,22 @@ struct Fp4Smem {
   uint8_t scales[2][kTile][8];
   float factors[2][128];
   float target[2];                        // two_level_target
+  float inverse[2][R == Fp4Mode::kExtended ? 128 : 1];  // by_line: OfLine, whose targets are the factors
   uint2 magnitudes[kOperands ? 128 : 1];  // per scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times the scale / 8
 };
 template <Fp4Mode R>
-constexpr int kFp4BlocksPerSm = R == Fp4Mode::kChosen ? 3 : 4;  // four would spill
+constexpr int kFp4BlocksPerSm = R == Fp4Mode::kExtended ? 3 : 4;  // four would spill
 static_assert(kFp4BlocksPerSm<Fp4Mode::kOperands> * (sizeof(Fp4Smem<Fp4Mode::kOperands>) + 1024) <= 228 * 1024, "too large for as many blocks");
 
-// The scale of the blocks of which this thread holds `block`, and the lanes that differ in these bits others. d: direction.
+// The scale of the blocks of which this thread holds `block`, and the lanes that differ in these bits others. d: direction;
+// line: in the tile.
 template <Fp4Mode R, int Blocks>
-__device__ __forceinline__ BlockScale scale_of(const Block16 (&block)[Blocks], float amax, const EncodingSpec& s, int d,
+__device__ __forceinline__ BlockScale scale_of(const Block16 (&block)[Blocks], float amax, const EncodingSpec& s, int d, int line,
                                                const Fp4Smem<R>& smem, int first_bit = 0, int second_bit = 0) {
-  if (R == Fp4Mode::kChosen && s.chooses()) {
+  const auto with = [&](const auto& level) {
+    if (R != Fp4Mode::kExtended || !s.chooses()) return two_level_scale(amax, level, s.stochastic, is_exact<R>(s));
     const bool squared = s.choice == ScaleChoice::kMse;
-    TwoScales scales(amax, smem.target[d], s.exact(), smem.factors[d]);
+    TwoScales scales(amax, level, s.exact());
 #pragma unroll
     for (int k = 0; k < Blocks; ++k) {
 #pragma unroll
@@ -61,8 +64,20 @@ __device__ __forceinline__ BlockScale scale_of(const Block16 (&block)[Blocks], f
     }
     if (first_bit != 0) scales.add_lane(first_bit), scales.add_lane(second_bit);
     return scales.better(amax, squared);
-  }
-  return two_level_scale(amax, smem.target[d], s.stochastic, is_exact<R>(s), smem.factors[d]);
+  };
+  if (R == Fp4Mode::kExtended && s.by_line) return with(OfLine(smem.factors[d][line], smem.inverse[d][line]));
+  return with(OfTensor{smem.target[d], smem.factors[d]});
+}
+
+// Fill what encodes second-level scales of the lines of a tile.
+__device__ __forceinline__ void fill_lines(const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col,
+                                           const Tile& tile, Fp4Smem<Fp4Mode::kExtended>& smem) {
+  const int d = threadIdx.x / 128, i = threadIdx.x % 128;
+  if (!spec[d].present() || !spec[d].by_line) return;
+  const float* const amax = d ? col.tensor_amax : row.tensor_amax;
+  const int32_t lines = d ? col.lines : row.lines;
+  const OfLine level(__ldcg(amax + min((d ? tile.col0 : tile.row0) + i, lines - 1)), spec[d]);
+  smem.factors[d][i] = level.target, smem.inverse[d][i] = level.inverse;
 }
 
 // Encode this warp's rows. Square: (16, 16) blocks, whose codes also go to shared memory for `col`; null data is not stored.
@@ -106,7 +121,7 @@ __device__ __forceinline__ void encode_rows(
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
     const float amax = __uint_as_float(m);
-    const BlockScale scale = scale_of<R>(block, amax, s, 0, smem, 8, 16);
+    const BlockScale scale = scale_of<R>(block, amax, s, 0, 0, smem, 8, 16);
     uint2 codes[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -153,7 +168,7 @@ __device__ __forceinline__ void encode_rows(
         Block16 one[1] = {load(k + n)}, &block = one[0];
         if (s.rotated) block = rotated([&](int e) { return block[e]; });
         const float amax = block.amax();
-        const BlockScale scale = scale_of<R>(one, amax, s, 0, smem);
+        const BlockScale scale = scale_of<R>(one, amax, s, 0, local + k + n, smem);
         smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
         put(k + n, codes_of(block, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
       }
@@ -191,7 +206,7 @@ __device__ __forceinline__ void encode_columns(
         for (int k = 0; k < 8; ++k) block.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
       }
       const float amax = block.amax();
-      const BlockScale scale = scale_of<R>(one, amax, s, 1, smem);
+      const BlockScale scale = scale_of<R>(one, amax, s, 1, lane * 4 + j + n, smem);
       stored[n] = scale.stored;
       smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
       codes[n] = codes_of(block, amax, scale.enc, s.stochastic, random[n], mask);
@@ -279,6 +294,7 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm<R>) quantize_fp4_ker
   }
   load_values<Tokens>(t, launch.input, row_tile, Tokens ? row_buffers.lines : t.rows, smem);
   fill_factors(launch.spec, row_buffers, col_buffers, smem.factors);
+  if constexpr (R == Fp4Mode::kExtended) fill_lines(launch.spec, row_buffers, col_buffers, row_tile, smem);
   if (threadIdx.x < 2 && launch.spec[threadIdx.x].present()) {
     const float* const amax = threadIdx.x ? col_buffers.tensor_amax : row_buffers.tensor_amax;
     smem.target[threadIdx.x] = two_level_target(__ldcg(amax), launch.spec[threadIdx.x]);

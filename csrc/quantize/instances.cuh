@@ -13,7 +13,7 @@ cudaError_t launch_fp4(const Launch<1>& launch, cudaStream_t stream);     // 4 b
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
-cudaError_t launch_chosen(const Launch<1>& launch, cudaStream_t stream);      // 4 bits, one direction that chooses, any input
+cudaError_t launch_extended(const Launch<1>& launch, cudaStream_t stream);    // 4 bits, one `extended` direction, any input
 cudaError_t launch_fp6(const Launch<1>& launch, cudaStream_t stream);         // 6 bits, any input
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream);     // see supports_delayed
 cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream);       // see supports_gated

@@ -48,6 +48,7 @@ struct EncodingSpec {
   bool stochastic;
   bool rotated;
   bool transposed;  // codes as [cols, rows]
+  bool by_line;     // two-level: a second-level scale per line, not per tensor
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
@@ -56,6 +57,8 @@ struct EncodingSpec {
   __host__ __device__ bool two_level() const { return scale >= ScaleKind::kE4M3; }
   __host__ __device__ bool exact() const { return scale == ScaleKind::kE4M3Exact; }
   __host__ __device__ bool chooses() const { return choice != ScaleChoice::kLargest; }
+  // Needs more than a table of the encode factors of a tensor's scales.
+  __host__ __device__ bool extended() const { return chooses() || by_line; }
   __host__ __device__ bool operand() const { return scale_layout == ScaleLayout::kOperand; }
   __host__ __device__ bool whole() const { return contraction == 0; }
   __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
@@ -78,7 +81,7 @@ struct EncodingBuffers {
   uint8_t* data;
   void* scale;
   float* amax;            // compact: given, or computed by the statistics phase
-  float* tensor_amax;     // [1] (tokens: [groups]), likewise
+  float* tensor_amax;     // [1] (tokens: [groups]; by_line: [lines]), likewise
   const float* enc;       // [1] (tokens: [groups]), delayed scaling; 0: no history yet, use the amax
   float* record;          // [1], with enc: largest finite amax so far
   const int64_t* key;     // [5] (tokens: [groups, 5]), stochastic rounding
@@ -233,7 +236,7 @@ inline bool supports_sources(const Launch<1>& launch) {
     const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     whole = whole && s.whole() && !s.stochastic && !s.rotated;
-    fp4 = fp4 && s.four_bit() && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
+    fp4 = fp4 && s.four_bit() && !s.by_line && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
   }
   return launch.input == Input::kBF16 && launch.up == nullptr &&
          (whole || fp4 || (launch.spec[1].present() &&

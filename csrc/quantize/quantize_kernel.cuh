@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     if (launch.phases & kStatistics) {
       process_direction<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
       process_direction<true, Col>(true, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
-      if (crosses_tiles(row) || crosses_tiles(col)) {
+      if (has_line_maxima(row) || has_line_maxima(col)) {
         __syncthreads();
         flush_lines(launch.spec, row_buffers, col_buffers, tile, row_tile, smem);
       }

@@ -80,6 +80,13 @@ def quantizers() -> dict[str, Quantizer]:
         fmt = format_of(name, scale_rule=rule, four_over_six=error)
         made[f"{name}_{'exact_' * (rule == 'fp8_exact')}{error}"] = Quantizer(fmt)
     made["nvfp4_mse_rht"] = Quantizer(format_of("nvfp4", four_over_six="mse"), rotation=True)
+    row, exact_row = (
+        format_of("nvfp4", scale_per="row", scale_rule=rule) for rule in ("nearest", "fp8_exact")
+    )
+    made["nvfp4_row"], made["nvfp4_row_sr"] = Quantizer(row), Quantizer(row, rounding="stochastic")
+    made["nvfp4_row_exact_mse"] = Quantizer(format_of(exact_row, four_over_six="mse"))
+    made["nvfp4_row_rht"] = Quantizer(row, rotation=True)
+    made["nvfp4_row_exact_rht_sr"] = Quantizer(exact_row, rotation=True, rounding="stochastic")
     made["fp8_tensor_eps"] = Quantizer("fp8_tensor", eps=0.5)
     made["fp8_row_eps"] = Quantizer("fp8_row", eps=2.0)
     made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)
@@ -95,7 +102,12 @@ def quantizers() -> dict[str, Quantizer]:
 
 
 MADE = quantizers()
-NEAREST = tuple(name for name, q in MADE.items() if not q.is_stochastic and not q.rotation)
+# What weights may have.
+NEAREST = tuple(
+    name
+    for name, q in MADE.items()
+    if not q.is_stochastic and not q.rotation and not q.fmt.has_row_scales
+)
 
 
 def key_of(row0: int = 0, seed: int = 5) -> Tensor:

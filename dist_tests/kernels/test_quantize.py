@@ -272,7 +272,10 @@ def shard_statistics(
     """The amaxes of the blocks that rows [start, stop) overlap."""
     b0 = e.fmt.dims(e.direction)[0]
     amax = whole.amax if b0 is None else whole.amax[start // b0 : ceil_div(stop, b0)].contiguous()
-    return dispatch.Statistics(amax, whole.tensor_amax)
+    of_rows = e.fmt.has_row_scales and e.direction is ROWWISE
+    return dispatch.Statistics(
+        amax, whole.tensor_amax[start:stop] if of_rows else whole.tensor_amax
+    )
 
 
 @pytest.mark.parametrize("name", list(MADE))
