@@ -33,8 +33,9 @@ struct Field {
 constexpr Field kElement = {0, 3, "element"}, kScale = {3, 3, "scale"}, kOuter = {6, 10, "outer"};
 constexpr Field kContraction = {16, 10, "contraction"}, kStochastic = {26, 1, "stochastic"},
                 kRotated = {27, 1, "rotated"};
-constexpr Field kTransposed = {28, 1, "transposed"}, kScaleLayout = {29, 2, "scale layout"};
-constexpr int kBits = 31;
+constexpr Field kTransposed = {28, 1, "transposed"}, kScaleLayout = {29, 2, "scale layout"},
+                kChoice = {31, 2, "choice of scales"}, kByLine = {33, 1, "second level"};
+constexpr int kBits = 34;
 
 Element element_of(c10::string_view name) {
   if (name == "e4m3") return Element::kE4M3;
@@ -52,6 +53,13 @@ ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view round
                     "; wanted nearest or fp8_exact");
   if (name == "e4m3") return rule == "nearest" ? ScaleKind::kE4M3 : ScaleKind::kE4M3Exact;
   TORCH_CHECK_VALUE(false, "scale is ", name, "; wanted fp32, e8m0 or e4m3");
+}
+
+ScaleChoice choice_of(c10::string_view four_over_six) {
+  if (four_over_six == "off") return ScaleChoice::kLargest;
+  if (four_over_six == "mse") return ScaleChoice::kMse;
+  if (four_over_six == "mae") return ScaleChoice::kMae;
+  TORCH_CHECK_VALUE(false, "four_over_six is ", four_over_six, "; wanted off, mse or mae");
 }
 
 // Shift that maps an index to its block; 31 for the whole extent (0).
@@ -74,9 +82,9 @@ Int padded(const Int& extent, int64_t multiple) {
 using Symbols = std::vector<c10::SymInt>;
 
 // Describe the results of `quantize` in one direction: sizes of data, scale and amax; whether scales are bytes (else fp32),
-// whether there is a tensor amax [1], and whether there is an amax. run: of `quantize_anchored`, whose scales are fp32, one
+// sizes of the tensor amax, none without one; and whether there is an amax. run: of `quantize_anchored`, whose scales are fp32, one
 // per run.
-std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
+std::tuple<Symbols, Symbols, Symbols, bool, Symbols, bool> encoding_shapes(
     int64_t packed, bool columnwise, c10::SymInt rows, c10::SymInt cols, c10::SymInt row0,
     std::optional<int64_t> run) {
   const EncodingSpec spec = unpack_encoding(packed, 0.0, "encoding");
@@ -90,10 +98,11 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
     const Symbols grid = {of_runs.scale_rows, of_runs.scale_cols};
     const Symbols by_run = {of_runs.stored_blocks, of_runs.stored_lines}, by_tile = {of_runs.stored_lines, of_runs.stored_blocks};
     const bool is_compact = line.scale_layout == ScaleLayout::kCompact;
-    return {data, is_compact ? grid : line.outer == 1 ? by_run : by_tile, grid, false, false, false};
+    return {data, is_compact ? grid : line.outer == 1 ? by_run : by_tile, grid, false, {}, false};
   }
   const Symbols scale = spec.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
-  return {data, scale, amax, spec.stored_in_bytes(), spec.two_level(), spec.whole()};
+  const Symbols tensor_amax = !spec.two_level() ? Symbols{} : Symbols{spec.by_line ? s.stored_lines : c10::SymInt(1)};
+  return {data, scale, amax, spec.stored_in_bytes(), tensor_amax, spec.whole()};
 }
 
 }  // namespace
@@ -101,27 +110,31 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
 int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow2,
                       c10::string_view scale_rounding, c10::string_view scale_rule, int64_t outer,
                       int64_t contraction, bool stochastic, bool rotated, bool transposed,
-                      int64_t scale_layout) {
+                      int64_t scale_layout, c10::string_view four_over_six, c10::string_view scale_per) {
+  TORCH_CHECK_VALUE(scale_per == "tensor" || scale_per == "row", "scale_per is ", scale_per,
+                    "; wanted tensor or row");
   return kElement.holding(static_cast<int64_t>(element_of(element))) |
          kScale.holding(static_cast<int64_t>(scale_kind_of(scale, pow2, scale_rounding, scale_rule))) |
          kOuter.holding(outer) | kContraction.holding(contraction) |
          kStochastic.holding(stochastic) | kRotated.holding(rotated) |
-         kTransposed.holding(transposed) | kScaleLayout.holding(scale_layout);
+         kTransposed.holding(transposed) | kScaleLayout.holding(scale_layout) |
+         kChoice.holding(static_cast<int64_t>(choice_of(four_over_six))) |
+         kByLine.holding(scale_per == "row");
 }
 
 EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name) {
   EncodingSpec s = {};
   if (packed == 0) return s;
   const int32_t element = kElement.of(packed), scale = kScale.of(packed),
-                layout = kScaleLayout.of(packed);
+                layout = kScaleLayout.of(packed), choice = kChoice.of(packed);
   TORCH_CHECK_VALUE(packed > 0 && packed >> kBits == 0 && element >= 1 && element <= 5 &&
-                        scale <= 5,
+                        scale <= 5 && choice <= 2,
                     name, " is ", packed, ": no encoding (see pack_encoding)");
   s.element = static_cast<Element>(element), s.scale = static_cast<ScaleKind>(scale);
   s.outer = kOuter.of(packed), s.contraction = kContraction.of(packed);
   s.stochastic = kStochastic.of(packed), s.rotated = kRotated.of(packed),
-  s.transposed = kTransposed.of(packed);
-  s.scale_layout = static_cast<ScaleLayout>(layout);
+  s.transposed = kTransposed.of(packed), s.by_line = kByLine.of(packed);
+  s.scale_layout = static_cast<ScaleLayout>(layout), s.choice = static_cast<ScaleChoice>(choice);
   const int32_t c = s.contraction;
   const bool in_bytes = s.scale >= ScaleKind::kE8M0Up;
   const bool known = in_bytes ? c == 16 || c == 32 : c == 0 || c == 128;
@@ -130,6 +143,10 @@ EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name) {
   const bool of_32 = s.scale == ScaleKind::kE8M0Up && s.outer == 1 && c == 32;
   TORCH_CHECK_VALUE(s.four_bit() ? s.two_level() || of_32 : !s.two_level(), name,
                     ": 4-bit elements go with two-level scales, or with e8m0 scales of (1, 32) blocks");
+  TORCH_CHECK_VALUE(!s.chooses() || (s.two_level() && c == 16 && !s.stochastic), name,
+                    ": four_over_six chooses two-level scales of blocks of 16, rounded to nearest");
+  TORCH_CHECK_VALUE(!s.by_line || (s.two_level() && c == 16 && s.outer == 1 && !s.operand()), name,
+                    ": second-level scales per row are of e2m1 in blocks of (1, 16)");
   TORCH_CHECK_VALUE(!s.six_bit() || (of_32 && !s.transposed && s.scale_layout == ScaleLayout::kCompact), name,
                     ": 6-bit elements go with e8m0 scales of (1, 32) blocks, as compact codes");
   TORCH_CHECK_VALUE(!s.operand() || (s.exact() && c == 16), name, ": operands are made of e2m1 in ",
@@ -211,12 +228,12 @@ void register_encoding(torch::Library& m) {
   m.def(
       "pack_encoding(str element, str scale, bool pow2, str scale_rounding, str scale_rule, int outer, "
       "int contraction, bool stochastic, "
-      "bool rotated, bool transposed, int scale_layout) -> int",
+      "bool rotated, bool transposed, int scale_layout, str four_over_six='off', str scale_per='tensor') -> int",
       pack_encoding, compliant());
   m.def(
       "encoding_shapes(int encoding, bool columnwise, SymInt rows, SymInt cols, SymInt row0=0, "
       "int? run=None) -> "
-      "(SymInt[] data, SymInt[] scale, SymInt[] amax, bool byte_scales, bool has_tensor_amax, bool "
+      "(SymInt[] data, SymInt[] scale, SymInt[] amax, bool byte_scales, SymInt[] tensor_amax, bool "
       "has_amax)",
       encoding_shapes, compliant());
 }

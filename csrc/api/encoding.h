@@ -11,12 +11,12 @@
 namespace fsdp_quant {
 
 // Pack a format and the options of one direction into an integer; 0 means not quantized. outer, contraction: block extents, 0
-// for the whole dim. pow2, scale_rounding and scale_rule apply to fp32, e8m0 and e4m3 scales (formats.py). Unpacking checks
-// that kernels exist for the blocks.
+// for the whole dim. pow2 applies to fp32 scales, scale_rounding to e8m0, the others to e4m3 (formats.py).
+// Unpacking checks that kernels exist for the blocks.
 int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow2,
                       c10::string_view scale_rounding, c10::string_view scale_rule, int64_t outer,
                       int64_t contraction, bool stochastic, bool rotated, bool transposed,
-                      int64_t scale_layout);
+                      int64_t scale_layout, c10::string_view four_over_six, c10::string_view scale_per);
 
 // Unpack an encoding; 0 gives kNone. name: of the argument, for errors.
 EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name);

@@ -86,6 +86,11 @@ inline void check_tokens(const Launch<1>& launch) {
                               "rows of bfloat16 are gathered for blocks of (1, 128), anchors, scales of all rows, rounded to nearest, and for 4 bits");
 }
 
+inline void check_cut(const EncodingSpec& s, bool columnwise, int64_t row0) {
+  TORCH_CHECK_VALUE(!s.chooses() || row0 % (columnwise ? s.contraction : s.outer) == 0, "rows from ", row0,
+                    " begin inside a block, whose scale follows from all values of a block; cut between blocks");
+}
+
 inline bool stores_vectors(const EncodingSpec& s, const void* data, const Geometry& g) {
   const int64_t width = s.transposed || s.operand() ? 16 : s.four_bit() ? 4 : s.six_bit() ? 2 : 8;
   return is_aligned(data, width) && g.data_cols % width == 0;

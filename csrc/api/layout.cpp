@@ -35,6 +35,7 @@ at::Tensor decode(
   const at::Tensor out = new_empty(data, {rows, cols}, dtype);
   if (out.numel() == 0) return out;
   Dequantize a = {};
+  at::Tensor line_scale;
   a.data = data.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr();
   TORCH_CHECK_VALUE(rows < (int64_t{1} << 31) && cols < (int64_t{1} << 31), "[", rows, ", ", cols, "] is too large");
@@ -56,8 +57,13 @@ at::Tensor decode(
     a.vectors = a.vectors && is_aligned(a.scale, 16);
   }
   if (tensor_amax.has_value()) {
-    check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
-    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = spec.tensor_max;
+    check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, !spec.by_line ? 1 : columnwise ? cols : rows);
+    if (spec.by_line) {
+      line_scale = tensor_decode_scale(*tensor_amax, encoding);
+      a.line_scale = line_scale.const_data_ptr<float>(), a.by_row = !columnwise;
+    } else {
+      a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = spec.tensor_max;
+    }
   }
   if (alpha != nullptr) a.alpha = alpha->out, a.factors[0] = alpha->factors[0], a.factors[1] = alpha->factors[1];
   check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize", out.sizes());

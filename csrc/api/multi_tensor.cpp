@@ -41,8 +41,8 @@ void encode_group(at::TensorList x, int64_t encoding, bool columnwise, double ep
   const Input input = check_group(x, row0, round_to_bf16);
   EncodingSpec specs[2] = {};
   const EncodingSpec& spec = specs[columnwise] = unpack_encoding(encoding, eps, "side");
-  TORCH_CHECK_VALUE(!spec.stochastic && !spec.rotated && !spec.transposed, "a group is rounded to nearest, not rotated, ",
-                    "and compact");
+  TORCH_CHECK_VALUE(!spec.stochastic && !spec.rotated && !spec.transposed && !spec.by_line,
+                    "a group is rounded to nearest, not rotated, and compact, without scales per row");
   TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size(), "amax, tensor_amax and offsets ",
                     "need an entry for each tensor");
   const bool delayed = enc.size() > 0;
@@ -53,6 +53,7 @@ void encode_group(at::TensorList x, int64_t encoding, bool columnwise, double ep
   QuantizeGroup<Launch<kMultiTensorCapacity>> launch(
       specs, input, kEncode, [&](const auto& table) { return launch_quantize_multi_tensor(table, stream); });
   for (size_t i = 0; i < x.size(); ++i) {
+    check_cut(spec, columnwise, row0[i]);
     const Geometry g = geometry_of(spec, columnwise, x[i].size(0), x[i].size(1), row0[i]);
     // An empty shard still has a scale if the scale covers every row.
     if (x[i].numel() == 0 && (!spec.whole() || g.scale_rows * g.scale_cols == 0)) continue;
@@ -121,7 +122,7 @@ std::vector<at::Tensor> statistics_group(
     at::TensorList x, int64_t encoding, bool columnwise, at::IntArrayRef row0, bool round_to_bf16) {
   const Input input = check_group(x, row0, round_to_bf16);
   const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
-  TORCH_CHECK_VALUE(!spec.rotated, "a group is not rotated");
+  TORCH_CHECK_VALUE(!spec.rotated && !spec.by_line, "a group is not rotated, without scales per row");
   const c10::cuda::CUDAGuard guard(x[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   ZeroedWorkspace workspace;
@@ -168,7 +169,7 @@ void adam_group(
   size_t per_master = 0;
   for (const EncodingSpec& s : spec) {
     if (!s.present()) continue;
-    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && (statistics || (!s.whole() && s.bits() == 8)),
+    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && !s.by_line && (statistics || (!s.whole() && s.bits() == 8)),
                       "Adam's kernel makes compact 8-bit codes, rounded to nearest, of scales that need no pass over the "
                       "tensor before, or statistics that are not of rotated values");
     per_master += statistics ? 1 + s.two_level() : 2;

@@ -37,8 +37,9 @@ void cast_pieces(
   bool four_bit = false;
   for (int d = 0; d < 2; ++d) {
     const EncodingSpec& s = launch.spec[d];
-    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact && !s.six_bit(),
-                      "pieces are of 8 or 4 bits, rounded to nearest, not rotated, and compact");
+    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact && !s.six_bit() &&
+                          !s.extended(),
+                      "pieces are of 8 or 4 bits, rounded to nearest, not rotated, and compact, with the scales of their amaxes");
     four_bit |= launch.encodes(d) && s.four_bit();
   }
   TORCH_CHECK_VALUE(launch.spec[0].present() || launch.spec[1].present(), "no direction is requested");

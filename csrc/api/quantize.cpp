@@ -35,10 +35,11 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
   const bool mixed = launch.spec[0].present() && launch.spec[1].present() &&
                      launch.spec[0].four_bit() != launch.spec[1].four_bit();
   const bool operands = launch.spec[0].operand() || launch.spec[1].operand();
+  const bool extended = launch.spec[0].extended() || launch.spec[1].extended();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
   const bool fits = launch.barrier != nullptr && launch.tiles <= processors && !is_capturing(stream);
-  if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && fits) {
+  if (needs && both && !mixed && !delayed && !operands && !extended && launch.sources == nullptr && fits) {
     launch.phases = kStatistics | kEncode;
     check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
     return;
@@ -57,18 +58,19 @@ void launch_phases(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const
     launch.reversed = !all_delayed;  // tiles read last are still in L2
   }
   launch.phases = kEncode;
-  if (operands && launch.sums != nullptr) {  // operand kernels sum no columns
+  if ((operands || extended) && launch.sums != nullptr) {  // these kernels sum no columns
     Launch<1> sums = launch;
     sums.phases = kStatistics, sums.spec[0].element = sums.spec[1].element = Element::kNone;
     check_launch(launch_quantize(sums, stream), name, t.rows, " x ", t.cols);
     launch.sums = nullptr;
   }
-  if (both) {
+  if (both && (!extended || fits_fp4(launch))) {
     check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
   } else {
     for (int d = 0; d < 2; ++d) {
+      if (!launch.spec[d].present()) continue;
       Launch<1> one = launch;
-      one.spec[1 - d].element = Element::kNone;
+      one.spec[1 - d].element = Element::kNone, one.shares_codes_transposed = false;
       check_launch(launch_quantize(one, stream), name, t.rows, " x ", t.cols);
       launch.sums = nullptr;
     }
@@ -140,20 +142,22 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
   ZeroedWorkspace workspace;
   Encodings encoded;
   Geometry g[2];
-  int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1};
+  int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1}, seconds[2] = {};  // amaxes of the second level
   for (int d = 0; d < 2; ++d) {
     const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     TORCH_CHECK_VALUE(!s.operand() || (s.transposed == (d == 1) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16) &&
                                        !known[d].amax.has_value()),
                       "operands are made of bfloat16 (or float32 through bfloat16) of which no amax is known, along the contraction");
+    check_cut(s, d, row0);
     g[d] = geometry_of(s, d, rows[d], t.cols, row0);
     EncodingBuffers& b = t.buffers[d];
     set_geometry(b, g[d], d);
     if (tokens != nullptr && (d ? s.whole() : s.whole_tensor())) g[d].scale_rows *= tokens->groups, g[d].scale_numel *= tokens->groups;
     b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
     const int64_t groups = tokens != nullptr ? tokens->groups : 1;
-    b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, groups);
+    seconds[d] = s.by_line ? b.lines : groups;
+    b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, seconds[d]);
     b.enc = optional_buffer<float>(known[d].enc, "enc", x, groups);
     b.key = optional_buffer<int64_t>(known[d].key, "key", x, 5 * groups);
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
@@ -168,13 +172,13 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
     }
     if (wants_amax) {
       if (s.whole() && !b.amax_given) encoded[d].amax = new_zeros(x, {g[d].scale_rows, g[d].scale_cols}, stream);
-      if (s.two_level() && !b.tensor_amax_given) encoded[d].tensor_amax = new_zeros(x, {groups}, stream);
+      if (s.two_level() && !b.tensor_amax_given) encoded[d].tensor_amax = new_zeros(x, {seconds[d]}, stream);
       continue;
     }
     const bool is_shared = d == 1 && can_share_codes_transposed(launch.spec, t.buffers);  // uses that of rowwise
     if (s.whole() && !b.amax_given)
       amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(g[d].scale_rows * g[d].scale_cols);
-    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = workspace.reserve(groups);
+    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = workspace.reserve(seconds[d]);
   }
   const auto crosses = [](const EncodingSpec& s) { return s.present() && (s.whole() || s.two_level()); };
   const int64_t barrier_at = crosses(row) || crosses(col) ? workspace.reserve(2) : -1;
@@ -205,7 +209,7 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
     b.vector_store = stores_vectors(s, b.data, g[d]);
     if (tensor_at[d] >= 0) {
       b.tensor_amax = workspace.at(tensor_at[d]);
-      encoded[d].tensor_amax = workspace.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
+      encoded[d].tensor_amax = workspace.slice(tensor_at[d], {seconds[d]});
     }
     if (amax_at[d] >= 0) b.amax = workspace.at(amax_at[d]);
     if (encoded[d].amax.defined()) b.amax = encoded[d].amax.mutable_data_ptr<float>();
@@ -298,7 +302,7 @@ std::vector<at::Tensor> statistics(
     set_geometry(t.buffers[d], g, d);
     t.buffers[d].amax = result.back().mutable_data_ptr<float>();
     if (!s.two_level()) continue;
-    result.push_back(new_zeros(x, {1}, stream));
+    result.push_back(new_zeros(x, {s.by_line ? t.buffers[d].lines : 1}, stream));
     t.buffers[d].tensor_amax = result.back().mutable_data_ptr<float>();
   }
   check_launch(launch_quantize(launch, stream), "statistics", x.sizes());

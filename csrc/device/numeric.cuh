@@ -97,10 +97,12 @@ __device__ __forceinline__ bool has_easy_power(float least, float largest, const
 }
 
 // Encode factor of a two-level scale code: 1 /rn fl(code * fl(1 / S)). There are 128 per tensor.
-__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
-  const float factor = tensor_encode_factor(tensor_amax, spec.tensor_max);
-  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, factor)));
+__device__ __forceinline__ float two_level_factor(uint32_t code, float inverse) {
+  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), inverse));
   return enc > kFltMax ? kFltMax : enc;
+}
+__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const EncodingSpec& spec) {
+  return two_level_factor(code, __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax, spec.tensor_max)));
 }
 
 // Factor from a block's amax to the target of its scale: fl(S * fl(1 / 6)).
@@ -118,20 +120,77 @@ __device__ __forceinline__ float exact_target(float target, bool round_up) {
   return __uint_as_float((bits & 0x7F800000u) + (reached == 3 ? 0x800000u : reached << 21));
 }
 
-// target_factor: two_level_target.
-__device__ __forceinline__ uint32_t two_level_code(float amax, float target_factor, bool round_up, bool exact) {
-  const float target = fminf(__fmul_rn(amax, target_factor), exact ? 384.0f : 448.0f);
-  uint32_t code = ptx::cvt_e4m3x2(0.0f, exact ? exact_target(target, round_up) : target) & 0xFF;
-  if (round_up) code += e4m3_value(code) < target;
-  return amax != amax ? 0x7F : code;
+// The scale code of a target, a block's amax times two_level_target.
+__device__ __forceinline__ uint32_t two_level_code(float target, bool round_up, bool exact) {
+  const float most = fminf(target, exact ? 384.0f : 448.0f);
+  uint32_t code = ptx::cvt_e4m3x2(0.0f, exact ? exact_target(most, round_up) : most) & 0xFF;
+  if (round_up) code += e4m3_value(code) < most;
+  return target != target ? 0x7F : code;
 }
 
-// factors: two_level_factor of every code.
-__device__ __forceinline__ BlockScale two_level_scale(
-    float amax, float target_factor, bool round_up, bool exact, const float (&factors)[128]) {
-  const uint32_t code = two_level_code(amax, target_factor, round_up, exact);
-  return {factors[code], code};
+// A second-level scale of a tensor. target: two_level_target; factors: two_level_factor of every code.
+struct OfTensor {
+  float target;
+  const float (&factors)[128];
+  __device__ __forceinline__ float enc(uint32_t code) const { return factors[code]; }
+};
+
+// A second-level scale of a line. target: two_level_target; inverse: 1 / S.
+struct OfLine {
+  float target, inverse;
+  __device__ __forceinline__ OfLine(float target, float inverse) : target(target), inverse(inverse) {}
+  __device__ __forceinline__ OfLine(float amax, const EncodingSpec& spec) {
+    const float factor = tensor_encode_factor(amax, spec.tensor_max);
+    target = __fmul_rn(factor, 1.0f / 6.0f), inverse = __fdiv_rn(1.0f, factor);
+  }
+  __device__ __forceinline__ float enc(uint32_t code) const { return two_level_factor(code, inverse); }
+};
+
+template <class Level>
+__device__ __forceinline__ BlockScale two_level_scale(float amax, const Level& level, bool round_up, bool exact) {
+  const uint32_t code = two_level_code(__fmul_rn(amax, level.target), round_up, exact);
+  return {level.enc(code), code};
 }
+
+// Distance of a magnitude to its 4-bit number in units of 2^-20, at most 4. Adding and subtracting 1.5 * 2^23 steps rounds to
+// a whole step: a half below 2, 1 below 4, 2 above.
+__device__ __forceinline__ uint32_t e2m1_distance(float a) {
+  const float inside = fminf(a, 6.0f);
+  const float magic = __uint_as_float((bits_of(fmaxf(inside, 1.0f)) & 0x7F800000u) + 0x0B400000u);
+  const float rounded = __fsub_rn(__fadd_rn(inside, magic), magic);
+  const float distance = fminf(fabsf(__fsub_rn(a, rounded)), 4.0f);
+  return bits_of(__fmaf_rn(distance, 1048576.0f, 8388608.0f)) - bits_of(8388608.0f);
+}
+
+// Two scales of a block, which make its amax 6 or 4, and sums over its elements (of parts, in any order) of what they lose:
+// `four_over_six` of the reference.
+struct TwoScales {
+  BlockScale six, four;
+  uint64_t of_six = 0, of_four = 0;
+
+  template <class Level>
+  __device__ __forceinline__ TwoScales(float amax, const Level& level, bool exact) {
+    const float target = __fmul_rn(amax, level.target);
+    six.stored = two_level_code(target, false, exact), four.stored = two_level_code(__fmul_rn(target, 1.5f), false, exact);
+    six.enc = level.enc(six.stored), four.enc = level.enc(four.stored);
+  }
+  __device__ __forceinline__ void take(float value, bool squared) {
+    const uint32_t a = e2m1_distance(fabsf(__fmul_rn(value, six.enc))), b = e2m1_distance(fabsf(__fmul_rn(value, four.enc)));
+    of_six += static_cast<uint64_t>(a) * (squared ? a : 1u), of_four += static_cast<uint64_t>(b) * (squared ? b : 1u);
+  }
+  // Add the sums of the lane whose index differs in this bit.
+  __device__ __forceinline__ void add_lane(int bit) {
+    of_six += __shfl_xor_sync(0xFFFFFFFFu, of_six, bit), of_four += __shfl_xor_sync(0xFFFFFFFFu, of_four, bit);
+  }
+  __device__ __forceinline__ BlockScale better(float amax, bool squared) const {
+    const auto error = [&](uint64_t sum, uint32_t code) {
+      const double scale = e4m3_value(code);
+      return __dmul_rn(__ull2double_rn(sum), squared ? scale * scale : scale);
+    };
+    const bool is_less = six.stored == 0 || error(of_four, four.stored) < error(of_six, six.stored);
+    return is_finite(amax) && four.stored != 0 && is_less ? four : six;
+  }
+};
 
 // 4-bit code of a magnitude, saturating, ties to even, in the low byte; NaN gives 6. The code is the minimum of rint(2a),
 // rint(a) + 2 and rint(a / 2) + 4; adding 1.5 * 2^23 rounds to an integer in the low bits, and positive floats order like

@@ -69,7 +69,8 @@ __device__ __forceinline__ void store8(T* to, const float (&v)[kCols], int count
   }
 }
 
-template <Element E, ScaleKind Kind, Output O>
+// ByLine: a second-level scale per row or column (Dequantize::line_scale).
+template <Element E, ScaleKind Kind, Output O, bool ByLine>
 __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
   const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
@@ -119,30 +120,37 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
     if (a.tensor_amax != nullptr) {
 #pragma unroll
       for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], tensor_scale);
+    } else if (ByLine) {
+#pragma unroll
+      for (int e = 0; e < kCols; ++e)
+        v[e] = __fmul_rn(v[e], __ldg(a.line_scale + (a.by_row ? row : min(col + e, a.cols - 1))));
     }
     store8(static_cast<ValueOf<O>*>(a.out) + static_cast<int64_t>(row) * a.cols + col, v, count, whole);
   }
 }
 
-template <Element E, ScaleKind Kind>
+template <Element E, ScaleKind Kind, bool ByLine = false>
 cudaError_t choose_output(const Dequantize& a, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(a.blocks_per_row) * ((a.rows + kRows - 1) / kRows);
   if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
   switch (a.output) {
     case Output::kF32:
-      dequantize_kernel<E, Kind, Output::kF32><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+      dequantize_kernel<E, Kind, Output::kF32, ByLine><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
       break;
     case Output::kBF16:
-      dequantize_kernel<E, Kind, Output::kBF16><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+      dequantize_kernel<E, Kind, Output::kBF16, ByLine><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
       break;
     default:
-      dequantize_kernel<E, Kind, Output::kF16><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+      dequantize_kernel<E, Kind, Output::kF16, ByLine><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
   }
   return cudaGetLastError();
 }
 
 template <Element E>
 cudaError_t choose_scale(const Dequantize& a, cudaStream_t stream) {
+  if constexpr (E == Element::kE2M1) {
+    if (a.line_scale != nullptr) return choose_output<E, ScaleKind::kE4M3, true>(a, stream);
+  }
   if (a.scale_kind == ScaleKind::kE4M3) return choose_output<E, ScaleKind::kE4M3>(a, stream);
   if (a.scale_kind >= ScaleKind::kE8M0Up) return choose_output<E, ScaleKind::kE8M0Up>(a, stream);
   return choose_output<E, ScaleKind::kFp32>(a, stream);

@@ -23,7 +23,9 @@ struct Dequantize {
   const uint8_t* data;
   const void* scale;
   const float* tensor_amax;
-  float tensor_max;  // of the spec
+  float tensor_max;         // of the spec
+  const float* line_scale;  // in place of a tensor amax: a decode scale per row, or per column
+  bool by_row;
   void* out;
   int32_t rows, cols;
   int32_t row_log2, col_log2;  // of the block of one scale; 31: the whole extent

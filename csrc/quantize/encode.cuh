@@ -72,6 +72,45 @@ __device__ __forceinline__ void store_scales(const uint32_t (&stored)[8], const 
   }
 }
 
+// Factors and scales of two levels of this thread's lines, with all options. level: of line k.
+template <bool Columnwise, class V, class Level>
+__device__ __forceinline__ void extended_scales(LineFactors& f, uint32_t (&stored)[8], const RegisterTile<V>& p,
+                                                const EncodingSpec& s, const float (&amax)[8], Level level) {
+  const bool squared = s.choice == ScaleChoice::kMse;
+  const auto take_line = [&](TwoScales& scales, int k) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) scales.take(Columnwise ? p(e, k) : p(k, e), squared);
+  };
+  if (s.outer != 1) {  // one block has all lines
+    BlockScale scale;
+    if (s.chooses()) {
+      TwoScales scales(amax[0], level(0), s.exact());
+#pragma unroll
+      for (int k = 0; k < 8; ++k) take_line(scales, k);
+      scales.add_lane(1), scales.add_lane(16);
+      scale = scales.better(amax[0], squared);
+    } else {
+      scale = two_level_scale(amax[0], level(0), s.stochastic, s.exact());
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) f.enc[k] = scale.enc, stored[k] = scale.stored;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    BlockScale scale;
+    if (s.chooses()) {
+      TwoScales scales(amax[k], level(k), s.exact());
+      take_line(scales, k);
+      scales.add_lane(Columnwise ? 16 : 1);  // the other half of the line
+      scale = scales.better(amax[k], squared);
+    } else {
+      scale = two_level_scale(amax[k], level(k), s.stochastic, s.exact());
+    }
+    f.enc[k] = scale.enc, stored[k] = scale.stored;
+  }
+}
+
 // Compute this thread's encode factors and store its scales. transposed_spec: the columnwise direction of Work::kSharedCodes.
 template <bool Columnwise, class P, class V, class Buffers, class Shared>
 __device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<V>& p, const EncodingSpec& s,
@@ -154,15 +193,25 @@ __device__ __forceinline__ void find_factors(LineFactors& f, const RegisterTile<
     }
   };
   if (P::kTakes4 && s.two_level()) {
-    if constexpr (P::kTakes4) {
+    if constexpr (P::kExtended) {
+      if (s.by_line) {
+        extended_scales<Columnwise>(f, stored, p, s, amax, [&](int k) {
+          return OfLine(__ldcg(b.tensor_amax + max(min(place.line + k, b.lines - 1), 0)), s);
+        });
+      } else {
+        const OfTensor level = {two_level_target(__ldcg(b.tensor_amax), s), smem.factors[Columnwise]};
+        extended_scales<Columnwise>(f, stored, p, s, amax, [&](int) { return level; });
+      }
+    } else if constexpr (P::kTakes4) {
       float target;
       if constexpr (kIsPiece<Buffers>) {
         target = smem.target[Columnwise];
       } else {
         target = two_level_target(__ldcg(b.tensor_amax), s);
       }
+      const OfTensor level = {target, smem.factors[Columnwise]};
       const bool round_up = P::kFull && s.stochastic;
-      scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
+      scales([&](float a) { return two_level_scale(a, level, round_up, s.exact()); });
     }
   } else {
     float least = amax[0], largest = amax[0];
@@ -220,7 +269,7 @@ __device__ __forceinline__ void encode(
     auto emit_rounded = [&](auto rounding) {
       emit_codes<Columnwise, kTransposed, P::kSharedCodes, decltype(rounding)::value>(p, f, s, b, tile, smem, at);
     };
-    if constexpr (P::kFull) {
+    if constexpr (P::kFull || P::kExtended) {
       if (s.stochastic) {
         return emit_rounded(Constant < P::kTakes4 ? Rounding::kStochastic4
                             : P::kTakes6          ? Rounding::kStochastic6
@@ -326,7 +375,7 @@ __device__ __forceinline__ void fill_factors(
     const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;
   const float* const amax = d ? col.tensor_amax : row.tensor_amax;
-  if (spec[d].present() && spec[d].two_level()) factors[d][code] = two_level_factor(code, __ldcg(amax), spec[d]);
+  if (spec[d].present() && spec[d].two_level() && !spec[d].by_line) factors[d][code] = two_level_factor(code, __ldcg(amax), spec[d]);
 }
 
 }  // namespace fsdp_quant

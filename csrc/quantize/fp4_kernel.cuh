@@ -12,16 +12,19 @@
 // compact codes .49, square blocks .89 (H100). Long straight code starves on instruction fetch, hence one short loop.
 #pragma once
 
+#include "quantize/fp4_block.cuh"
 #include "quantize/quantize_kernel.cuh"
 
 namespace fsdp_quant {
 
-constexpr int kFp4Block = 16;
 constexpr int kPitch = kTile * 2 + 16;  // bytes per row of values: rows start four banks apart
 constexpr int kCodePitch = 72;          // bytes per row of codes that a warp transposes; operands: twice
 
-// Scales of a launch: all nearest; some exact; or also some operands.
-enum class Fp4Mode { kNearest, kExact, kOperands };
+// Scales of a launch: all nearest; some exact; also some operands; or also some `extended`.
+enum class Fp4Mode { kNearest, kExact, kOperands, kExtended };
+
+template <Fp4Mode R>
+constexpr bool kTakesOperands = R >= Fp4Mode::kOperands;
 
 template <Fp4Mode R>
 __device__ __forceinline__ bool is_exact(const EncodingSpec& s) {
@@ -30,7 +33,7 @@ __device__ __forceinline__ bool is_exact(const EncodingSpec& s) {
 
 template <Fp4Mode R>
 struct Fp4Smem {
-  static constexpr bool kOperands = R == Fp4Mode::kOperands;
+  static constexpr bool kOperands = kTakesOperands<R>;
 
   // Square blocks: a warp reuses its part for codes.
   alignas(16) uint8_t values[kTile * kPitch];
@@ -38,159 +41,43 @@ struct Fp4Smem {
   uint8_t scales[2][kTile][8];
   float factors[2][128];
   float target[2];                        // two_level_target
+  float inverse[2][R == Fp4Mode::kExtended ? 128 : 1];  // by_line: OfLine, whose targets are the factors
   uint2 magnitudes[kOperands ? 128 : 1];  // per scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times the scale / 8
 };
-constexpr int kFp4BlocksPerSm = 4;
-static_assert(kFp4BlocksPerSm * (sizeof(Fp4Smem<Fp4Mode::kOperands>) + 1024) <= 228 * 1024, "too large for as many blocks");
+template <Fp4Mode R>
+constexpr int kFp4BlocksPerSm = R == Fp4Mode::kExtended ? 3 : 4;  // four would spill
+static_assert(kFp4BlocksPerSm<Fp4Mode::kOperands> * (sizeof(Fp4Smem<Fp4Mode::kOperands>) + 1024) <= 228 * 1024, "too large for as many blocks");
 
-// 16 values along the contraction, two per word.
-struct Block16 {
-  uint32_t w[8];
-
-  __device__ float operator[](int e) const { return BF16::value(w, e); }
-  __device__ float amax() const {
-    auto pair = [&](int k) { return __habs2(*reinterpret_cast<const __nv_bfloat162*>(w + k)); };
-    __nv_bfloat162 m = pair(0);
+// The scale of the blocks of which this thread holds `block`, and the lanes that differ in these bits others. d: direction;
+// line: in the tile.
+template <Fp4Mode R, int Blocks>
+__device__ __forceinline__ BlockScale scale_of(const Block16 (&block)[Blocks], float amax, const EncodingSpec& s, int d, int line,
+                                               const Fp4Smem<R>& smem, int first_bit = 0, int second_bit = 0) {
+  const auto with = [&](const auto& level) {
+    if (R != Fp4Mode::kExtended || !s.chooses()) return two_level_scale(amax, level, s.stochastic, is_exact<R>(s));
+    const bool squared = s.choice == ScaleChoice::kMse;
+    TwoScales scales(amax, level, s.exact());
 #pragma unroll
-    for (int k = 1; k < 8; ++k) m = __hmax2_nan(m, pair(k));
-    return __bfloat162float(__hmax_nan(m.x, m.y));
-  }
-};
-
-// Random Hadamard transform of one block: see `rotate`.
-template <class Values>
-__device__ __forceinline__ Block16 rotated(const Values& value) {
-  float y[kFp4Block];
+    for (int k = 0; k < Blocks; ++k) {
 #pragma unroll
-  for (int e = 0; e < kFp4Block; ++e) y[e] = kRotationSigns >> e & 1 ? -value(e) : value(e);
-#pragma unroll
-  for (int stride = 1; stride < kFp4Block; stride *= 2) {
-#pragma unroll
-    for (int e = 0; e < kFp4Block; ++e) {
-      if (e & stride) continue;
-      const float a = y[e], b = y[e + stride];
-      y[e] = __fadd_rn(a, b), y[e + stride] = __fsub_rn(a, b);
+      for (int e = 0; e < kFp4Block; ++e) scales.take(block[k][e], squared);
     }
-  }
-  Block16 block;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmul_rn(y[2 * k], 0.25f), __fmul_rn(y[2 * k + 1], 0.25f));
-    block.w[k] = *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  return block;
+    if (first_bit != 0) scales.add_lane(first_bit), scales.add_lane(second_bit);
+    return scales.better(amax, squared);
+  };
+  if (R == Fp4Mode::kExtended && s.by_line) return with(OfLine(smem.factors[d][line], smem.inverse[d][line]));
+  return with(OfTensor{smem.target[d], smem.factors[d]});
 }
 
-// Random bytes of the blocks of this thread's lines.
-struct RandomBlocks {
-  uint32_t k0, k1, step, stream, line, block;
-  int offset;  // of the blocks in the random stream; nonzero only for shards that start at an unaligned row
-
-  // Draw for lines k and k + 1.
-  __device__ __forceinline__ void draw(uint4 (&random)[2], int k) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) random[n] = make_uint4(block, line + k + n, step, stream);
-    philox4x32(random, k0, k1);
-    if (offset == 0) return;
-    uint4 next[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) next[n] = make_uint4(block + 1, line + k + n, step, stream);
-    philox4x32(next, k0, k1);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t w[8] = {random[n].x, random[n].y, random[n].z, random[n].w, next[n].x, next[n].y, next[n].z, next[n].w};
-#pragma unroll
-      for (int step = 2; step > 0; step /= 2) {
-#pragma unroll
-        for (int i = 0; i + step < 8; ++i) w[i] = offset & 4 * step ? w[i + step] : w[i];
-      }
-      const int bits = 8 * (offset & 3);
-      random[n] = make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
-                             __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
-    }
-  }
-};
-
-__device__ __forceinline__ RandomBlocks random_blocks(const int64_t* memory, bool columnwise, int32_t row, int32_t col) {
-  const RandomKey key(memory);
-  const int64_t global = key.row0 + row, global_col = key.col0 + col, along = columnwise ? global : global_col;
-  return {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32),
-          static_cast<uint32_t>(key.step), stream_of(key, columnwise), static_cast<uint32_t>(columnwise ? global_col : global),
-          static_cast<uint32_t>(along >> 4), static_cast<int>(along & 15)};
-}
-
-// Encode half a block as the nibbles of a word. Regular: no NaN and, with stochastic rounding, at most 6 + 1/256.
-template <bool Stochastic, bool Regular>
-__device__ __forceinline__ uint32_t half_codes(
-    const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
-  if constexpr (ptx::kHardwareCasts && !Stochastic) {
-    float v[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(BF16::value(w, 8 * half + e), enc);
-    return ptx::cvt_e2m1x8(v);
-  }
-  const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // adds 0 from a register: a permute takes one immediate
-  const uint32_t codes = e2m1_nibbles<Stochastic, !Regular>(
-      [&](int e) { return __fmul_rn(fabsf(BF16::value(w, 8 * half + e)), enc); },
-      [&](int e) { return __byte_perm(e < 4 ? random0 : random1, threshold, 0x7054 | (e & 3) << 8); });
-  const uint32_t signs = Regular || enc == enc ? 0x88888888u : 0;  // NaN blocks have +6
-  const uint32_t* s = w + 4 * half;
-  return codes | (bytes_of(s[0], s[1], s[2], s[3], 1) >> 4 & signs & 0x0F0F0F0Fu) |
-         (bytes_of(s[0], s[1], s[2], s[3], 3) & signs & 0xF0F0F0F0u);
-}
-
-template <bool Stochastic, bool Regular>
-__device__ __forceinline__ uint2 block_codes(const Block16& r, float enc, const uint4& random) {
-  return {half_codes<Stochastic, Regular>(r.w, 0, enc, random.x, random.y),
-          half_codes<Stochastic, Regular>(r.w, 1, enc, random.z, random.w)};
-}
-
-__device__ __forceinline__ uint2 magnitudes_of(uint32_t scale) {
-  const float s = scale == 0x7F ? quiet_nan() : e4m3_value(scale) * 0.125f;
-  return {ptx::cvt_e4m3x2(0.5f * s, 0.0f * s) | ptx::cvt_e4m3x2(1.5f * s, s) << 16,
-          ptx::cvt_e4m3x2(3.0f * s, 2.0f * s) | ptx::cvt_e4m3x2(6.0f * s, 4.0f * s) << 16};
-}
-
-// Look up a byte per nibble of `codes`. A selector with its fourth bit set replicates the sign of the selected byte.
-__device__ __forceinline__ uint4 bytes_of_block(uint2 codes, uint2 magnitudes) {
-  uint32_t w[4];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint32_t c = h ? codes.y : codes.x, low_signs = c << 4, which = c & 0x77777777u;
-    w[2 * h] = __byte_perm(magnitudes.x, magnitudes.y, which) | (ptx::prmt(c, low_signs, 0x9D8C) & 0x80808080u);
-    w[2 * h + 1] = __byte_perm(magnitudes.x, magnitudes.y, which >> 16) | (ptx::prmt(c, low_signs, 0xBFAE) & 0x80808080u);
-  }
-  return {w[0], w[1], w[2], w[3]};
-}
-
-// Store 16 bytes, aligned or not.
-__device__ __forceinline__ void store_block(uint8_t* at, const uint4& v, bool vector, int32_t bytes) {
-  if (vector) {
-    *reinterpret_cast<uint4*>(at) = v;
-  } else {
-    store_bytes(at, v.x, v.y, bytes);
-    store_bytes(at + 8, v.z, v.w, bytes - 8);
-  }
-}
-
-// Mask of the first `left` elements of a block.
-__device__ __forceinline__ uint2 mask_of(int32_t left) {
-  const uint64_t mask = left >= kFp4Block ? ~0ull : left > 0 ? (1ull << (4 * left)) - 1 : 0;
-  return {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
-}
-
-// Encode a block; elements outside the mask are zero.
-__device__ __forceinline__ uint2 codes_of(
-    const Block16& r, float amax, float enc, bool stochastic, const uint4& random, uint2 mask) {
-  // Above 6 if the scale was rounded down, or the tensor amax is from another tensor.
-  const float largest = __fmul_rn(amax, enc);
-  uint2 codes;
-  if (stochastic) {
-    codes = largest <= 6.0f + 1.0f / 256 ? block_codes<true, true>(r, enc, random) : block_codes<true, false>(r, enc, random);
-  } else {
-    codes = largest == largest ? block_codes<false, true>(r, enc, random) : block_codes<false, false>(r, enc, random);
-  }
-  return {codes.x & mask.x, codes.y & mask.y};
+// Fill what encodes second-level scales of the lines of a tile.
+__device__ __forceinline__ void fill_lines(const EncodingSpec (&spec)[2], const EncodingBuffers& row, const EncodingBuffers& col,
+                                           const Tile& tile, Fp4Smem<Fp4Mode::kExtended>& smem) {
+  const int d = threadIdx.x / 128, i = threadIdx.x % 128;
+  if (!spec[d].present() || !spec[d].by_line) return;
+  const float* const amax = d ? col.tensor_amax : row.tensor_amax;
+  const int32_t lines = d ? col.lines : row.lines;
+  const OfLine level(__ldcg(amax + min((d ? tile.col0 : tile.row0) + i, lines - 1)), spec[d]);
+  smem.factors[d][i] = level.target, smem.inverse[d][i] = level.inverse;
 }
 
 // Encode this warp's rows. Square: (16, 16) blocks, whose codes also go to shared memory for `col`; null data is not stored.
@@ -199,7 +86,7 @@ __device__ __forceinline__ void encode_rows(
     const EncodingSpec& s, const EncodingBuffers& b, const EncodingSpec& col_side, const Tile& tile, Fp4Smem<R>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane & 7, local = warp * kFp4Block + (lane >> 3) * 4;
   const int32_t row = tile.row0 + local, col = tile.col0 + group * kFp4Block;
-  const bool operand = R == Fp4Mode::kOperands && s.operand();
+  const bool operand = kTakesOperands<R> && s.operand();
   const int32_t row_bytes = operand ? b.length : (b.length + 1) >> 1;
   const bool vector = b.vector_store && (row_bytes & 7) == 0 && row + 4 <= b.lines && col + kFp4Block <= b.length;
   const uint2 mask = mask_of(b.length - col);
@@ -234,7 +121,7 @@ __device__ __forceinline__ void encode_rows(
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
     const float amax = __uint_as_float(m);
-    const BlockScale scale = two_level_scale(amax, smem.target[0], false, is_exact<R>(s), smem.factors[0]);
+    const BlockScale scale = scale_of<R>(block, amax, s, 0, 0, smem, 8, 16);
     uint2 codes[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -246,7 +133,7 @@ __device__ __forceinline__ void encode_rows(
     }
     __syncwarp();  // all values of the warp are in registers
     uint8_t* own = smem.values + warp * kFp4Block * kPitch;
-    if (R == Fp4Mode::kOperands && col_side.operand()) {
+    if (kTakesOperands<R> && col_side.operand()) {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         *reinterpret_cast<uint4*>(own + ((lane >> 3) * 4 + k) * 2 * kCodePitch + group * 16) =
@@ -278,10 +165,10 @@ __device__ __forceinline__ void encode_rows(
       if (s.stochastic) source.draw(random, k);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        Block16 block = load(k + n);
+        Block16 one[1] = {load(k + n)}, &block = one[0];
         if (s.rotated) block = rotated([&](int e) { return block[e]; });
         const float amax = block.amax();
-        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, is_exact<R>(s), smem.factors[0]);
+        const BlockScale scale = scale_of<R>(one, amax, s, 0, local + k + n, smem);
         smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
         put(k + n, codes_of(block, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
       }
@@ -311,7 +198,7 @@ __device__ __forceinline__ void encode_columns(
     uint32_t stored[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      Block16 block;
+      Block16 one[1], &block = one[0];
       if (s.rotated) {
         block = rotated([&](int e) { return __uint_as_float(n ? w[e] & 0xFFFF0000u : w[e] << 16); });
       } else {
@@ -319,13 +206,13 @@ __device__ __forceinline__ void encode_columns(
         for (int k = 0; k < 8; ++k) block.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
       }
       const float amax = block.amax();
-      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, is_exact<R>(s), smem.factors[1]);
+      const BlockScale scale = scale_of<R>(one, amax, s, 1, lane * 4 + j + n, smem);
       stored[n] = scale.stored;
       smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
       codes[n] = codes_of(block, amax, scale.enc, s.stochastic, random[n], mask);
     }
     const int group = lane >> 1;
-    if (R == Fp4Mode::kOperands && s.operand()) {  // 16 chunks of 8 per column, permuted by `group`: see flush_transposed
+    if (kTakesOperands<R> && s.operand()) {  // 16 chunks of 8 per column, permuted by `group`: see flush_transposed
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const uint4 v = bytes_of_block(codes[n], smem.magnitudes[stored[n]]);
@@ -385,9 +272,9 @@ __device__ __forceinline__ void store_operand_scale(const EncodingSpec& s, const
 
 // Square: one (16, 16) block serves both directions. Tokens: tiles are grouped by the launch's `sources`.
 template <bool Square, bool Tokens, Fp4Mode R>
-__global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm) quantize_fp4_kernel(const __grid_constant__ Launch<1> launch) {
+__global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm<R>) quantize_fp4_kernel(const __grid_constant__ Launch<1> launch) {
   extern __shared__ uint4 shared[];
-  constexpr bool kOperands = R == Fp4Mode::kOperands;
+  constexpr bool kOperands = kTakesOperands<R>;
   auto& smem = *reinterpret_cast<Fp4Smem<R>*>(shared);
   const EncodingSpec& row = launch.spec[0];
   const EncodingSpec& col = launch.spec[1];
@@ -407,6 +294,7 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm) quantize_fp4_kernel
   }
   load_values<Tokens>(t, launch.input, row_tile, Tokens ? row_buffers.lines : t.rows, smem);
   fill_factors(launch.spec, row_buffers, col_buffers, smem.factors);
+  if constexpr (R == Fp4Mode::kExtended) fill_lines(launch.spec, row_buffers, col_buffers, row_tile, smem);
   if (threadIdx.x < 2 && launch.spec[threadIdx.x].present()) {
     const float* const amax = threadIdx.x ? col_buffers.tensor_amax : row_buffers.tensor_amax;
     smem.target[threadIdx.x] = two_level_target(__ldcg(amax), launch.spec[threadIdx.x]);

@@ -13,24 +13,10 @@ cudaError_t launch_fp4(const Launch<1>& launch, cudaStream_t stream);     // 4 b
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
+cudaError_t launch_extended(const Launch<1>& launch, cudaStream_t stream);    // 4 bits, one `extended` direction, any input
 cudaError_t launch_fp6(const Launch<1>& launch, cudaStream_t stream);         // 6 bits, any input
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream);     // see supports_delayed
 cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream);       // see supports_gated
 cudaError_t launch_fp32_input(const Launch<1>& launch, cudaStream_t stream);  // fp32 and fp16 values
-
-inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
-
-// Whether launch_fp4 supports a launch: bf16 values, two-level 4-bit codes of (1, 16) blocks, or (16, 16) blocks that serve
-// both directions; no column sums.
-inline bool fits_fp4(const Launch<1>& launch) {
-  if (is_wide(launch.input) || launch.barrier != nullptr || launch.sums != nullptr || launch.tensors[0].shift != 0) return false;
-  for (int d = 0; d < 2; ++d) {
-    const EncodingSpec& s = launch.spec[d];
-    if (!s.present()) continue;
-    if (!s.four_bit() || s.contraction != 16 || s.outer != (launch.shares_codes_transposed ? 16 : 1)) return false;
-    if (launch.tensors[0].buffers[d].amax_given) return false;
-  }
-  return true;
-}
 
 }  // namespace fsdp_quant

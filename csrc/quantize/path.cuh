@@ -18,8 +18,9 @@ namespace fsdp_quant {
 //   kAnchored          plain, but with the scale of a run: given, or with Block 128 from this tile (Launch::in_tile)
 //   kOfCodes           anchored e4m3 codes, converted from the codes of their blocks (Launch::of_codes); with Block 128 the
 //                      scale is of this tile
+//   kExtended          4 bits, also rotated, rounded stochastically, with scales chosen by error or per line (`extended`)
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
-enum class Work { kAbsent, kStatistics, kRotated, kPlain, kSharedCodes, kDelayed, kAnchored, kOfCodes, kFull };
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kSharedCodes, kDelayed, kAnchored, kOfCodes, kExtended, kFull };
 
 // Block: contraction block if known at compile time, for blocks of one line without given amax: 16 (two-level; see
 // fp4_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads it from the spec.
@@ -31,7 +32,8 @@ struct Path {
   static constexpr bool kSharedCodes = W == Work::kSharedCodes || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
   static constexpr bool kInTile = kAnchored && Block == 128;
-  static constexpr bool kFull = W == Work::kFull;
+  static constexpr bool kFull = W == Work::kFull, kExtended = W == Work::kExtended;
+  static constexpr bool kRotates = W == Work::kRotated || kExtended || (kFull && Bits == 4);
   static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
 
   __device__ static int contraction(const EncodingSpec& s) { return Block ? Block : s.contraction; }
@@ -53,6 +55,7 @@ using Plain8 = Path<Work::kPlain, 8>;
 using Plain4 = Path<Work::kPlain, 4>;
 using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
+using Extended4 = Path<Work::kExtended, 4>;
 using Plain6 = Path<Work::kPlain, 6>;
 using Full6 = Path<Work::kFull, 6>;
 using SharedCodes8 = Path<Work::kSharedCodes, 8>;

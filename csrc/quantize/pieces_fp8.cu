@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) cast_scales_kernel(const __grid_cons
       if (segment.out != nullptr) static_cast<uint32_t*>(segment.out)[i] = delayed_scale(s, b).stored;
       if (segment.record != nullptr && is_finite(v[k])) atomic_max(segment.record, v[k]);
     } else if (s.two_level()) {
-      static_cast<uint8_t*>(segment.out)[i] = static_cast<uint8_t>(two_level_code(v[k], target, false, s.exact()));
+      static_cast<uint8_t*>(segment.out)[i] = static_cast<uint8_t>(two_level_code(__fmul_rn(v[k], target), false, s.exact()));
     } else if (s.byte_scales()) {
       static_cast<uint8_t*>(segment.out)[i] = static_cast<uint8_t>(e8m0_scale(v[k], s).stored);
     } else {

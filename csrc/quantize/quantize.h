@@ -20,6 +20,9 @@ enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Flo
 // bytes (kBlackwell; also fp32 powers of two of 128, see `spread`). kOperand, with kE4M3Exact: codes are e4m3(element * scale
 // / 8), one byte each, and the scale is 8 D, fp32 [1] (tokens: [groups]).
 enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2, kOperand = 3 };
+// Two-level: what a block's amax becomes, the largest element, or 4 where that has the smaller error (formats.py,
+// four_over_six): a sum of squares, or of magnitudes.
+enum class ScaleChoice : int32_t { kLargest = 0, kMse = 1, kMae = 2 };
 enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
 
 constexpr int kTile = 128;
@@ -32,6 +35,7 @@ constexpr int kMostTokenGroups = 1024;
 struct EncodingSpec {
   Element element;  // kNone: direction absent
   ScaleKind scale;
+  ScaleChoice choice;
   ScaleLayout scale_layout;
   int32_t outer;                         // lines of a block; 0 is the whole extent
   int32_t contraction;                   // elements of a block along the contraction; 0 is the whole extent
@@ -44,6 +48,7 @@ struct EncodingSpec {
   bool stochastic;
   bool rotated;
   bool transposed;  // codes as [cols, rows]
+  bool by_line;     // two-level: a second-level scale per line, not per tensor
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
@@ -51,6 +56,9 @@ struct EncodingSpec {
   __host__ __device__ int bits() const { return four_bit() ? 4 : six_bit() ? 6 : 8; }
   __host__ __device__ bool two_level() const { return scale >= ScaleKind::kE4M3; }
   __host__ __device__ bool exact() const { return scale == ScaleKind::kE4M3Exact; }
+  __host__ __device__ bool chooses() const { return choice != ScaleChoice::kLargest; }
+  // Needs more than a table of the encode factors of a tensor's scales.
+  __host__ __device__ bool extended() const { return chooses() || by_line; }
   __host__ __device__ bool operand() const { return scale_layout == ScaleLayout::kOperand; }
   __host__ __device__ bool whole() const { return contraction == 0; }
   __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
@@ -73,7 +81,7 @@ struct EncodingBuffers {
   uint8_t* data;
   void* scale;
   float* amax;            // compact: given, or computed by the statistics phase
-  float* tensor_amax;     // [1] (tokens: [groups]), likewise
+  float* tensor_amax;     // [1] (tokens: [groups]; by_line: [lines]), likewise
   const float* enc;       // [1] (tokens: [groups]), delayed scaling; 0: no history yet, use the amax
   float* record;          // [1], with enc: largest finite amax so far
   const int64_t* key;     // [5] (tokens: [groups, 5]), stochastic rounding
@@ -186,7 +194,8 @@ inline bool fuses(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2], 
 // Whether one block serves both directions, so that the columnwise codes are the rowwise ones, transposed.
 inline bool can_share_codes_transposed(const EncodingSpec (&spec)[2], const EncodingBuffers (&b)[2]) {
   const EncodingSpec &row = spec[0], &col = spec[1];
-  return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
+  return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.choice == col.choice &&
+         row.eps == col.eps &&
          (!row.four_bit() || !b[0].amax_given) &&
          row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
          !row.stochastic && !row.rotated && !col.stochastic && !col.rotated && b[0].enc == b[1].enc &&
@@ -227,7 +236,7 @@ inline bool supports_sources(const Launch<1>& launch) {
     const EncodingSpec& s = launch.spec[d];
     if (!s.present()) continue;
     whole = whole && s.whole() && !s.stochastic && !s.rotated;
-    fp4 = fp4 && s.four_bit() && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
+    fp4 = fp4 && s.four_bit() && !s.by_line && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
   }
   return launch.input == Input::kBF16 && launch.up == nullptr &&
          (whole || fp4 || (launch.spec[1].present() &&
@@ -239,6 +248,21 @@ inline bool supports_sources(const Launch<1>& launch) {
 inline bool supports_gated(const Launch<1>& launch) {
   return (launch.activation == Activation::kSilu || launch.activation == Activation::kGelu) && launch.input == Input::kBF16 &&
          (supports_delayed(launch) || known_block(launch) == kTile);
+}
+
+inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
+
+// Whether launch_fp4 supports a launch: bf16 values, two-level 4-bit codes of (1, 16) blocks, or (16, 16) blocks that serve
+// both directions; no column sums.
+inline bool fits_fp4(const Launch<1>& launch) {
+  if (is_wide(launch.input) || launch.barrier != nullptr || launch.sums != nullptr || launch.tensors[0].shift != 0) return false;
+  for (int d = 0; d < 2; ++d) {
+    const EncodingSpec& s = launch.spec[d];
+    if (!s.present()) continue;
+    if (!s.four_bit() || s.contraction != 16 || s.outer != (launch.shares_codes_transposed ? 16 : 1)) return false;
+    if (launch.tensors[0].buffers[d].amax_given) return false;
+  }
+  return true;
 }
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);

@@ -32,6 +32,7 @@ cudaError_t launch_of(const Launch<1>& launch, cudaStream_t stream) {
 
 cudaError_t launch_fp4(const Launch<1>& launch, cudaStream_t stream) {
   const EncodingSpec(&spec)[2] = launch.spec;
+  if (spec[0].extended() || spec[1].extended()) return launch_of<Fp4Mode::kExtended>(launch, stream);
   if (spec[0].operand() || spec[1].operand()) return launch_of<Fp4Mode::kOperands>(launch, stream);
   return spec[0].exact() || spec[1].exact() ? launch_of<Fp4Mode::kExact>(launch, stream)
                                             : launch_of<Fp4Mode::kNearest>(launch, stream);

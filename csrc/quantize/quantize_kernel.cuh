@@ -80,7 +80,7 @@ __device__ __forceinline__ void process_direction(bool statistics, const Registe
         encode<Columnwise, P>(patch, s, b, tile, transposed_spec, transposed_buffers, smem, at);
       }
     };
-    if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
+    if constexpr (P::kRotates) {
       if (s.rotated) {
         RegisterTile<BF16> rotated_tile;
         rotate<Columnwise>(p, rotated_tile, at);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     if (launch.phases & kStatistics) {
       process_direction<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
       process_direction<true, Col>(true, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
-      if (crosses_tiles(row) || crosses_tiles(col)) {
+      if (has_line_maxima(row) || has_line_maxima(col)) {
         __syncthreads();
         flush_lines(launch.spec, row_buffers, col_buffers, tile, row_tile, smem);
       }

@@ -15,6 +15,8 @@ cudaError_t launch_quantize_multi_tensor(const Launch<kMultiTensorCapacity>& lau
     if (!row.present()) return launch_instance<LoadBF16, Absent, OfCodesInTile8, kMany, 3>(launch, stream);
     return launch_instance<LoadBF16, OfCodesInTile8, OfCodesInTile8, kMany, 3>(launch, stream);
   }
+  if (row.extended()) return launch_instance<LoadBF16, Extended4, Absent, kMany, 2>(launch, stream);
+  if (col.extended()) return launch_instance<LoadBF16, Absent, Extended4, kMany, 2>(launch, stream);
   if (row.six_bit() || col.six_bit()) return launch_instance<LoadBF16, Plain6, Plain6, kMany, 2>(launch, stream);
   if (row.present() && col.present())  // 8 bits
     return launch.shares_codes_transposed ? launch_instance<LoadBF16, SharedCodes8, Absent, kMany, 3>(launch, stream)

@@ -21,6 +21,7 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   const EncodingBuffers(&buffers)[2] = launch.tensors[0].buffers;
   if (launch.in_tile || buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
   if (fits_fp4(launch)) return launch_fp4(launch, stream);
+  if (row.extended() || col.extended()) return launch_extended(launch, stream);
   if (row.six_bit() || col.six_bit()) return launch_fp6(launch, stream);
   if (is_wide(launch.input)) return launch_fp32_input(launch, stream);
   if (launch.up != nullptr) return launch_gated(launch, stream);

@@ -133,6 +133,9 @@ __device__ __forceinline__ bool crosses_tiles(const EncodingSpec& s) {
   return s.outer == 1 && (s.contraction == 0 || s.contraction > kTile);
 }
 
+// Whether a direction has an amax per line that spans tiles: of its block, or of its second level.
+__device__ __forceinline__ bool has_line_maxima(const EncodingSpec& s) { return crosses_tiles(s) || s.by_line; }
+
 // Add line maxima of both directions to memory: the first half of the threads rows, the second columns. row_tile: position of
 // the rowwise direction.
 __device__ __forceinline__ void flush_lines(const EncodingSpec (&spec)[2], const EncodingBuffers& row,
@@ -142,11 +145,14 @@ __device__ __forceinline__ void flush_lines(const EncodingSpec (&spec)[2], const
   const auto of = [&](auto field) {
     return d ? col.*field : row.*field;
   };  // select fields: copies of buffers would leave registers
-  float* const amax = of(&EncodingBuffers::amax);
-  if (!spec[d].present() || !crosses_tiles(spec[d]) || amax == nullptr || of(&EncodingBuffers::amax_given)) return;
+  const bool by_line = spec[d].by_line;
+  float* const amax = by_line ? of(&EncodingBuffers::tensor_amax) : of(&EncodingBuffers::amax);
+  const bool given = by_line ? of(&EncodingBuffers::tensor_amax_given) : of(&EncodingBuffers::amax_given);
+  if (!spec[d].present() || !has_line_maxima(spec[d]) || amax == nullptr || given) return;
   const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0);
   const int32_t shift = d ? tile.shift : 0;
   if (at < 0 || at >= of(&EncodingBuffers::lines) || along >= of(&EncodingBuffers::length)) return;
+  if (by_line) return atomic_max(amax + at, __uint_as_float(smem.lines[d][line]));
   const int32_t block = ((along + shift) >> spec[d].contraction_log2) - (shift >> spec[d].contraction_log2);
   const int64_t place = d ? index_of(col.compact, at, block) : index_of(row.compact, at, block);
   atomic_max(amax + place, __uint_as_float(smem.lines[d][line]));
@@ -206,8 +212,14 @@ __device__ __forceinline__ void collect(const RegisterTile<V>& p, const Encoding
     }
   }
   if (b.tensor_amax != nullptr && !b.tensor_amax_given) {
-    const Maxima<V> m = block_maxima<Columnwise>(p, 0, 0, smem, at);
-    if (threadIdx.x == 0) atomic_max(b.tensor_amax, m[0]);
+    const Maxima<V> m = block_maxima<Columnwise>(p, s.by_line, 0, smem, at);
+    if (!s.by_line) {
+      if (threadIdx.x == 0) atomic_max(b.tensor_amax, m[0]);
+    } else if (leads_block<Columnwise>(kTile, at)) {  // flush_lines adds them
+      const int line = Columnwise ? at.col() : at.row();
+#pragma unroll
+      for (int k = 0; k < 8; ++k) smem.lines[Columnwise][line + k] = bits_of(m[k]);
+    }
   }
 }
 

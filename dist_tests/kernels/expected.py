@@ -70,6 +70,23 @@ def quantizers() -> dict[str, Quantizer]:
     made["nvfp4_exact_sr"] = Quantizer(exact, rounding="stochastic")
     made["nvfp4_exact_rht"] = Quantizer(exact, rotation=True)
     made["nvfp4_exact_rht_sr"] = Quantizer(exact, rotation=True, rounding="stochastic")
+    for name, rule, error in (
+        ("nvfp4", "nearest", "mse"),
+        ("nvfp4", "nearest", "mae"),
+        ("nvfp4", "fp8_exact", "mse"),
+        ("nvfp4_16x16", "nearest", "mse"),
+        ("nvfp4_16x16", "fp8_exact", "mae"),
+    ):
+        fmt = format_of(name, scale_rule=rule, four_over_six=error)
+        made[f"{name}_{'exact_' * (rule == 'fp8_exact')}{error}"] = Quantizer(fmt)
+    made["nvfp4_mse_rht"] = Quantizer(format_of("nvfp4", four_over_six="mse"), rotation=True)
+    row, exact_row = (
+        format_of("nvfp4", scale_per="row", scale_rule=rule) for rule in ("nearest", "fp8_exact")
+    )
+    made["nvfp4_row"], made["nvfp4_row_sr"] = Quantizer(row), Quantizer(row, rounding="stochastic")
+    made["nvfp4_row_exact_mse"] = Quantizer(format_of(exact_row, four_over_six="mse"))
+    made["nvfp4_row_rht"] = Quantizer(row, rotation=True)
+    made["nvfp4_row_exact_rht_sr"] = Quantizer(exact_row, rotation=True, rounding="stochastic")
     made["fp8_tensor_eps"] = Quantizer("fp8_tensor", eps=0.5)
     made["fp8_row_eps"] = Quantizer("fp8_row", eps=2.0)
     made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)
@@ -85,7 +102,12 @@ def quantizers() -> dict[str, Quantizer]:
 
 
 MADE = quantizers()
-NEAREST = tuple(name for name, q in MADE.items() if not q.is_stochastic and not q.rotation)
+# What weights may have.
+NEAREST = tuple(
+    name
+    for name, q in MADE.items()
+    if not q.is_stochastic and not q.rotation and not q.fmt.has_row_scales
+)
 
 
 def key_of(row0: int = 0, seed: int = 5) -> Tensor:
@@ -293,5 +315,11 @@ def packed(encoding: Encoding | None, transposed: bool = False, layout: int = na
 
 
 def encodable(e: Encoding, row0: int) -> bool:
-    """A rotation along the rows is of whole tiles."""
-    return not (e.fmt.rotated and e.direction is COLUMNWISE and row0 % native.TILE)
+    """A rotation along the rows is of whole tiles, and a choice by error of whole blocks."""
+    mixes = e.fmt.rotated and e.direction is COLUMNWISE
+    return not (mixes and row0 % native.TILE) and cut(e, row0) == row0
+
+
+def cut(e: Encoding, row: int) -> int:
+    """The last row up to `row` between whose blocks a tensor may be cut."""
+    return row - row % (e.fmt.row_alignment(e.direction) if e.fmt.chooses_by_error else 1)

@@ -234,6 +234,8 @@ RECIPES = {
     "fp8_block": fq.recipes.fp8_block,
     "mxfp8": fq.recipes.mxfp8,
     "nvfp4": fq.recipes.nvfp4,
+    "nvfp4 4over6": lambda **o: fq.recipes.nvfp4(four_over_six="mse", **o),
+    "nvfp4 row": lambda **o: fq.recipes.nvfp4(scale_per="row", four_over_six="mae", **o),
     "mxfp8/nvfp4": lambda **o: fq.recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: fq.recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: fq.recipes.hybrid("fp8_tensor", "identity", **o),

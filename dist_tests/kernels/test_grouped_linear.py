@@ -63,13 +63,20 @@ VALUES = {
     "bf16": recipes.identity,
     "fp8_row/bf16": lambda: recipes.fp8_row(backward_override="high_precision"),
 }
-TWO_LEVEL = {"nvfp4": recipes.nvfp4, "mxfp8/nvfp4": lambda: recipes.hybrid("mxfp8", "nvfp4")}
+TWO_LEVEL = {
+    "nvfp4": recipes.nvfp4,
+    "nvfp4 4over6": lambda: recipes.nvfp4(four_over_six="mse"),
+    "mxfp8/nvfp4": lambda: recipes.hybrid("mxfp8", "nvfp4"),
+}
 EXACT = {
     "nvfp4 exact": lambda: recipes.nvfp4(scale_rule="fp8_exact"),
     "mxfp8/nvfp4 exact": lambda: recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
 ALSO = DELAYED | VALUES | TWO_LEVEL | EXACT
-ONE_BY_ONE = {"mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact")}
+ONE_BY_ONE = {
+    "mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact"),
+    "nvfp4 row": lambda: recipes.nvfp4(scale_per="row"),
+}
 
 
 def operand(plan: plans.GemmPlan, slot: str, x: Tensor, direction: Direction) -> EncodedMatrix:

@@ -173,6 +173,8 @@ class Operators:
         rotated,
         transposed,
         scale_layout,
+        four_over_six="off",
+        scale_per="tensor",
     ):
         fmt = Format(
             "emulated",
@@ -184,6 +186,8 @@ class Operators:
             tensor_scale=scale == "e4m3",
             rotated=rotated,
             scale_rule=scale_rule,
+            four_over_six=four_over_six,
+            scale_per=scale_per,
         )
         refuse(
             scale_layout == native.OPERAND and scale_rule != "fp8_exact",
@@ -209,7 +213,7 @@ class Operators:
             grid = ceil_div(first + padded[0], row_block), grid[1]
         if run == native.OF_TILE:
             grid = native.anchor_shape(rows, cols, columnwise, run)
-            return data, grid, grid, False, False, False
+            return data, grid, grid, False, (), False
         if run is not None:
             length, lines = (rows, cols) if columnwise else (cols, rows)
             runs = ceil_div(length, run) if run else 1
@@ -223,10 +227,11 @@ class Operators:
             grid = scale
             if run > 0 and scale_layout == capability.HOPPER:  # as multiplied
                 scale = runs, round_up(lines, 4)
-            return data, scale, grid, False, False, False
+            return data, scale, grid, False, (), False
         scale = grid
+        second = fmt.tensor_scale_shape((rows, cols), direction) if fmt.tensor_scale else ()
         if scale_layout == native.OPERAND:
-            return data, (1,), grid, False, True, False
+            return data, (1,), grid, False, (1,), False
         if scale_layout:
             refuse(
                 scale_layout != native.scale_layout_of(self.arch),
@@ -237,7 +242,7 @@ class Operators:
             if scale_layout == native.BLACKWELL and (spread or fmt.scale != "fp32"):
                 of_32 = layout.SPREAD_BLOCKS * blocks if spread else round_up(blocks, 4)
                 of_operand = round_up(padded[columnwise], 128) * of_32
-                return data, (of_operand,), grid, True, fmt.tensor_scale, False
+                return data, (of_operand,), grid, True, second, False
             is_fp32_block = fmt.scale == "fp32" and fmt.block[1] is not None
             if is_fp32_block and fmt.block[0] == 1:
                 lines = round_up(lines, 4)
@@ -249,7 +254,7 @@ class Operators:
             scale,
             grid,
             fmt.scale != "fp32",
-            fmt.tensor_scale,
+            second,
             fmt.scale_leaves_contraction,
         )
 

@@ -49,6 +49,7 @@ RECIPES = {
     "fp8_block": recipes.fp8_block,
     "mxfp8": recipes.mxfp8,
     "nvfp4": recipes.nvfp4,
+    "nvfp4 4over6": lambda **o: recipes.nvfp4(four_over_six="mse", **o),
     "mxfp8/nvfp4": lambda **o: recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),

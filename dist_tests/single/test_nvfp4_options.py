@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, assert_same_storage, values
+from dist_tests.single import hopper
 from fsdp_quant import recipes
+from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, format_of
 from fsdp_quant.linear.plan import build_plan
-from fsdp_quant.ops import dispatch, opaque
+from fsdp_quant.ops import dispatch, native, opaque
 from fsdp_quant.ops.capability import gemm_domain, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import RowCuts
@@ -32,6 +34,7 @@ FORMATS = {
     for rule, error in itertools.product(("nearest", "fp8_exact"), ("off", "mse", "mae"))
     if (per, error) != ("tensor", "off")
 }
+ROW = format_of("nvfp4", scale_per="row")
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 # A second definition, in numpy #
@@ -302,15 +305,65 @@ def test_recipes_say_it_of_the_slots_that_have_it():
     assert "scale per row" in shown and "4over6 mse" in shown
 
 
-def test_a_gpu_quantizes_by_the_reference_and_multiplies_decoded_values():
-    """If false, a kernel that knows no scale per row, or no choice of scales, is called with such
-    codes."""
-    weight = format_of("nvfp4_16x16", four_over_six="mse")
-    for fmt in (format_of("nvfp4", scale_per="row"), format_of("nvfp4", four_over_six="mse")):
-        assert "no kernel for" in str(unsupported_reason(fmt))
-        for arch in ("sm_90a", "sm_100f"):
-            domain, reason = gemm_domain(fmt, weight, torch.bfloat16, arch, compiled=True)
-            assert (domain, arch in reason) == ("bf16", True)
+@pytest.mark.parametrize("rule", ["nearest", "fp8_exact"])
+def test_chosen_scales_are_multiplied_as_others(rule: str):
+    """If false, kernels do not choose scales, or products of chosen ones leave the tensor cores."""
+    plain = [format_of(name, scale_rule=rule) for name in ("nvfp4", "nvfp4_16x16")]
+    chosen = [format_of(fmt, four_over_six="mse") for fmt in plain]
+    assert unsupported_reason(chosen[0]) is None is unsupported_reason(chosen[1])
+    for arch in ("sm_90a", "sm_100f"):
+        was, now = (
+            gemm_domain(*pair, torch.bfloat16, arch, compiled=True)[0] for pair in (plain, chosen)
+        )
+        assert now == was
+    wide = format_of("nvfp4", block=(1, 32), four_over_six="mse")
+    assert "no kernel for four_over_six='mse'" in str(unsupported_reason(wide))
+    pieces = native.unsupported_pieces_reason(
+        Quantizer(chosen[1]).encoding(ROWWISE), torch.bfloat16, 64
+    )
+    assert "a block's error" in str(pieces)
+
+
+def test_products_of_row_scales_are_of_decoded_values():
+    """If false, a product that knows one scale a tensor is called with codes of scales per row."""
+    fmt, weight = format_of("nvfp4", scale_per="row"), format_of("nvfp4_16x16", four_over_six="mse")
+    assert unsupported_reason(fmt) is None
+    encoding = Quantizer(fmt).encoding(ROWWISE)
+    assert not native.encodes_group(encoding, torch.bfloat16, False)
+    assert "from a row" in str(native.unsupported_pieces_reason(encoding, torch.bfloat16, 64))
+    for arch in ("sm_90a", "sm_100f"):
+        domain, reason = gemm_domain(fmt, weight, torch.bfloat16, arch, compiled=True)
+        assert (domain, arch in reason) == ("bf16", True)
+
+
+def test_a_gpu_quantizes_rows_by_kernels():
+    """If false, scales per row are the reference's where kernels run, multiplied as one of the
+    tensor, or of another shape in a graph."""
+    recipe, ran = recipes.nvfp4(scale_per="row", four_over_six="mse"), []
+    x, dy = (values(48, n, seed=n, dtype=torch.bfloat16) for n in (64, 32))
+    for on_gpu in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+        with hopper.emulated() if on_gpu else contextlib.nullcontext():
+            layer = fq.convert(layer, recipe)
+            counters.reset()
+            ran.append(_outputs(layer, x, dy))
+            by = {by for *_, by in counters.of("quantize")}
+        assert by == {"native" if on_gpu else "reference"}
+    for on_cpu, got in zip(*ran):
+        assert (got - on_cpu).norm() <= 1e-2 * on_cpu.norm()
+    with hopper.emulated() as operators:
+        sides = [native.pack_encoding(Quantizer(ROW).encoding(d)) for d in Direction]
+        for name, rest in (
+            ("quantize", (0.0, 0.0, 0, False, *[None] * 8)),
+            ("statistics", (0, False)),
+        ):
+            made = (
+                native.FAKES[name](x, *sides, *rest),
+                getattr(operators, name)(x, *sides, *rest),
+            )
+            fake, real = ([(t.shape, t.dtype) for t in tensors] for tensors in made)
+            assert fake == real
 
 
 def test_cuts_inside_blocks_are_known():

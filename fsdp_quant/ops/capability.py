@@ -99,12 +99,10 @@ def unsupported_reason(fmt: Format) -> str | None:
     encodes = {4: fmt.tensor_scale or is_mx, 6: is_mx, 8: not fmt.tensor_scale}
     if fmt.element.name not in ELEMENTS or not encodes[fmt.bits]:
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
-    if fmt.has_row_scales:
-        return f"no kernel for a second-level scale per row ({fmt})"
-    if fmt.chooses_by_error:
-        return f"no kernel for scales that a block's error chooses ({fmt})"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"
+    if fmt.chooses_by_error and contraction != 16:
+        return f"no kernel for four_over_six={fmt.four_over_six!r} in {fmt.block} blocks"
     return None
 
 
@@ -128,6 +126,8 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
     """Return whether the tensor cores of `arch` multiply a and b as they are."""
     if (
         a.rotated != b.rotated
+        or a.has_row_scales
+        or b.has_row_scales
         or a.element.bits != b.element.bits
         or a.element.name == b.element.name == "e5m2"
     ):

@@ -48,6 +48,8 @@ def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = CO
         fmt.rotated,
         transposed,
         layout,
+        fmt.four_over_six,
+        fmt.scale_per,
     )
 
 
@@ -66,7 +68,8 @@ class EncodingShapes(NamedTuple):
     data, scale:      sizes, in the layouts that the packed integer names.
     amax:             [block rows, block cols], in every layout of the scales.
     byte_scales:      scales are uint8, else fp32.
-    has_tensor_amax:  returns the tensor amax of a two-level format, fp32 [1].
+    tensor_amax:      [1], or [lines] of a scale per row, of the tensor amax of a two-level format,
+                      fp32; () of others.
     has_amax:         returns amaxes, because the scales span the contraction.
     """
 
@@ -74,7 +77,7 @@ class EncodingShapes(NamedTuple):
     scale: tuple[int, ...]
     amax: tuple[int, ...]
     byte_scales: bool
-    has_tensor_amax: bool
+    tensor_amax: tuple[int, ...]
     has_amax: bool
 
     @property
@@ -106,9 +109,9 @@ def _known_shapes(
     packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None
 ) -> EncodingShapes:
     data, scale, amax, *has = _ops.encoding_shapes(packed, columnwise, rows, cols, row0, run)
-    byte_scales, has_tensor_amax, has_amax = has
+    byte_scales, tensor_amax, has_amax = has
     sizes = tuple(data), tuple(scale), tuple(amax)
-    return EncodingShapes(*sizes, byte_scales, has_tensor_amax, has_amax)
+    return EncodingShapes(*sizes, byte_scales, tuple(tensor_amax), has_amax)
 
 
 def is_available_on(device: torch.device) -> bool:

@@ -39,8 +39,8 @@ def _fake_quantize(x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
         amax, tensor_amax = (*known, *[None] * 8)[4 * columnwise : 4 * columnwise + 2]
         results.append(x.new_empty(shapes.data, dtype=torch.uint8))
         results.append(x.new_empty(shapes.scale, dtype=shapes.scale_dtype))
-        if shapes.has_tensor_amax and tensor_amax is None:
-            results.append(_floats(x, 1))
+        if shapes.tensor_amax and tensor_amax is None:
+            results.append(_floats(x, shapes.tensor_amax))
         if shapes.has_amax and amax is None:
             results.append(_floats(x, shapes.amax))
     return results
@@ -57,7 +57,8 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_
 def _fake_statistics(x, row, col, row0, round_to_bf16):
     results = []
     for _, shapes in _shapes_of(row, col, x.shape, row0):
-        results += [_floats(x, shapes.amax)] + ([_floats(x, 1)] if shapes.has_tensor_amax else [])
+        results.append(_floats(x, shapes.amax))
+        results += [_floats(x, shapes.tensor_amax)] if shapes.tensor_amax else []
     return results
 
 

@@ -116,7 +116,7 @@ def quantize(
 
 def encodes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
     """Return whether one launch encodes a list of tensors of `dtype` so."""
-    plain = not (encoding.stochastic or encoding.fmt.rotated)
+    plain = not (encoding.stochastic or encoding.fmt.rotated or encoding.fmt.has_row_scales)
     return plain and (round_to_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
 
 
@@ -278,6 +278,8 @@ def unsupported_pieces_reason(
         return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
     if encoding.stochastic or encoding.fmt.rotated:
         return "rounded stochastically, or rotated"
+    if encoding.fmt.chooses_by_error or encoding.fmt.has_row_scales:
+        return "scales that follow from a block's error, or from a row"
     if encoding.fmt.bits == 6:
         return "6-bit codes share containers between pieces"
     if encoding.fmt.bits == 4 and cols % 2:

@@ -154,7 +154,7 @@ def operand_spec_of(
         return OperandSpec()
     laid_out = layout in LAID_OUT
     # one scale per line, applied after the GEMM
-    factored = fmt.scale_leaves_contraction and fmt.block != (None, None)
+    factored = fmt.has_row_scales or fmt.scale_leaves_contraction and fmt.block != (None, None)
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
