@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int block = 32 * k + lane;
-      const uint32_t code = two_level_code(__uint_as_float(canonical(most[k])), target, true, false);
+      const uint32_t code = two_level_code(__fmul_rn(__uint_as_float(canonical(most[k])), target), true, false);
       const float enc = two_level_factor(code, amax, launch.spec);
       *reinterpret_cast<uint2*>(part + at * (kRow / 2) + block * 8) =
           codes4(v[k], enc, random.draw(owner * g.rows + row, block));
