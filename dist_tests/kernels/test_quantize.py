@@ -733,7 +733,6 @@ EXACT_PAIRS = (
     ("nvfp4_exact", "nvfp4"),
     ("nvfp4_exact_mse", "nvfp4_exact_rht"),
     ("nvfp4_16x16_exact_mae", "nvfp4_16x16_exact_mae"),
-    ("nvfp4_exact", "nvfp4_row"),
 )
 
 
