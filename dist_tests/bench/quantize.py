@@ -313,6 +313,8 @@ MX_ROW, MX_COL = both(MX)
 NV_ROW, NV_ROW_SR = encoding(NV, ROWWISE), encoding(NV, ROWWISE, stochastic=True)
 NV_COL_RHT = encoding(NV, COLUMNWISE, rotated=True)
 NV_COL_RHT_SR = encoding(NV, COLUMNWISE, stochastic=True, rotated=True)
+NV_MSE, NV_LINES = format_of(NV, four_over_six="mse"), format_of(NV, scale_per="row")
+NV_SQUARE_MSE = format_of("nvfp4_16x16", four_over_six="mse")
 EXACT, EX_16X16 = (
     format_of(NV, scale_rule="fp8_exact"),
     both(format_of("nvfp4_16x16", scale_rule="fp8_exact")),
@@ -367,6 +369,14 @@ ROWS = (
         quantizes(NV_ROW_SR, NV_COL_RHT_SR, known=True),
     ),
     Row("nvfp4 row SR + column RHT SR, current", None, None, quantizes(NV_ROW_SR, NV_COL_RHT_SR)),
+    Row("nvfp4 row + column, 4over6, known", None, None, quantizes(*both(NV_MSE), known=True)),
+    Row("nvfp4 row + column, scale per row, current", None, None, quantizes(*both(NV_LINES))),
+    Row(
+        "nvfp4_16x16 row + transposed, 4over6, known",
+        None,
+        None,
+        quantizes(*both(NV_SQUARE_MSE), known=True, transposed=True),
+    ),
     Row(
         "nvfp4 exact row + column RHT, operands, known",
         None,

@@ -816,6 +816,8 @@ def every_instance() -> None:
             ("nvfp4_sr", "nvfp4_rht_sr"),
             ("nvfp4_rht", None),
             ("nvfp4_16x16", "nvfp4_16x16"),
+            ("nvfp4_mse", "nvfp4_row_exact_rht_sr"),
+            ("nvfp4_16x16_mse", "nvfp4_16x16_mse"),
         ):
             for transposed in (False, True):  # runs of 16
                 quantize(names, shape, transposed=transposed, tensor_given=True)

@@ -731,6 +731,8 @@ EXACT_PAIRS = (
     ("mxfp8", "nvfp4_exact_rht"),
     ("nvfp4_exact", "fp8_tensor"),
     ("nvfp4_exact", "nvfp4"),
+    ("nvfp4_exact_mse", "nvfp4_exact_rht"),
+    ("nvfp4_16x16_exact_mae", "nvfp4_16x16_exact_mae"),
 )
 
 
