@@ -30,6 +30,7 @@ from fsdp_quant.ops.gradient_codes import (
     gradient_keys,
 )
 from fsdp_quant.ops.rng import tensor_id
+from fsdp_quant.tensor.torch_compat import managed_params_of
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -378,10 +379,16 @@ def _of_half(rank: int, world: int) -> None:
 
 
 def _of_replicas(rank: int, world: int) -> None:
-    """Copies without shards: nothing is scattered, and gradients that are not summed yet add up."""
+    """Copies without shards: nothing is scattered, and gradients that are not summed yet add up. A
+    hook reduces plain tensors, over the same ranks too."""
     for by, shapes in ((replicate, {}), (fully_shard, mesh(2, 1))):
         net = nets.shard(nets.build(), by, mp_policy=BF16, **shapes)
         fq.set_gradient_reduction(net, "mxfp8")
+        group = managed_params_of(net)[0].param.mesh_info.replicate_process_group
+        for module in (net, *net.blocks):
+            module.set_all_reduce_hook(
+                lambda grad, group=group: dist.all_reduce(grad, dist.ReduceOp.MAX, group)
+            )
         of_ranks = []
         plain = nets.build().bfloat16()
         for micro in range(2):

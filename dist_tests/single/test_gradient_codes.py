@@ -167,14 +167,20 @@ def test_what_is_not_finite_arrives(name: str, bad: float):
 @pytest.mark.parametrize("name", GRADIENT_FORMATS)
 def test_pieces_are_summed_in_fp32_in_the_order_of_ranks(name: str):
     """If false, the sum depends on the order of arrival, or is rounded on the way."""
-    layout = layout_of(name)
-    sent = [
-        encode_gradients(gradients(10 * rank), layout, keys_of(list("abcde"), 0, rank))
-        for rank in range(WORLD)
-    ]
+    layout, sent = layout_of(name), []
+    for rank in range(WORLD):
+        # binades apart, so that fp32 sums of another order differ
+        grads = [
+            g
+            * 2.0 ** torch.randint(-20, 20, g.shape, generator=torch.Generator().manual_seed(rank))
+            for g in gradients(10 * rank, dtype=torch.float32)
+        ]
+        sent.append(encode_gradients(grads, layout, keys_of(list("abcde"), 0, rank)))
     for i, got in enumerate(decoded(sent, layout, 1 / 3)):
         a, b, c = (alone(buffer, layout)[i] for buffer in sent)
-        laws.assert_same_bytes(got, (a + b + c) * (1 / 3), f"{name} {i}")
+        # `alone` has no -0
+        laws.assert_same_bytes(got + 0.0, (a + b + c) * (1 / 3) + 0.0, f"{name} {i}")
+        assert i or name != "bf16" or not torch.equal(a + b + c, c + b + a)
     out = torch.empty(sum(layout.numels), dtype=torch.bfloat16)
     wide = torch.empty_like(out, dtype=torch.float32)
     for result in (out, wide):

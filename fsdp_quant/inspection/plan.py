@@ -287,8 +287,7 @@ def plan(
         result.gemms += gemm_rows(name, planned, activations, device)
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
-    reduced = [reduced_bytes(params) for params in _by_group(managed)]
-    result.gradient_bytes = sum(s for s, _ in reduced), sum(c for _, c in reduced)
+    result.gradient_bytes = _gradient_bytes(managed)
     if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
@@ -308,6 +307,11 @@ def _by_group(managed: list[ManagedParam]) -> Iterable[list[ManagedParam]]:
     for m in managed:
         groups[id(m.group)].append(m)
     return groups.values()
+
+
+def _gradient_bytes(managed: list[ManagedParam]) -> tuple[int, int]:
+    pairs = [reduced_bytes(params) for params in _by_group(managed)]
+    return sum(shards for shards, _ in pairs), sum(copies for _, copies in pairs)
 
 
 def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:

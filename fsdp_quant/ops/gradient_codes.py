@@ -41,9 +41,9 @@ the rank that sends), and of how often its group was reduced in this step: `grad
 
 [Note: sum of gradients]
 Element j of a piece is fl(fl(.. fl(fl(x_0 + x_1) + x_2) .. + x_{W-1}) * factor) in fp32, x_i its
-value that sender i encoded, then rounded once to the dtype of `out`. The product is left out if
-factor is 1. Pieces follow each other in `out` without padding: piece p begins at the sum of n of
-the pieces before it, as FSDP2 reads them.
+value that sender i decodes to and factor rounded to fp32, then rounded once to the dtype of `out`.
+The product is left out if factor is 1. Pieces follow each other in `out` without padding: piece p
+begins at the sum of n of the pieces before it, as FSDP2 reads them.
 """
 
 from __future__ import annotations

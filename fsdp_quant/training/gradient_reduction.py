@@ -206,10 +206,10 @@ class _Keys:
     def next(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """int64 [names, 5] of the next reduction."""
         if self._counted is None or self._counted.device != device:
-            self._counted, self._idents = torch.full((4,), -1, device=device), {}
+            self._counted, self._idents = torch.full((4,), -1, dtype=torch.int64, device=device), {}
         idents = self._idents.get(names)
         if idents is None:
             rank = dist.get_rank()
             ids = [tensor_id(f"{name} gradient {self._stage} {rank}") for name in names]
-            idents = self._idents[names] = torch.tensor(ids, device=device)
+            idents = self._idents[names] = torch.tensor(ids, dtype=torch.int64, device=device)
         return gradient_keys(STEP.on(device), idents, self._counted)

@@ -8,4 +8,5 @@ from .fsdp2 import *
 from .graphs import *
 from .modules import *
 from .observers import *
+from .reductions import *
 from .tensors import *

@@ -54,35 +54,6 @@ def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup
     return scatter(received, sent, group=group, async_op=True)
 
 
-def factor_of(op: Any, ranks: int) -> float:
-    """What an operator multiplies the sum over the ranks by: SUM, AVG, PREMUL_SUM. Raises
-    ValueError for others."""
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / ranks
-    # the state that pickles store is the only place that tells the factor
-    factor = op.__getstate__()[1] if op == dist.ReduceOp.PREMUL_SUM else None
-    if not isinstance(factor, float):
-        raise ValueError(f"gradients are reduced by {op}; wanted SUM, AVG or PREMUL_SUM(factor)")
-    return factor
-
-
-def is_all_reduce(func: object) -> bool:
-    """A tensor subclass sees `dist.all_reduce` of itself."""
-    return func is torch.ops.c10d.allreduce_.default
-
-
-def group_of_call(boxed: Any) -> dist.ProcessGroup:
-    """The process group among the arguments of an operator that a tensor subclass sees."""
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def work_of_call(work: Any) -> Any:
-    """A work as such an operator returns it."""
-    return work.boxed()
-
-
 # Functional operators, for graphs #
 
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,6 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultReduceScatter,
-    foreach_reduce,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage as alloc_storage
@@ -471,67 +465,3 @@ def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
         return
     for child in model.children():
         yield from outermost_states(child)
-
-
-# Reductions of gradients #
-
-
-class Reduction(NamedTuple):
-    """A reduction that FSDP2 runs now.
-
-    names:     of the parameters whose gradients are reduced, in order.
-    numels:    elements of a rank's piece of each, padded.
-    shards:    ranks that reduce-scatter; None: there is one.
-    replicas:  ranks that then all-reduce the pieces; None: there is one.
-    replica_op:  their operator.
-    has_input:  the input of the reduce-scatter is allocated, so the output is next.
-    """
-
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    shards: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-    replica_op: object
-    has_input: bool
-
-
-_REDUCE = inspect.unwrap(foreach_reduce).__code__
-
-
-def running_reduction() -> Reduction:
-    """The reduction that asks for memory: FSDP2 tells a `ReduceScatter` the size alone. Raises
-    RuntimeError outside of one."""
-    frame = sys._getframe()
-    while frame.f_code is not _REDUCE:
-        frame = frame.f_back
-        if frame is None:
-            raise RuntimeError("FSDP2 allocates memory of gradients in foreach_reduce alone")
-    known = frame.f_locals
-    shards = known["reduce_scatter_group"]
-    pieces = 1 if shards is None else shards.size()
-    return Reduction(
-        tuple(p._param_fqn or p._module_info.param_name for p in known["fsdp_params"]),
-        tuple(size.numel() // pieces for size in known["padded_unsharded_sizes"]),
-        shards,
-        known["all_reduce_group"],
-        known["all_reduce_op"],
-        "reduce_scatter_input" in known,
-    )
-
-
-def fsdp_groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    """The parameter groups of the `fully_shard` calls on `model` and its submodules."""
-    states = [s for m in model.modules() if isinstance(s := _get_module_state(m), FSDPState)]
-    return [group for state in dict.fromkeys(states) for group in param_groups(state)]
-
-
-def reduce_scatter_of(group: FSDPParamGroup) -> ReduceScatter | None:
-    """What reduces the gradients of a group; None: torch's own."""
-    comm = group._reduce_scatter_comm
-    return None if type(comm) is DefaultReduceScatter else comm
-
-
-def set_reduce_scatter(group: FSDPParamGroup, comm: ReduceScatter | None) -> None:
-    """As `FSDPModule.set_custom_reduce_scatter`, which refuses modules of several groups; None:
-    torch's own."""
-    group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
