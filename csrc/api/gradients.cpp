@@ -25,7 +25,7 @@ struct Sections {
 
 EncodingSpec spec_of(int64_t encoding) {
   const EncodingSpec s = unpack_encoding(encoding, 0.0, "encoding");
-  const bool known = s.two_level() ? !s.exact() && s.contraction == 16
+  const bool known = s.two_level() ? s.by_line && !s.exact() && !s.chooses()
                                    : s.element == Element::kE4M3 && (s.byte_scales() ? s.contraction == 32 : s.contraction == 128);
   TORCH_CHECK_VALUE(!s.present() || (known && s.outer == 1 && s.stochastic && !s.rotated && !s.transposed),
                     "encoding is ", encoding, "; gradients are bf16, or e4m3 in blocks of 128 or 32, or e2m1 in blocks of 16, ",

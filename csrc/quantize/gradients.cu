@@ -133,15 +133,14 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
       most[k] = largest(v[k]);
     }
     const float amax = __uint_as_float(canonical(__reduce_max_sync(kAll, max(most[0], most[1]))));
-    const float target = two_level_target(amax, launch.spec);
+    const OfLine level(amax, launch.spec);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int block = 32 * k + lane;
-      const uint32_t code = two_level_code(__fmul_rn(__uint_as_float(canonical(most[k])), target), true, false);
-      const float enc = two_level_factor(code, amax, launch.spec);
+      const BlockScale s = two_level_scale(__uint_as_float(canonical(most[k])), level, true, false);
       *reinterpret_cast<uint2*>(part + at * (kRow / 2) + block * 8) =
-          codes4(v[k], enc, random.draw(owner * g.rows + row, block));
-      part[launch.scale_offset + at * (kRow / 16) + block] = static_cast<uint8_t>(code);
+          codes4(v[k], s.enc, random.draw(owner * g.rows + row, block));
+      part[launch.scale_offset + at * (kRow / 16) + block] = static_cast<uint8_t>(s.stored);
     }
     if (lane == 0) reinterpret_cast<float*>(part + launch.amax_offset)[at] = amax;
   } else {
