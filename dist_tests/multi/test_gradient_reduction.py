@@ -93,10 +93,9 @@ def expected(grads: list[Tensor], name: str, format: str, copies: int = 1) -> Te
 def plain_gradients(net: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
     """Of every rank: those of a plain bf16 copy of the net."""
     net(x).square().mean().backward()
-    mine = {name: p.grad for name, p in net.named_parameters()}
     of_all: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
-    return of_all
+    dist.all_gather_object(of_all, {name: p.grad.cpu() for name, p in net.named_parameters()})
+    return [{name: grad.to(x.device) for name, grad in grads.items()} for grads in of_all]
 
 
 def reduced(net: nn.Module) -> dict[str, Tensor]:
@@ -122,7 +121,7 @@ def _as_expected(rank: int, world: int, copies: int) -> None:
                     want = expected([g[name] for g in grads], name, format, copies)
                     laws.assert_same_bytes(got, want, name)
             _sums_in_order(reduced(whole), grads, format, copies)
-            local = torch.cat([p.grad.to_local().flatten() for p in whole.parameters()])
+            local = torch.cat([p.grad.to_local().flatten() for p in whole.parameters()]).cpu()
             others: list = [None] * world
             dist.all_gather_object(others, local)
             laws.assert_same_bytes(local, others[rank % (world // copies)], "copies")
@@ -309,11 +308,12 @@ def _counts(rank: int, world: int) -> None:
 
 def _arrives(rank: int, world: int) -> None:
     """One rank has a NaN, or an infinity: all ranks' scalers leave the step out."""
+    device = torch.get_default_device().type
     for format in GRADIENT_FORMATS:
         net = nets.shard(nets.build(), mp_policy=BF16)
         fq.set_gradient_reduction(net, format)
         weights = nets.full_state(net)
-        optimizer, scaler = nets.adam(net), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer, scaler = nets.adam(net), torch.amp.GradScaler(device, init_scale=4.0)
         for bad in (math.nan, math.inf):
             loss = net(nets.batch(rank=rank).bfloat16()).square().mean()
             (scaler.scale(loss) * (bad if rank else 1.0)).backward()
