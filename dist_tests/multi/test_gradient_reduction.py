@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -186,6 +188,16 @@ def _divided(net: nn.Module, by_sums: bool) -> None:
             module.set_force_sum_reduction_for_comms(by_sums)
 
 
+def _two_groups() -> dict:
+    """Biases have a mesh of their own."""
+    device = torch.get_default_device().type
+    first, second = (DeviceMesh.from_group(dist.new_group([0, 1]), device) for _ in range(2))
+    of_biases = _fsdp_common.ShardPlacementResult(
+        Shard(0), _fsdp_common.FSDPMeshInfo(second, shard_mesh_dim=0)
+    )
+    return {"mesh": first, "shard_placement_fn": lambda p: of_biases if p.dim() == 1 else None}
+
+
 def _features(rank: int, world: int) -> None:
     failed: list[str] = []
 
@@ -226,6 +238,8 @@ def _features(rank: int, world: int) -> None:
             {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         ),
     }
+    if hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.13
+        own["several groups of a module"] = (lambda net: None, lambda net: None, _two_groups())
     for name, (change, convert, options) in own.items():
         with named(name, failed):
             optimizer = fq.optim.FusedAdam if convert is _quantized else adam
