@@ -95,7 +95,9 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fq.set_gradient_reduction(model, args.gradients)
+    return model
 
 
 def mesh_of(args: argparse.Namespace) -> DeviceMesh:
@@ -409,6 +411,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--checkpoint", action="store_true", help="recompute the activations of each block")
     add("--graphed", action="store_true", help="each step as one CUDA graph (fq.graphed)")
+    formats = "fp32", "bf16", "fp8_1x128", "mxfp8", "nvfp4"
+    add("--gradients", choices=formats, default="fp32", help="how they are sent to their owners")
     yes_no = argparse.BooleanOptionalAction
     add("--reshard", action=yes_no, default=True, help="free gathered weights after the forward")
     add("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="of the computation")

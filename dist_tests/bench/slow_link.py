@@ -5,7 +5,7 @@ machine, one rank each.
     python -m dist_tests.bench.slow_link [--mbit 100] [--steps 3]         as root; no GPU
 
 A step is a forward and a backward of few tokens: 4 blocks of 512 x 2048, fp32 parameters gathered
-as codes, gradients in fp32.
+as codes, gradients in fp32, or as `fq.set_gradient_reduction` sends them.
 rate: bytes per second that a rank receives in an all-gather of 8 MiB per rank, which is what the
       plan is given.
 measured: seconds per step with the link at `--mbit` less those with a link without a limit.
@@ -28,12 +28,16 @@ import fsdp_quant as fq
 from dist_tests.multi import nets
 from dist_tests.multi.nodes import Nodes, ip, unsupported_reason
 
+# recipe, and format of the gradients
 ARMS = {
-    "not quantized": fq.recipes.bf16(),
-    "fp8_current": fq.recipes.fp8_current(),
-    "mxfp8": fq.recipes.mxfp8(),
-    "hybrid(mxfp8, nvfp4)": fq.recipes.hybrid("mxfp8", "nvfp4"),
-    "nvfp4": fq.recipes.nvfp4(),
+    "not quantized": (fq.recipes.bf16(), "fp32"),
+    "fp8_current": (fq.recipes.fp8_current(), "fp32"),
+    "mxfp8": (fq.recipes.mxfp8(), "fp32"),
+    "hybrid(mxfp8, nvfp4)": (fq.recipes.hybrid("mxfp8", "nvfp4"), "fp32"),
+    "nvfp4": (fq.recipes.nvfp4(), "fp32"),
+    "fp8_current, bf16": (fq.recipes.fp8_current(), "bf16"),
+    "fp8_current, fp8_1x128": (fq.recipes.fp8_current(), "fp8_1x128"),
+    "nvfp4, nvfp4": (fq.recipes.nvfp4(), "nvfp4"),
 }
 WIDTH = 512
 
@@ -43,9 +47,9 @@ def rank(index: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="tcp://node0:29600", rank=index, world_size=2)
     bandwidth = rate()
-    for arm, recipe in ARMS.items():
+    for arm, (recipe, gradients) in ARMS.items():
         net = nets.build(hidden=(4 * WIDTH,) * 4, k=WIDTH)
-        nets.shard(fq.convert(net, recipe))
+        fq.set_gradient_reduction(nets.shard(fq.convert(net, recipe)), gradients)
         traffic = fq.plan(net, bandwidth=bandwidth).traffic
         seconds = []
         for step in range(steps + 1):

@@ -44,7 +44,10 @@ def _built(kind: str, recipe: fq.Recipe, world: int) -> tuple[nn.Module, tuple[i
         )
     with fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext():
         net = fq.convert(nets.build(hidden=(256, 128), k=K, out=128).bfloat16(), recipe)
-    return nets.shard(net), (64, K)
+    net = nets.shard(net)
+    if kind == "gradients as codes":
+        fq.set_gradient_reduction(net, "mxfp8")
+    return net, (64, K)
 
 
 def _trained(
@@ -104,10 +107,10 @@ def _replays(rank: int, world: int, kind: str) -> None:
                 laws.assert_same_bytes(b[name], value, f"{label}, {kind}: {name}")
 
 
-@pytest.mark.parametrize("kind", ["sharded", "quantized", "tensor parallel"])
+@pytest.mark.parametrize("kind", ["sharded", "quantized", "gradients as codes", "tensor parallel"])
 def test_replays_of_a_step_are_eager_steps(kind: str):
-    """If false, a replay gathers codes of earlier weights or activations, or shares the amaxes of
-    one."""
+    """If false, a replay gathers codes of earlier weights or activations, shares the amaxes of one,
+    or rounds gradients on the random bits of another step."""
     run_ranks(2, _replays, kind)
 
 

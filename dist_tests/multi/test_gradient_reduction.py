@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -93,10 +95,9 @@ def expected(grads: list[Tensor], name: str, format: str, copies: int = 1) -> Te
 def plain_gradients(net: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
     """Of every rank: those of a plain bf16 copy of the net."""
     net(x).square().mean().backward()
-    mine = {name: p.grad for name, p in net.named_parameters()}
     of_all: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
-    return of_all
+    dist.all_gather_object(of_all, {name: p.grad.cpu() for name, p in net.named_parameters()})
+    return [{name: grad.to(x.device) for name, grad in grads.items()} for grads in of_all]
 
 
 def reduced(net: nn.Module) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ def _as_expected(rank: int, world: int, copies: int) -> None:
                     want = expected([g[name] for g in grads], name, format, copies)
                     laws.assert_same_bytes(got, want, name)
             _sums_in_order(reduced(whole), grads, format, copies)
-            local = torch.cat([p.grad.to_local().flatten() for p in whole.parameters()])
+            local = torch.cat([p.grad.to_local().flatten() for p in whole.parameters()]).cpu()
             others: list = [None] * world
             dist.all_gather_object(others, local)
             laws.assert_same_bytes(local, others[rank % (world // copies)], "copies")
@@ -187,6 +188,16 @@ def _divided(net: nn.Module, by_sums: bool) -> None:
             module.set_force_sum_reduction_for_comms(by_sums)
 
 
+def _two_groups() -> dict:
+    """Biases have a mesh of their own."""
+    device = torch.get_default_device().type
+    first, second = (DeviceMesh.from_group(dist.new_group([0, 1]), device) for _ in range(2))
+    of_biases = _fsdp_common.ShardPlacementResult(
+        Shard(0), _fsdp_common.FSDPMeshInfo(second, shard_mesh_dim=0)
+    )
+    return {"mesh": first, "shard_placement_fn": lambda p: of_biases if p.dim() == 1 else None}
+
+
 def _features(rank: int, world: int) -> None:
     failed: list[str] = []
 
@@ -227,6 +238,8 @@ def _features(rank: int, world: int) -> None:
             {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         ),
     }
+    if hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.13
+        own["several groups of a module"] = (lambda net: None, lambda net: None, _two_groups())
     for name, (change, convert, options) in own.items():
         with named(name, failed):
             optimizer = fq.optim.FusedAdam if convert is _quantized else adam
@@ -309,11 +322,12 @@ def _counts(rank: int, world: int) -> None:
 
 def _arrives(rank: int, world: int) -> None:
     """One rank has a NaN, or an infinity: all ranks' scalers leave the step out."""
+    device = torch.get_default_device().type
     for format in GRADIENT_FORMATS:
         net = nets.shard(nets.build(), mp_policy=BF16)
         fq.set_gradient_reduction(net, format)
         weights = nets.full_state(net)
-        optimizer, scaler = nets.adam(net), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer, scaler = nets.adam(net), torch.amp.GradScaler(device, init_scale=4.0)
         for bad in (math.nan, math.inf):
             loss = net(nets.batch(rank=rank).bfloat16()).square().mean()
             (scaler.scale(loss) * (bad if rank else 1.0)).backward()

@@ -76,9 +76,8 @@ class SendBuffer(Tensor):
         if func is torch.ops.fsdp.chunk_cat.default:
             kwargs["out"].outgoing.fill(args[0])
             return None
-        if func in (_ATEN.div_.Tensor, _ATEN.mul_.Tensor) and isinstance(args[1], (int, float)):
-            factor = args[1] if func is _ATEN.mul_.Tensor else 1 / args[1]
-            args[0].outgoing.factor *= factor
+        if func is _ATEN.div_.Tensor and isinstance(args[1], (int, float)):
+            args[0].outgoing.factor /= args[1]
             return args[0]
         raise TypeError(
             f"{func} would read gradients that travel as codes; fq.set_gradient_reduction(model, "

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _get_module_state
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
     foreach_reduce,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from .fsdp2 import param_groups
+from .fsdp2 import managed_params_of
 
 
 class Reduction(NamedTuple):
@@ -67,8 +65,7 @@ def running_reduction() -> Reduction:
 
 def fsdp_groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """The parameter groups of the `fully_shard` calls on `model` and its submodules."""
-    states = [s for m in model.modules() if isinstance(s := _get_module_state(m), FSDPState)]
-    return [group for state in dict.fromkeys(states) for group in param_groups(state)]
+    return list(dict.fromkeys(m.group for m in managed_params_of(model)))
 
 
 def reduce_scatter_of(group: FSDPParamGroup) -> ReduceScatter | None:
