@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import STEP, STEP_FIELDS, current_autocast
+from ..counters import bytes_of
 from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base import BaseLinear
@@ -80,7 +81,7 @@ def _local_input(
     if not _same(layout, wanted, dims):
         x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
         if not layout.is_replicate():
-            count_high_precision_gather(x.nbytes)
+            count_high_precision_gather(bytes_of(x))
         x = x.redistribute(placements=[wanted])
     if not isinstance(x, DTensor):
         return x, None, True
