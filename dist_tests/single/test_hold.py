@@ -344,6 +344,11 @@ def test_recipes_that_change_frozen_weights_are_refused():
         model = net(recipes.schedule(mx, (3, None, kept)))
         model[0].weight.requires_grad_(False)
         assert fq.freeze(model) == 1
+    backward = recipes.hybrid("mxfp8", "nvfp4")  # refused before a backward reads the codes
+    for context, run in ((other, model[0]), (backward, model[0]), (other, torch.compile(model[0]))):
+        with pytest.raises(Exception, match="a weight holds codes of mxfp8.*use fq.set_recipe"):
+            with torch.no_grad(), fq.autocast(context):
+                run(batch(0))
 
 
 @pytest.mark.parametrize("name", RECIPES)

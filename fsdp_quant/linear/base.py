@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, Autocast, new_weight_state
 from ..counters import counters
-from ..ops import opaque
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
@@ -39,10 +39,15 @@ from .training_steps import note_forward, note_traced
 from .weight_gradient import WeightGradient, main_grad_of, refuse_fsdp
 
 
+@functools.cache  # a plan takes half a millisecond, and each call inside fq.autocast has one
+def _plan_of_key(key: str, *of: str) -> GemmPlan:
+    return build_plan(recipe_of(key), *of)
+
+
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
     """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
-    return build_plan(recipe_of(key), name, arch, module_type)
+    return _plan_of_key(key, name, arch, module_type)
 
 
 class BaseLinear(HasWeight, nn.Linear):
@@ -199,7 +204,12 @@ class BaseLinear(HasWeight, nn.Linear):
         )
 
     @property
-    def _trained(self) -> tuple[Tensor, int | None, bool]:
+    def returns_wgrad(self) -> bool:
+        """Whether autograd is given the gradient of the weight."""
+        return not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute)
+
+    @property
+    def trained(self) -> tuple[Tensor, int | None, bool]:
         """`WeightGradient.parameter`, `index` and `transposed`."""
         return self.weight, None, False
 
@@ -209,15 +219,15 @@ class BaseLinear(HasWeight, nn.Linear):
         Raises NotImplementedError under fully_shard, ValueError for a `main_grad` that is missing
         or that does not fit.
         """
-        fuses, delays = self.fuse_wgrad_accumulation, self.delay_wgrad_compute
-        if not (fuses or delays) or not (weight.requires_grad and torch.is_grad_enabled()):
+        if self.returns_wgrad or not (weight.requires_grad and torch.is_grad_enabled()):
             return None
-        name, (parameter, index, transposed) = self.runtime.name, self._trained
+        fuses, name = self.fuse_wgrad_accumulation, self.runtime.name
+        parameter, index, transposed = self.trained
         option = "fuse_wgrad_accumulation" if fuses else "delay_wgrad_compute"
         refuse_fsdp(parameter, name, option)
         if fuses:
             main_grad_of(parameter, name)
-        waiting = self.runtime.waiting if delays else None
+        waiting = self.runtime.waiting if self.delay_wgrad_compute else None
         return WeightGradient(name, parameter, index, transposed, fuses, waiting)
 
     def backward_dw(self) -> None:
@@ -227,7 +237,7 @@ class BaseLinear(HasWeight, nn.Linear):
         not run. Does nothing for a layer that delays none, or whose weight is frozen. Raises
         RuntimeError if no wgrad waits.
         """
-        if self.delay_wgrad_compute and self._trained[0].requires_grad:
+        if self.delay_wgrad_compute and self.trained[0].requires_grad:
             self.runtime.waiting.compute()
 
     def _histories(
@@ -295,25 +305,6 @@ class BaseLinear(HasWeight, nn.Linear):
             )
         arch = arch_of(device)
         return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
-
-    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
-        plan = self.plan_in(override, weight.device)
-        if isinstance(weight, QuantizedTensor):
-            self._check_encoded(plan)
-        return plan
-
-    @opaque.eager_only
-    def _check_encoded(self, plan: GemmPlan) -> None:
-        """Raise ValueError if the weight's codes are of other formats than a context's plan."""
-        encoded = self.runtime.weight_state.quantizer
-        if plan.weight != encoded:
-            raise ValueError(
-                f"{self.runtime.name}: fq.autocast would change the weight from {encoded} to "
-                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
-                "frozen weight, or one that fully_shard gathered for a context outside); use "
-                "fq.set_recipe at a step boundary, or enter fq.autocast around the forward of the "
-                "whole fully_shard model"
-            )
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""

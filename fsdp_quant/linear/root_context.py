@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..context import current_autocast
 from ..tensor import torch_compat
 from ..tensor.agreement import text_of
 from ..tensor.fsdp_hooks import managed_states, set_formats
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.rendezvous import agree_apart
+from ..tensor.weight_state import WeightTensor
 from .passes import Layer, TrainingSteps, layers_of_root
 
 
@@ -41,12 +43,18 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     _take_formats(root, layers)
 
 
+def _is_gathered(weight: Tensor) -> bool:
+    """Return whether FSDP2 may gather it as codes, from a look at it alone."""
+    return isinstance(torch_compat.local_of(weight), (WeightTensor, QuantizedTensor))
+
+
 def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
     override, changes = current_autocast(), []
     for layer in layers:
         runtime = layer.runtime
         plan = layer.plan if override is None else layer.plan_in(override, runtime.ids.device)
-        if plan.weight != runtime.weight_state.quantizer:
+        asked, has = plan.weight, runtime.weight_state.quantizer
+        if asked is not has and asked != has and _is_gathered(layer.trained[0]):
             changes.append((runtime, plan))
     managed = managed_states() if changes else {}
     # codes that are parameters keep their formats: their layers refuse the context
