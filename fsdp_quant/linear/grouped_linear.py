@@ -40,6 +40,7 @@ from .plan import PRODUCTS, GemmPlan, ladder_of
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_traced
 
+_OF_MODULE = "_given", "_parameter", "_part_of"
 EXPERT = "grouped_linear"  # `Role.module_type`
 
 
@@ -50,6 +51,7 @@ class Expert(Linear):
     """
 
     _given: tuple[Tensor | None, Tensor | None] = (None, None)
+    _parameter: Tensor | None = None
     _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
     _mode = True
 
@@ -75,9 +77,12 @@ class Expert(Linear):
         self.__dict__["_part_of"] = weakref.ref(module), index
         self.give(None, None)
 
-    def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        """Multiply these from now on; None: those of the module."""
-        self.__dict__["_given"] = weight, bias
+    def give(
+        self, weight: Tensor | None, bias: Tensor | None, parameter: Tensor | None = None
+    ) -> None:
+        """Multiply these from now on; None: those of the module. parameter: that trains; default:
+        the weight."""
+        self.__dict__["_given"], self.__dict__["_parameter"] = (weight, bias), parameter
 
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
         if self._given[0] is not None or self._part_of is None:
@@ -90,7 +95,8 @@ class Expert(Linear):
     def trained(self) -> tuple[Tensor, int | None, bool]:
         module = None if self._part_of is None else self._part_of[0]()
         if self._part_of is None or module is None:
-            return known(self.weight, "the weight"), None, False
+            parameter = self.weight if self._parameter is None else self._parameter
+            return known(parameter, "the weight"), None, False
         return module.weight, self._part_of[1], module.transposed
 
     @property
@@ -111,7 +117,7 @@ class Expert(Linear):
         self.__dict__["_mode"] = mode
 
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
+        return {k: v for k, v in super().__getstate__().items() if k not in _OF_MODULE}
 
 
 class ListedExpert(Linear):

@@ -73,10 +73,15 @@ def refuse_fsdp(weight: Tensor, name: str, option: str) -> None:
 
 class Waiting:
     """Wgrads of a layer that wait for `backward_dw`, the oldest first, with what they read and its
-    versions: operands in high precision are the caller's tensors."""
+    versions: operands in high precision are the caller's tensors.
+
+    behind:  hooks that run behind each of them.
+    """
+
+    behind: list[Callable[[], object]]
 
     def __init__(self, name: str):
-        self.name = name
+        self.name, self.behind = name, []
         self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]]]] = deque()
 
     def leave(self, gradient: WeightGradient, product: functools.partial[Tensor]) -> None:
@@ -102,7 +107,10 @@ class Waiting:
                 f"{self.name}: the input, or the gradient of the output, was written in place "
                 "between the backward and backward_dw(), which reads it; write a copy"
             )
-        gradient.add(product)
+        if (told := gradient.add(product)) is not None:
+            gradient._add_to_grad(told)
+        for hook in self.behind:
+            hook()
 
 
 # Those with products: a list, because torch.compile traces optimizers with their hooks.
