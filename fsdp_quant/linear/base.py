@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, new_weight_state
+from ..context import STEP, Autocast, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.weight_state import WeightState, values_of
 from .call import NOTHING, BySlot, Call
 from .cut import Layouts, TensorParallel
@@ -70,13 +71,11 @@ class BaseLinear(HasWeight, nn.Linear):
     delay_wgrad_compute = False
     parallel: TensorParallel | Layouts | None = None
 
-    def make_quantized(
-        self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
-    ) -> None:
-        """Give the layer its runtime, and its weight a state of `kind` unless it has one."""
+    def make_quantized(self, recipe: Recipe | str, name: str) -> None:
+        """Give the layer its runtime, and its weight a state unless it has one."""
         weight = self.weight
         self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
-        self.attach_state(kind)
+        self.attach_state()
         torch_compat.make_fx_leaf(self)
         self.register_state_dict_post_hook(plain_in_state_dict)
         self.register_load_state_dict_post_hook(reencode_after_load)
@@ -87,7 +86,8 @@ class BaseLinear(HasWeight, nn.Linear):
         if state is None:
             name, shape = f"{runtime.name}.weight", tuple(whole_shape(self.weight))
             dtype = runtime.recipe.compute_dtype
-            state = new_weight_state(name, runtime.plan.weight, shape, dtype, kind=kind)
+            default = WeightState if quantized_init_recipe() is None else QuantizedWeightState
+            state = (kind or default)(name, runtime.plan.weight, shape, dtype)
         runtime.set_weight_state(state)
         if is_new:
             register_weight(self)

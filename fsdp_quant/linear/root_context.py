@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..context import current_autocast
 from ..tensor import torch_compat
@@ -43,18 +43,14 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     _take_formats(root, layers)
 
 
-def _is_gathered(weight: Tensor) -> bool:
-    """Return whether FSDP2 may gather it as codes, from a look at it alone."""
-    return isinstance(torch_compat.local_of(weight), (WeightTensor, QuantizedTensor))
-
-
 def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
     override, changes = current_autocast(), []
     for layer in layers:
         runtime = layer.runtime
         plan = layer.plan if override is None else layer.plan_in(override, runtime.ids.device)
         asked, has = plan.weight, runtime.weight_state.quantizer
-        if asked is not has and asked != has and _is_gathered(layer.trained[0]):
+        is_other = asked is not has and asked != has
+        if is_other and isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
             changes.append((runtime, plan))
     managed = managed_states() if changes else {}
     # codes that are parameters keep their formats: their layers refuse the context
@@ -75,4 +71,5 @@ def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
         runtime.histories(plan, "weight", None, runtime.planned_histories("weight"))
 
 
+_MAY_BE_GATHERED = WeightTensor, QuantizedTensor
 _REMEDY = "enter the same fq.autocast around the forward of the root on every rank"
