@@ -59,9 +59,7 @@ class BaseLinear(HasWeight, nn.Linear):
                          inside it), so FSDP2 gathers both directions for both; "backward": for the
                          backward alone; None: detected.
     parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
-    fuse_wgrad_accumulation:  the wgrad is added to `weight.main_grad` (fp32, or bf16), and not to
-                         `.grad`.
-    delay_wgrad_compute:  the backward leaves the wgrad to `backward_dw`.
+    fuse_wgrad_accumulation, delay_wgrad_compute:  as of `fq.Linear`.
     """
 
     runtime: LayerRuntime
@@ -277,15 +275,12 @@ class BaseLinear(HasWeight, nn.Linear):
             codes = inputs.codes if plan.key == self.plan.key else None
         key, main_grad = plan.key, None
         if save and self.fuse_wgrad_accumulation:
-            main_grad = self._main_grad_in_graph()
+            parameter: Any = self.weight
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True  # nothing of ours runs in the backward
+            main_grad = main_grad_of(parameter, self.runtime.name)
         states = step, ids, guards, *delayed
         return in_graph(x, weight, bias, key, save, trains, *states, rank, ranks, codes, main_grad)
-
-    def _main_grad_in_graph(self) -> Tensor:
-        weight: Any = self.weight
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True  # nothing of ours runs in the backward
-        return main_grad_of(weight, self.runtime.name)
 
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` inside `fq.autocast`."""

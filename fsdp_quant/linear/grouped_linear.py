@@ -38,9 +38,8 @@ from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_s
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .runtime import NO_HISTORIES, LayerRuntime
-from .training_steps import note_traced
+from .training_steps import backward_dw, note_traced
 
-_OF_MODULE = "_given", "_parameter", "_part_of"
 EXPERT = "grouped_linear"  # `Role.module_type`
 
 
@@ -50,8 +49,7 @@ class Expert(Linear):
     Its weight, bias and mode are those of the module that it is part of, or given ones.
     """
 
-    _given: tuple[Tensor | None, Tensor | None] = (None, None)
-    _parameter: Tensor | None = None
+    _given: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
     _mode = True
 
@@ -82,11 +80,11 @@ class Expert(Linear):
     ) -> None:
         """Multiply these from now on; None: those of the module. parameter: that trains; default:
         the weight."""
-        self.__dict__["_given"], self.__dict__["_parameter"] = (weight, bias), parameter
+        self.__dict__["_given"] = weight, bias, weight if parameter is None else parameter
 
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
         if self._given[0] is not None or self._part_of is None:
-            return self._given
+            return self._given[:2]
         reference, index = self._part_of
         module = reference()
         return (None, None) if module is None else module.values_of(index)
@@ -95,8 +93,7 @@ class Expert(Linear):
     def trained(self) -> tuple[Tensor, int | None, bool]:
         module = None if self._part_of is None else self._part_of[0]()
         if self._part_of is None or module is None:
-            parameter = self.weight if self._parameter is None else self._parameter
-            return known(parameter, "the weight"), None, False
+            return known(self._given[2], "the weight"), None, False
         return module.weight, self._part_of[1], module.transposed
 
     @property
@@ -117,7 +114,7 @@ class Expert(Linear):
         self.__dict__["_mode"] = mode
 
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in _OF_MODULE}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
 
 
 class ListedExpert(Linear):
@@ -213,11 +210,7 @@ class GroupedLinear(HasWeight):
     fuse_wgrad_accumulation = _of_experts("fuse_wgrad_accumulation")
     delay_wgrad_compute = _of_experts("delay_wgrad_compute")
 
-    def backward_dw(self) -> None:
-        """Compute each expert's wgrad of the oldest backward that waits for it, as
-        `fq.Linear.backward_dw`."""
-        for layer in self._linears:
-            layer.backward_dw()
+    backward_dw = backward_dw
 
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.

@@ -19,7 +19,6 @@ from ..models.set_recipe import schedules_of
 from ..models.steps import converted_modules
 from ..models.transformers_masks import masks_of_captures
 from ..tensor import torch_compat
-from ..tensor.torch_compat import local_of
 
 WARMUP = 3
 
@@ -184,11 +183,11 @@ class GraphedStep:
     def _facts(self) -> list:
         """Return constants of a graph that may change: plans of layers, where their wgrads go,
         settings of optimizers."""
-        facts = [layer.plan for layer in self._layers]
+        facts: list[object] = [layer.plan for layer in self._layers]
         for layer in self._layers:
-            facts += layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
-            main_grad = getattr(layer.trained[0], "main_grad", None)
-            facts.append(None if main_grad is None else local_of(main_grad).data_ptr())
+            grad = getattr(layer.trained[0], "main_grad", None)
+            address = None if grad is None else torch_compat.local_of(grad).data_ptr()
+            facts += layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute, address
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]
         return facts
