@@ -82,7 +82,8 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
 def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
     """Raise ValueError for codes of another quantizer than the plan's."""
     state, wanted = weight_state(weight), plan.weight
-    stored = {d: s.fmt for d in Direction if (s := weight._pair.get(d)) is not None}
+    storages = zip((ROWWISE, COLUMNWISE), (weight.rowwise, weight.columnwise))
+    stored = {direction: storage.fmt for direction, storage in storages if storage is not None}
     fits = all(fmt == wanted.side(d).fmt for d, fmt in stored.items())
     if fits and (not wanted.delayed_directions if state is None else state.quantizer == wanted):
         return
