@@ -349,6 +349,11 @@ def test_recipes_that_change_frozen_weights_are_refused():
         with pytest.raises(Exception, match="a weight holds codes of mxfp8.*use fq.set_recipe"):
             with torch.no_grad(), fq.autocast(context):
                 run(batch(0))
+    with fq.quantized_model_init("fp8_current"):
+        layer = fq.Linear(64, 32)
+    with pytest.raises(ValueError, match="linear.weight holds codes of fp8_tensor.*delayed"):
+        with torch.no_grad(), fq.autocast("fp8_delayed"):  # the same formats, and other scales
+            layer(torch.ones(8, 64))
 
 
 @pytest.mark.parametrize("name", RECIPES)
