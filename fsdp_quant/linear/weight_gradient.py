@@ -82,10 +82,9 @@ class Waiting:
     behind:  hooks that run behind each of them.
     """
 
-    behind: list[Callable[[], object]]
-
     def __init__(self, name: str):
-        self.name, self.behind = name, []
+        self.name = name
+        self.behind: list[Callable[[], object]] = []
         # the last: a CUDA graph records them
         self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]], bool]]
         self.products = deque()

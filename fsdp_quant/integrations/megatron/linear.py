@@ -48,8 +48,6 @@ class TakesWgrad:
     """Mixin of Megatron's `gradient_accumulation_fusion` and `delay_wgrad_compute`."""
 
     _matrix_layers: Any
-    fuse_wgrad_accumulation: bool
-    delay_wgrad_compute: bool
 
     def take_wgrad(self, config: Any, *weights: nn.Parameter) -> None:
         self.fuse_wgrad_accumulation = getattr(config, "gradient_accumulation_fusion", False)
