@@ -82,12 +82,12 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
 def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
     """Raise ValueError for codes of another quantizer than the plan's."""
     state, wanted = weight_state(weight), plan.weight
-    storages = zip((ROWWISE, COLUMNWISE), (weight.rowwise, weight.columnwise))
-    stored = {direction: storage.fmt for direction, storage in storages if storage is not None}
-    fits = all(fmt == wanted.side(d).fmt for d, fmt in stored.items())
+    sides = (weight.rowwise, wanted.rowwise), (weight.columnwise, wanted.columnwise)
+    stored = [(codes.fmt, side.fmt) for codes, side in sides if codes is not None]
+    fits = all(fmt is of or fmt == of for fmt, of in stored)
     if fits and (not wanted.delayed_directions if state is None else state.quantizer == wanted):
         return
-    found = " / ".join(map(repr, stored.values())) if state is None or not fits else state.quantizer
+    found = state.quantizer if state and fits else " / ".join(repr(fmt) for fmt, _ in stored)
     raise ValueError(
         f"{'a weight' if state is None else state.name} holds codes of {found} and the plan "
         f"multiplies {wanted}: its codes exist before the forward (a quantized parameter, a frozen "
