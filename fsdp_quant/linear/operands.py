@@ -82,8 +82,8 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
 def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
     """Raise ValueError for codes of another quantizer than the plan's."""
     state, wanted = weight_state(weight), plan.weight
-    sides = (weight.rowwise, wanted.rowwise), (weight.columnwise, wanted.columnwise)
-    stored = [(codes.fmt, side.fmt) for codes, side in sides if codes is not None]
+    codes = (ROWWISE, weight.rowwise), (COLUMNWISE, weight.columnwise)
+    stored = [(of.fmt, wanted.side(d).fmt) for d, of in codes if of is not None]
     fits = all(fmt is of or fmt == of for fmt, of in stored)
     if fits and (not wanted.delayed_directions if state is None else state.quantizer == wanted):
         return
