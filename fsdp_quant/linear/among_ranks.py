@@ -117,7 +117,7 @@ def multiply_shared(
         )
     dtype = torch_compat.autocast_dtype(x.device) or x.dtype
     override = current_autocast()
-    plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
+    plan = layer.plan if override is None else layer.plan_in(override, weight.device)
     if plan.boundary is not None:
         raise NotImplementedError(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
@@ -146,7 +146,7 @@ def _multiply(
     call = layer.call(x, weight, bias, plan)._replace(
         axis=axis, require_native=runtime.recipe.require_native
     )
-    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+    if axis.group.size() > 1 and plan.is_keyed:
         step = STEP.on(x.device)
         if STEP.token_offset < 0:  # else it says where this rank's rows are
             step = step.clone()  # ranks with the same rows round alike
