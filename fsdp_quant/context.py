@@ -27,9 +27,7 @@ from .ops import opaque
 from .ops.product_error import PROBED_STEPS
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
-from .tensor.quantized_weight import QuantizedWeightState
 from .tensor.torch_compat import wrap_recomputed
-from .tensor.weight_state import WeightState
 
 # Fields of the step's tensor, int64 [5].
 STEP_FIELDS = ("seed", "step", "micro_batch", "token_offset", "data_parallel_rank")
@@ -324,18 +322,6 @@ def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextMana
 def quantized_init_recipe() -> Recipe | None:
     """Return the recipe of the innermost `quantized_model_init` of this thread, None outside."""
     return contexts().quantized_init
-
-
-def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightState:
-    """Create the state of a new weight.
-
-    args:  of `WeightState`.
-    kind:  its class. Default: `QuantizedWeightState` inside `quantized_model_init`, else
-           `WeightState`.
-    """
-    return (kind or (WeightState if contexts().quantized_init is None else QuantizedWeightState))(
-        *args
-    )
 
 
 # Autocast #

@@ -11,6 +11,13 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
+from torch import Tensor
+
+
+def bytes_of(t: Tensor) -> int:
+    """`t.nbytes`, which a traced tensor of symbolic lengths does not have."""
+    return t.numel() * t.itemsize
+
 
 class Counters:
     """Named counters; a key is (name, detail) with a hashable detail.

@@ -42,7 +42,8 @@ def value_class(cls: type[_T]) -> type[_T]:
     """A frozen dataclass that computes its hash and canonical text once: every call looks values up
     in caches.
 
-    Neither is pickled: text hashes differently in another process.
+    Fields alone are pickled: text hashes differently in another process, and a compiled step of
+    this process has another number there, or none.
     """
     cls = dataclass(frozen=True)(cls)
 
@@ -55,8 +56,8 @@ def value_class(cls: type[_T]) -> type[_T]:
 
         return cached
 
-    def state(self: object) -> dict:
-        return {n: v for n, v in self.__dict__.items() if n not in ("_hash", "_canonical")}
+    def state(self: Any) -> dict:
+        return {f.name: getattr(self, f.name) for f in fields_of(self)}
 
     setattr(cls, "__hash__", once("_hash", cls.__hash__))
     setattr(cls, "_canonical_text", once("_canonical", lambda self: _text_of_fields(self)))

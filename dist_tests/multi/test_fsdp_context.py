@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from fsdp_quant.linear import root_context
 from fsdp_quant.tensor import rendezvous
-from fsdp_quant.tensor.fsdp_hooks import all_managed_weights
+from fsdp_quant.tensor.fsdp_hooks import all_managed_weights, managed_states
 
 # name -> recipe of the context, whether blocks are recomputed, reshard_after_forward
 CONTEXTS = {
@@ -54,11 +58,19 @@ def _contexts(rank: int, world: int) -> None:
             seen.append(outputs + list(nets.full_state(net).values()))
         for i, (wanted, got) in enumerate(zip(*seen, strict=True)):
             laws.assert_same_bytes(got, wanted, f"{name}: tensor {i}")
+    net = fq.convert(nets.build(), "mxfp8")
+    ignored = {net.blocks[0].up.weight}
+    fully_shard(net, ignored_params=ignored)
+    with mock.patch.object(root_context, "managed_states", wraps=managed_states) as walks:
+        for step in range(3):
+            with fq.autocast("nvfp4"):
+                net(nets.batch(step))
+    assert walks.call_count == 1, "a weight that FSDP2 does not manage is looked for every time"
 
 
 def test_a_context_around_the_root_chooses_what_is_gathered():
     """If false, `fully_shard` gathers other formats than the context's, a backward reads codes of
-    another forward, or leaving the context changes what follows."""
+    another forward, leaving the context changes what follows, or each forward pays for it again."""
     run_ranks(2, _contexts)
 
 

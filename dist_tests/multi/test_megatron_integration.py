@@ -236,10 +236,11 @@ class DDP(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, recipe: fq.Recipe, tp_group=None):
+    def __init__(self, recipe: fq.Recipe, tp_group=None, **options):
         super().__init__()
         torch.manual_seed(0)
-        config = Config(tensor_model_parallel_size=1 if tp_group is None else tp_group.size())
+        ranks = 1 if tp_group is None else tp_group.size()
+        config = Config(tensor_model_parallel_size=ranks, **options)
         shared = {
             "config": config,
             "init_method": normal,
@@ -264,12 +265,17 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     for group in ddp.bucket_groups:
         group.finish_param_sync()
     ddp.module(x).square().mean().backward()
+    fq.steps.backward_dw(ddp.module)
     for name, param in ddp.module.named_parameters():
-        dist.all_reduce(param.grad, group=ddp.group)
+        grad = param.main_grad if hasattr(param, "main_grad") else param.grad
+        assert (grad is not param.grad) == (param.grad is None), f"{name}: fused, and yet in .grad"
+        dist.all_reduce(grad, group=ddp.group)
         start, end = ddp.layout.shards(name).run(ddp.group.rank())
         if end > start:
-            param.main_param.grad = param.grad.view(-1)[start:end].float()
+            param.main_param.grad = grad.view(-1)[start:end].float()
         param.grad = None
+        if hasattr(param, "main_grad"):
+            param.main_grad = torch.zeros_like(param.main_grad)
     optimizer.step()
     for name, param in ddp.module.named_parameters():
         start, end = ddp.layout.shards(name).run(ddp.group.rank())
@@ -280,17 +286,27 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def gathered(
-    rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts: bool = False
+    rank: int,
+    world: int,
+    recipe: fq.Recipe,
+    transport: str,
+    in_parts: bool = False,
+    delays: bool = False,
+    fuses: bool = False,
 ) -> None:
     """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its
-    own."""
+    own. delays: wgrads of layers whose codes are gathered. fuses: those of both runs."""
     group, tp_group, x = dist.group.WORLD, None, laws.values(S, B, H, seed=1, dtype=BF16)
     if in_parts:
         group, tp_group = [dist.new_group([r]) for r in range(world)][rank], group
     # The second run gathers values, and is the reference.
     runs = []
     for codes in (True, False):
-        ddp = DDP(Net(recipe, tp_group), group, bucket_size=6000)
+        options = {"delay_wgrad_compute": delays and codes, "gradient_accumulation_fusion": fuses}
+        ddp = DDP(Net(recipe, tp_group, **options), group, bucket_size=6000)
+        ddp.ddp_config.delay_wgrad_compute = delays and codes
+        for param in weight_proxies(ddp.module) if fuses else ():
+            param.main_grad = torch.zeros(param.shape)
         for bucket_group in ddp.bucket_groups:
             for bucket in bucket_group.buckets:
                 for param in bucket.params_list:  # our own rule and this one, of Megatron's buckets
@@ -374,9 +390,10 @@ def refused(rank: int, world: int) -> None:
 
 
 def parameter_gathers(rank: int, world: int) -> None:
-    gathered(rank, world, fq.recipes.hybrid("nvfp4", "mxfp8"), "codes")
+    hybrid = fq.recipes.hybrid
+    gathered(rank, world, hybrid("nvfp4", "mxfp8"), "codes", delays=True)
     gathered(rank, world, fq.recipes.fp8_current(), "highprec")
-    gathered(rank, world, fq.recipes.hybrid("nvfp4", "fp8_current"), "codes", in_parts=True)
+    gathered(rank, world, hybrid("nvfp4", "fp8_current"), "codes", in_parts=True, fuses=True)
     refused(rank, world)
 
 

@@ -210,7 +210,8 @@ def saved(rank: int, world: int, folder: str) -> dict:
         stepped(net, optimizer, mesh, 0)
         model, state = get_state_dict(net, optimizer)
         dcp.save({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
-        states[name] = flat(net, optimizer), fq.state_dict(net)
+        torch.save(fq.state_dict(net), f"{folder}/{name}_{rank}")  # histories are each rank's own
+        states[name] = flat(net, optimizer)
     return states
 
 
@@ -218,13 +219,14 @@ def loaded(rank: int, world: int, folder: str, states: dict) -> None:
     of_world = itertools.cycle(meshes(world).items())
     next(of_world), next(of_world)  # other ones than they were saved in
     mine = laws.every_second(list(states.items()), world // 2)
-    for (name, (want, rest)), (shape, mesh), kind in zip(
+    for (name, want), (shape, mesh), kind in zip(
         mine, of_world, itertools.cycle(KINDS[::-1])
     ):
         net, optimizer = made(name, kind, mesh, seed=1)
         model, state = get_state_dict(net, optimizer)
         dcp.load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
+        rest = torch.load(f"{folder}/{name}_{rank}")
         fq.load_state_dict(net, rest)  # raises where fingerprints of codes differ
         assert fq.state_dict(net)["codes"] == rest["codes"], f"{name}, {shape}"
         for key, value in flat(net, optimizer).items():

@@ -39,7 +39,7 @@ from fsdp_quant.formats import (
     ceil_div,
     round_up,
 )
-from fsdp_quant.linear import guard, plan
+from fsdp_quant.linear import base, guard, plan
 from fsdp_quant.ops import (
     anchoring,
     capability,
@@ -1974,6 +1974,7 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
         give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
+        patch.setattr(base, "_plan_of_key", functools.cache(base._plan_of_key.__wrapped__))
         patch.setattr(plan, "_CALLS", {})
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])

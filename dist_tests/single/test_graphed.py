@@ -73,6 +73,7 @@ class Recorder:
         }.items():
             monkeypatch.setattr(torch.cuda, name, weight_proxy)
         monkeypatch.setattr(graphed.GraphedStep, "_refusal", lambda step: None)
+        monkeypatch.setattr(torch_compat, "is_captured", lambda x: self.captures is None)
 
     @contextlib.contextmanager
     def capture(self, graph, stream, capture_error_mode):
@@ -173,6 +174,70 @@ def test_a_capture_that_fails_costs_no_step(monkeypatch):
     for i, (a, b) in enumerate(zip(got, want)):
         assert_same_bytes(a, b, f"{i}")
     assert recorder.replays == 0
+
+
+def stepped(rebind: bool, computes: str, recorder: Recorder | None = None) -> list[torch.Tensor]:
+    """Seven steps of two layers by their `main_grad`, which another tensor replaces before the
+    sixth. computes: where `backward_dw` is called: "", "inside" the step or "outside"."""
+    torch.manual_seed(0)
+    options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": bool(computes)}
+    layers = [fq.Linear(32, 32, False, recipe="mxfp8", name=f"{i}", **options) for i in range(2)]
+    net = nn.Sequential(*layers)
+    for p in net.parameters():
+        p.main_grad = torch.zeros(p.shape)
+
+    def update() -> None:
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(p.main_grad, alpha=0.5)
+                p.main_grad.zero_()
+
+    def step(x):
+        y = net(x).square().mean()
+        y.backward()
+        if computes != "outside":
+            fq.steps.backward_dw(net)
+            update()
+        return {"loss": y.detach()}
+
+    run = step if recorder is None else fq.graphed(step, net)
+    if recorder is not None:
+        recorder.step = run
+        recorder.kept = [t for p in net.parameters() for t in (p, p.main_grad)]
+    seen = []
+    for i in range(7):
+        if rebind and i == 5:
+            net[1].weight.main_grad = torch.zeros(32, 32)
+            if recorder is not None:
+                recorder.kept.append(net[1].weight.main_grad)
+        seen.append(run(values(8, 32, seed=i, dtype=torch.float32))["loss"])
+        if computes == "outside":
+            fq.steps.backward_dw(net)
+            update()
+    assert recorder is None or (run.why_eager is None) == (computes != "outside"), run.why_eager
+    return [*seen, *(p.detach() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("computes", ["", "inside", "outside"])
+def test_a_captured_step_takes_wgrads_where_they_go(monkeypatch, computes: str):
+    """If false, replays add to a `main_grad` that nobody reads, or a wgrad that is computed outside
+    the captured step is that of the capture, or lost."""
+    want, recorder = stepped(False, ""), Recorder(monkeypatch)
+    waits = "its capture failed: 0: a weight gradient of delay_wgrad_compute=True waits .*inside"
+    said = pytest.warns(UserWarning, match=waits) if computes == "outside" else None
+    with said or contextlib.nullcontext():
+        got = stepped(True, computes, recorder)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same_bytes(a, b, f"{i}")
+    assert (recorder.captures, recorder.replays) == ((1, 0) if computes == "outside" else (2, 3))
+    layer = fq.Linear(32, 32, recipe="mxfp8", name="0", delay_wgrad_compute=True)
+    layer(torch.ones(8, 32)).sum().backward()
+    recorder.captures = None  # a capture by hand
+    with pytest.raises(RuntimeError, match=waits.partition(": ")[2]):
+        layer.backward_dw()
+    recorder.captures = 0
+    layer.backward_dw()
+    assert layer.weight.grad is not None
 
 
 # transformers #

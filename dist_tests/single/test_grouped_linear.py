@@ -402,6 +402,7 @@ def test_set_recipe_changes_every_expert():
             grouped(recipes.fp8_delayed(), packed)(x, [3, 3, 3, 3]),
             f"{packed}",
         )
+        assert [len(m.runtime.graphs.delayed) for m in module.layers] == [1] * 4, "dropped plans"
         assert {layer.recipe for layer in module.layers} == {recipes.fp8_delayed()}
 
 
@@ -422,7 +423,7 @@ def test_experts_have_the_recipe_of_a_context(packed: bool):
         module = grouped(recipes.mxfp8(), packed)
         compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
         if name == "fp8_delayed":
-            with pytest.raises(Exception, match="run it once in eager mode first"):
+            with pytest.raises(Exception, match="run it in eager mode, or use fq.set_recipe"):
                 compiled(module, values(4, K, dtype=torch.float32), [1, 1, 1, 1])
         # nobody counts the steps of a compiled layer without a model
         calls = {inside: batches} | ({compiled: batches[:1]} if name != "fp8_delayed" else {})

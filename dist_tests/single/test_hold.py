@@ -344,6 +344,16 @@ def test_recipes_that_change_frozen_weights_are_refused():
         model = net(recipes.schedule(mx, (3, None, kept)))
         model[0].weight.requires_grad_(False)
         assert fq.freeze(model) == 1
+    backward = recipes.hybrid("mxfp8", "nvfp4")  # refused before a backward reads the codes
+    for context, run in ((other, model[0]), (backward, model[0]), (other, torch.compile(model[0]))):
+        with pytest.raises(Exception, match="a weight holds codes of mxfp8.*use fq.set_recipe"):
+            with torch.no_grad(), fq.autocast(context):
+                run(batch(0))
+    with fq.quantized_model_init("fp8_current"):
+        layer = fq.Linear(64, 32)
+    with pytest.raises(ValueError, match="linear.weight holds codes of fp8_tensor.*delayed"):
+        with torch.no_grad(), fq.autocast("fp8_delayed"):  # the same formats, and other scales
+            layer(torch.ones(8, 64))
 
 
 @pytest.mark.parametrize("name", RECIPES)

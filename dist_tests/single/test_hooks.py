@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import itertools
 import math
 import random
@@ -32,6 +34,7 @@ from dist_tests.laws import (
     values,
 )
 from dist_tests.virtual import VirtualRanks
+from examples.mini_megatron.flat import FlatLayout
 from examples.mini_megatron.ranks import Ranks, Sizes, on_virtual_ranks
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction
@@ -727,6 +730,58 @@ def test_a_layer_trains_as_with_its_own_optimizer(name: str, device: str = "cpu"
             assert_same_bytes(mine.encode_scale, of.encode_scale, f"{key}")
     for d in Direction:
         assert_same_storage(ours.weight.storage_for(d), theirs.weight.storage_for(d))
+
+
+def test_codes_alone_train_with_main_grads_as_plain_parameters():
+    """If false, parameters that are codes under a distributed optimizer of Megatron's kind keep
+    values in high precision, or train on other gradients than plain parameters."""
+    sizes, kept = (160, 96), {"fuse_wgrad_accumulation": True, "dtype": torch.bfloat16}
+    layout = FlatLayout({"up": 160 * 96, "down": 160 * 96}, 1, 1 << 14)
+    runs = []
+    for codes in (True, False):
+        torch.manual_seed(0)
+        scope = fq.quantized_model_init("mxfp8") if codes else contextlib.nullcontext()
+        with scope:
+            up = fq.Linear(96, 160, False, recipe="mxfp8", name="up", **kept)
+            down = fq.Linear(
+                160, 96, False, recipe="mxfp8", name="down", delay_wgrad_compute=codes, **kept
+            )
+        weights, grads = {"up": up.weight, "down": down.weight}, layout.zeros("cpu")
+        for name, weight in weights.items():
+            weight.main_grad = layout.view(grads, name).view(weight.shape)
+        if codes:
+            sync = plan_weight_sync([(n, w, layout.shards(n)) for n, w in weights.items()], None)
+            masters = sync.init_masters()
+            sync.refresh(masters)
+            alive = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+            of_weights = [t for t in alive if sorted(t.shape) == sorted(sizes)]
+            assert not [t for t in of_weights if t.dtype is torch.bfloat16], "values are kept"
+        else:
+            masters = [w.detach().float().reshape(-1) for w in weights.values()]
+        optimizer = torch.optim.AdamW(masters, lr=0.01)
+        seen = []
+        for step in range(3):
+            for micro_batch in range(2):
+                y = down(up(values(32, 96, seed=2 * step + micro_batch)).relu())
+                y.square().sum().backward()
+                seen.append(y.detach())
+            for _ in range(2):
+                down.backward_dw()
+            seen.append(grads.clone())
+            for master, name in zip(masters, weights):
+                master.grad = layout.view(grads, name)
+            optimizer.step()
+            grads.zero_()
+            if codes:
+                sync.cast_(masters)
+                sync.gather()
+                sync.finish()
+            else:
+                for weight, master in zip(weights.values(), masters):
+                    weight.data.copy_(master.view(weight.shape))
+        runs.append(seen)
+    for i, (got, want) in enumerate(zip(*runs)):
+        assert_same_bytes(got, want, f"{i}")
 
 
 def test_the_page_trains():

@@ -47,7 +47,9 @@ class Config:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     gradient_accumulation_fusion: bool = False
+    delay_wgrad_compute: bool = False
     fp8: str | None = None
+    cuda_graph_impl: str = "none"
 
 
 @pytest.fixture(autouse=True)
@@ -282,11 +284,7 @@ def test_checkpoints_are_those_of_megatrons_layers():
 
 REFUSED = [
     ({"fp8": "hybrid"}, {}, "fp8='hybrid'.*formats come from the recipe"),
-    (
-        {"gradient_accumulation_fusion": True},
-        {},
-        "gradient_accumulation_fusion=True.*--no-gradient-accumulation-fusion",
-    ),
+    ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl='local'.*--cuda-graph-impl none"),
     (
         {},
         {"skip_weight_param_allocation": True},
@@ -320,7 +318,7 @@ def test_every_refused_field_of_the_config_is_refused():
         row(config=Config(expert_model_parallel_size=2), is_expert=True)
 
 
-def experts(make, **options) -> nn.Module:
+def experts(make, config: Config | None = None, **options) -> nn.Module:
     torch.manual_seed(0)
     given = {
         "bias": True,
@@ -329,7 +327,7 @@ def experts(make, **options) -> nn.Module:
         "init_method": normal,
         **options,
     }
-    return make(3, 64, 128, config=Config(), recipe=HYBRID, **given)
+    return make(3, 64, 128, config=config or Config(), recipe=HYBRID, **given)
 
 
 @pytest.mark.parametrize("make", [ColumnParallelGroupedLinear, RowParallelGroupedLinear])
@@ -361,6 +359,62 @@ def test_grouped_experts_are_a_loop_of_layers(make):
         layer.weight1.partition_dim == (make is RowParallelGroupedLinear)
         and layer.weight1.allreduce
     )
+
+
+def reduce_by_ddp(layer: nn.Module, param: nn.Parameter, ready: list) -> None:
+    """Give a weight what Megatron's DDP gives it: a `main_grad`, and the hook that adds gradients
+    to it, behind the backward or behind `backward_dw`."""
+    param.main_grad, param.grad_added_to_main_grad = torch.ones(param.shape), False
+
+    def hook(*unused) -> None:
+        assert param.grad is not None, "overlapped reductions need one"
+        if not param.grad_added_to_main_grad:
+            param.main_grad.add_(param.grad)
+        param.grad = None
+        ready.append(param)
+
+    if getattr(param, "skip_backward_post_hook", False):
+        layer.register_wgrad_accumulation_and_reduce_hooks(hook)
+    else:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize("options", ["fuses", "delays", "fuses delays"])
+@pytest.mark.parametrize("make", [column, row, ColumnParallelGroupedLinear])
+def test_megatrons_ddp_takes_the_wgrads_of_its_options(make, options: str):
+    """If false, `gradient_accumulation_fusion` or `delay_wgrad_compute` trains on other gradients,
+    or DDP reduces weights before their gradients are there, or never."""
+    fuses, delays = "fuses" in options, "delays" in options
+    config = Config(gradient_accumulation_fusion=fuses, delay_wgrad_compute=delays)
+    is_grouped, counts = make is ColumnParallelGroupedLinear, [32, 0, 64]
+    layer = experts(make, config) if is_grouped else make(config=config)
+    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+    alone, ready = [], []
+    for e, weight in enumerate(weights):
+        name = f"experts.{e}" if is_grouped else "layer"
+        alone.append(fq.Linear(64, 128, False, dtype=BF16, recipe=HYBRID, name=name))
+        alone[e].fuse_wgrad_accumulation = fuses
+        alone[e].weight.data.copy_(weight)
+        alone[e].weight.main_grad = torch.ones(128, 64)
+        reduce_by_ddp(layer, weight, ready)
+    for step in range(2):
+        x = values(96, 64, seed=step, dtype=BF16).requires_grad_()
+        dy = values(96, 128, seed=9 + step, dtype=BF16)
+        (layer(x, counts) if is_grouped else layer(x))[0].backward(dy)
+        assert len(ready) == len(weights) * (step if delays else step + 1)
+        if delays and step:
+            layer.backward_dw()
+        elif delays:
+            fq.steps.backward_dw(layer)
+        assert len(ready) == len(weights) * (step + 1)
+        parts = zip(x.split(counts), dy.split(counts)) if is_grouped else [(x, dy)]
+        for expert, (rows, into) in zip(alone, parts):
+            expert(rows.detach()).backward(into)
+            if not fuses:
+                expert.weight.main_grad.add_(expert.weight.grad)
+                expert.weight.grad = None
+    for weight, expert in zip(weights, alone):
+        assert torch.equal(weight.main_grad, expert.weight.main_grad) and weight.grad is None
 
 
 def test_plans_and_recipes_reach_the_layers():

@@ -785,7 +785,7 @@ def test_experts_ask_a_recipe_as_grouped_linear():
     with fq.autocast(recipe):
         assert (
             listed.layers[0]
-            ._overriding_plan(current_autocast(), listed.layers[0].weight)
+            .plan_in(current_autocast(), listed.layers[0].weight.device)
             .input.rowwise.fmt
             == blocks
         )

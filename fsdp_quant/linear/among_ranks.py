@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import STEP, STEP_FIELDS, current_autocast
+from ..counters import bytes_of
 from ..formats import ROWWISE, Direction
 from ..tensor import torch_compat
 from .base import BaseLinear
@@ -80,7 +81,7 @@ def _local_input(
     if not _same(layout, wanted, dims):
         x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
         if not layout.is_replicate():
-            count_high_precision_gather(x.nbytes)
+            count_high_precision_gather(bytes_of(x))
         x = x.redistribute(placements=[wanted])
     if not isinstance(x, DTensor):
         return x, None, True
@@ -116,7 +117,7 @@ def multiply_shared(
         )
     dtype = torch_compat.autocast_dtype(x.device) or x.dtype
     override = current_autocast()
-    plan = layer.plan if override is None else layer._overriding_plan(override, layer.weight)
+    plan = layer.plan if override is None else layer.plan_in(override, weight.device)
     if plan.boundary is not None:
         raise NotImplementedError(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "
@@ -145,7 +146,7 @@ def _multiply(
     call = layer.call(x, weight, bias, plan)._replace(
         axis=axis, require_native=runtime.recipe.require_native
     )
-    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+    if axis.group.size() > 1 and plan.is_keyed:
         step = STEP.on(x.device)
         if STEP.token_offset < 0:  # else it says where this rank's rows are
             step = step.clone()  # ranks with the same rows round alike

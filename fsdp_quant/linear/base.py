@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, Literal
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, new_weight_state
+from ..context import STEP, Autocast, quantized_init_recipe
 from ..counters import counters
-from ..ops import opaque
 from ..ops.capability import DOMAINS, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.weight_state import WeightState, values_of
 from .call import NOTHING, BySlot, Call
 from .cut import Layouts, TensorParallel
@@ -39,10 +40,15 @@ from .training_steps import note_forward, note_traced
 from .weight_gradient import WeightGradient, main_grad_of, refuse_fsdp
 
 
+@functools.cache  # a plan takes half a millisecond, and each call inside fq.autocast has one
+def _plan_of_key(key: str, *of: str) -> GemmPlan:
+    return build_plan(recipe_of(key), *of)
+
+
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
     """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
-    return build_plan(recipe_of(key), name, arch, module_type)
+    return _plan_of_key(key, name, arch, module_type)
 
 
 class BaseLinear(HasWeight, nn.Linear):
@@ -53,9 +59,7 @@ class BaseLinear(HasWeight, nn.Linear):
                          inside it), so FSDP2 gathers both directions for both; "backward": for the
                          backward alone; None: detected.
     parallel:            how ranks share the layer (`TensorParallel`), or a style's `Layouts`.
-    fuse_wgrad_accumulation:  the wgrad is added to `weight.main_grad` (fp32, or bf16), and not to
-                         `.grad`.
-    delay_wgrad_compute:  the backward leaves the wgrad to `backward_dw`.
+    fuse_wgrad_accumulation, delay_wgrad_compute:  as of `fq.Linear`.
     """
 
     runtime: LayerRuntime
@@ -65,13 +69,11 @@ class BaseLinear(HasWeight, nn.Linear):
     delay_wgrad_compute = False
     parallel: TensorParallel | Layouts | None = None
 
-    def make_quantized(
-        self, recipe: Recipe | str, name: str, kind: type[WeightState] | None = None
-    ) -> None:
-        """Give the layer its runtime, and its weight a state of `kind` unless it has one."""
+    def make_quantized(self, recipe: Recipe | str, name: str) -> None:
+        """Give the layer its runtime, and its weight a state unless it has one."""
         weight = self.weight
         self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
-        self.attach_state(kind)
+        self.attach_state()
         torch_compat.make_fx_leaf(self)
         self.register_state_dict_post_hook(plain_in_state_dict)
         self.register_load_state_dict_post_hook(reencode_after_load)
@@ -82,7 +84,8 @@ class BaseLinear(HasWeight, nn.Linear):
         if state is None:
             name, shape = f"{runtime.name}.weight", tuple(whole_shape(self.weight))
             dtype = runtime.recipe.compute_dtype
-            state = new_weight_state(name, runtime.plan.weight, shape, dtype, kind=kind)
+            default = WeightState if quantized_init_recipe() is None else QuantizedWeightState
+            state = (kind or default)(name, runtime.plan.weight, shape, dtype)
         runtime.set_weight_state(state)
         if is_new:
             register_weight(self)
@@ -199,7 +202,12 @@ class BaseLinear(HasWeight, nn.Linear):
         )
 
     @property
-    def _trained(self) -> tuple[Tensor, int | None, bool]:
+    def returns_wgrad(self) -> bool:
+        """Whether autograd is given the gradient of the weight."""
+        return not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute)
+
+    @property
+    def trained(self) -> tuple[Tensor, int | None, bool]:
         """`WeightGradient.parameter`, `index` and `transposed`."""
         return self.weight, None, False
 
@@ -209,15 +217,15 @@ class BaseLinear(HasWeight, nn.Linear):
         Raises NotImplementedError under fully_shard, ValueError for a `main_grad` that is missing
         or that does not fit.
         """
-        fuses, delays = self.fuse_wgrad_accumulation, self.delay_wgrad_compute
-        if not (fuses or delays) or not (weight.requires_grad and torch.is_grad_enabled()):
+        if self.returns_wgrad or not (weight.requires_grad and torch.is_grad_enabled()):
             return None
-        name, (parameter, index, transposed) = self.runtime.name, self._trained
+        fuses, name = self.fuse_wgrad_accumulation, self.runtime.name
+        parameter, index, transposed = self.trained
         option = "fuse_wgrad_accumulation" if fuses else "delay_wgrad_compute"
         refuse_fsdp(parameter, name, option)
         if fuses:
             main_grad_of(parameter, name)
-        waiting = self.runtime.waiting if delays else None
+        waiting = self.runtime.waiting if self.delay_wgrad_compute else None
         return WeightGradient(name, parameter, index, transposed, fuses, waiting)
 
     def backward_dw(self) -> None:
@@ -227,7 +235,7 @@ class BaseLinear(HasWeight, nn.Linear):
         not run. Does nothing for a layer that delays none, or whose weight is frozen. Raises
         RuntimeError if no wgrad waits.
         """
-        if self.delay_wgrad_compute and self._trained[0].requires_grad:
+        if self.delay_wgrad_compute and self.trained[0].requires_grad:
             self.runtime.waiting.compute()
 
     def _histories(
@@ -267,15 +275,12 @@ class BaseLinear(HasWeight, nn.Linear):
             codes = inputs.codes if plan.key == self.plan.key else None
         key, main_grad = plan.key, None
         if save and self.fuse_wgrad_accumulation:
-            main_grad = self._main_grad_in_graph()
+            parameter: Any = self.weight
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True  # nothing of ours runs in the backward
+            main_grad = main_grad_of(parameter, self.runtime.name)
         states = step, ids, guards, *delayed
         return in_graph(x, weight, bias, key, save, trains, *states, rank, ranks, codes, main_grad)
-
-    def _main_grad_in_graph(self) -> Tensor:
-        weight: Any = self.weight
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True  # nothing of ours runs in the backward
-        return main_grad_of(weight, self.runtime.name)
 
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` inside `fq.autocast`."""
@@ -295,25 +300,6 @@ class BaseLinear(HasWeight, nn.Linear):
             )
         arch = arch_of(device)
         return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
-
-    def _overriding_plan(self, override: Autocast, weight: Tensor) -> GemmPlan:
-        plan = self.plan_in(override, weight.device)
-        if isinstance(weight, QuantizedTensor):
-            self._check_encoded(plan)
-        return plan
-
-    @opaque.eager_only
-    def _check_encoded(self, plan: GemmPlan) -> None:
-        """Raise ValueError if the weight's codes are of other formats than a context's plan."""
-        encoded = self.runtime.weight_state.quantizer
-        if plan.weight != encoded:
-            raise ValueError(
-                f"{self.runtime.name}: fq.autocast would change the weight from {encoded} to "
-                f"{plan.weight}, whose codes exist before the forward (a quantized parameter, a "
-                "frozen weight, or one that fully_shard gathered for a context outside); use "
-                "fq.set_recipe at a step boundary, or enter fq.autocast around the forward of the "
-                "whole fully_shard model"
-            )
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""

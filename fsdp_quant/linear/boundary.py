@@ -43,7 +43,7 @@ class OutputQuantization:
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        _BOUNDARIES.setdefault(self.key, self)
+        self.__post_init__()
 
 
 class _Boundary(torch.autograd.Function):

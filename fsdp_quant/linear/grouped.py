@@ -185,8 +185,7 @@ class GroupedCall(NamedTuple):
             for slots in ([call.factors for call in calls], [call.histories for call in calls])
         )
         save = any(call.save for call in calls)
-        is_keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
-        ids = [known(call.ids, "ids") for call in calls] if is_keyed else []
+        ids = [known(call.ids, "ids") for call in calls] if first.plan.is_keyed else []
         call = first._replace(save=save, factors=factors, histories=histories)
         return GroupedCall(call, ids, states, experts, tag=tag)
 

@@ -38,7 +38,7 @@ from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_s
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .runtime import NO_HISTORIES, LayerRuntime
-from .training_steps import note_traced
+from .training_steps import backward_dw, note_traced
 
 EXPERT = "grouped_linear"  # `Role.module_type`
 
@@ -49,7 +49,7 @@ class Expert(Linear):
     Its weight, bias and mode are those of the module that it is part of, or given ones.
     """
 
-    _given: tuple[Tensor | None, Tensor | None] = (None, None)
+    _given: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
     _mode = True
 
@@ -75,22 +75,25 @@ class Expert(Linear):
         self.__dict__["_part_of"] = weakref.ref(module), index
         self.give(None, None)
 
-    def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        """Multiply these from now on; None: those of the module."""
-        self.__dict__["_given"] = weight, bias
+    def give(
+        self, weight: Tensor | None, bias: Tensor | None, parameter: Tensor | None = None
+    ) -> None:
+        """Multiply these from now on; None: those of the module. parameter: that trains; default:
+        the weight."""
+        self.__dict__["_given"] = weight, bias, weight if parameter is None else parameter
 
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
         if self._given[0] is not None or self._part_of is None:
-            return self._given
+            return self._given[:2]
         reference, index = self._part_of
         module = reference()
         return (None, None) if module is None else module.values_of(index)
 
     @property
-    def _trained(self) -> tuple[Tensor, int | None, bool]:
+    def trained(self) -> tuple[Tensor, int | None, bool]:
         module = None if self._part_of is None else self._part_of[0]()
         if self._part_of is None or module is None:
-            return known(self.weight, "the weight"), None, False
+            return known(self._given[2], "the weight"), None, False
         return module.weight, self._part_of[1], module.transposed
 
     @property
@@ -118,6 +121,16 @@ class ListedExpert(Linear):
     """One expert of a list: a layer that asks its recipe as an expert does."""
 
     module_type = EXPERT
+
+
+def _of_experts(option: str) -> property:
+    """An option of `fq.Linear` that every expert has."""
+
+    def give(self: GroupedLinear, value: bool) -> None:
+        for layer in self._linears:
+            setattr(layer, option, value)
+
+    return property(lambda self: getattr(self.first, option), give)
 
 
 @answers_keywords
@@ -193,31 +206,11 @@ class GroupedLinear(HasWeight):
         )
         self.delay_wgrad_compute = flag().read(f"{name}: delay_wgrad_compute", delay_wgrad_compute)
 
-    @property
-    def fuse_wgrad_accumulation(self) -> bool:
-        """As of `fq.Linear`, of every expert; a packed weight has one `main_grad` [E, N, K]."""
-        return self.first.fuse_wgrad_accumulation
+    # a packed weight has one `main_grad` [E, N, K]
+    fuse_wgrad_accumulation = _of_experts("fuse_wgrad_accumulation")
+    delay_wgrad_compute = _of_experts("delay_wgrad_compute")
 
-    @fuse_wgrad_accumulation.setter
-    def fuse_wgrad_accumulation(self, value: bool) -> None:
-        for layer in self._linears:
-            layer.fuse_wgrad_accumulation = value
-
-    @property
-    def delay_wgrad_compute(self) -> bool:
-        """As of `fq.Linear`, of every expert."""
-        return self.first.delay_wgrad_compute
-
-    @delay_wgrad_compute.setter
-    def delay_wgrad_compute(self, value: bool) -> None:
-        for layer in self._linears:
-            layer.delay_wgrad_compute = value
-
-    def backward_dw(self) -> None:
-        """Compute each expert's wgrad of the oldest backward that waits for it, as
-        `fq.Linear.backward_dw`."""
-        for layer in self._linears:
-            layer.backward_dw()
+    backward_dw = backward_dw
 
     def adopt_packed(self, recipes: Sequence[Recipe], name: str) -> None:
         """Give a module with packed weights a layer per expert, over views of the weight.
@@ -336,7 +329,7 @@ class GroupedLinear(HasWeight):
         if self.transposed:
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
-        if is_compiling and not self._returns_wgrads:
+        if is_compiling and not first.returns_wgrad:
             return self._outside_graphs(x, splits)
         if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
@@ -344,7 +337,7 @@ class GroupedLinear(HasWeight):
             in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
             plan, is_keyed = self.first.plan, self._is_keyed
             if in_graph and (override := current_autocast()) is not None:
-                plan = self.first._overriding_plan(override, self.owners[0].weight)
+                plan = self.first.plan_in(override, self.owners[0].weight.device)
                 names, arch = self._names, arch_of(x.device)
                 same, is_keyed = _is_for_all(override.recipe.key, names, arch)
                 in_graph = same and plan.boundary is None
@@ -366,19 +359,13 @@ class GroupedLinear(HasWeight):
             y = torch.cat(self._one_by_one(rows.split(sizes)))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    @property
-    def _returns_wgrads(self) -> bool:
-        """Whether autograd is given the gradients of weights."""
-        return not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute)
-
     def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""
-        if not self._returns_wgrads:
+        if not self.first.returns_wgrad:
             return None, "fuse_wgrad_accumulation or delay_wgrad_compute is set"
         plan, override = self.common_plan, current_autocast()
         if override is not None and not isinstance(x, QuantizedTensor):
-            weights = cycle([self._operand(owner)[0] for owner in self.owners])
-            made = [m._overriding_plan(override, w) for m, w in zip(self._linears, weights)]
+            made = [layer.plan_in(override, rows.device) for layer in self._linears]
             plan = made[0].of_groups if all(p.key == made[0].key for p in made) else None
         elif override is not None:
             return None, "tokens came as codes, which fq.autocast overrides"
@@ -491,8 +478,7 @@ class GroupedLinear(HasWeight):
         held = [self._operand(owner) for owner in self.owners]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
-        differ = plan.is_delayed or bool(plan.weight.delayed_directions)
-        differ = differ or plan.input.is_stochastic or plan.grad_output.is_stochastic
+        differ = plan.is_delayed or plan.is_keyed or bool(plan.weight.delayed_directions)
         calls = [
             layer.call(rows, weight, bias, plan)
             for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
@@ -552,9 +538,7 @@ class GroupedLinear(HasWeight):
         """Set what decides a graph, since a trace computes no properties of plans."""
         plan, self._names = self.common_plan, tuple(m.runtime.name for m in self._linears)
         self._goes_into_graphs = plan is not None and plan.boundary is None
-        self._is_keyed = plan is not None and any(
-            hybrid.is_stochastic for hybrid in (plan.input, plan.grad_output)
-        )
+        self._is_keyed = plan is not None and plan.is_keyed
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_planned": ([], None)}
@@ -576,8 +560,7 @@ def _is_for_all(key: str, names: tuple[str, ...], arch: str) -> tuple[bool, bool
     """Return whether experts have one plan of a recipe, and whether it keys random bits by
     expert."""
     plans = [plan_of_recipe(key, name, arch, EXPERT) for name in names]
-    is_keyed = plans[0].input.is_stochastic or plans[0].grad_output.is_stochastic
-    return len({plan.key for plan in plans}) == 1, is_keyed
+    return len({plan.key for plan in plans}) == 1, plans[0].is_keyed
 
 
 def sizes_of(ends: list[int]) -> list[int]:

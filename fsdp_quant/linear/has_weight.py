@@ -178,6 +178,7 @@ def attach_tensor_group(module: HasWeight) -> None:
                 "fq.convert"
             )
         state.tensor_group, state.tensor_dim = mesh.get_group(), cut.dim
+        state.shape = tuple(whole_shape(weight))  # torch's styles cut it after its state was made
         module.prepare_graphs()
 
 

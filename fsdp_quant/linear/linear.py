@@ -133,7 +133,7 @@ class Linear(BaseLinear):
         """`forward` of a weight [out_features, in_features] that no ranks share, and a bias."""
         x, plan, override = self.checked(x, weight), self.plan, current_autocast()
         if override is not None:
-            plan = self._overriding_plan(override, weight)
+            plan = self.plan_in(override, weight.device)
         if plan.boundary is None:
             return finished(self._product(x, weight, bias, plan, handed), residual, scale)
         sides, ids = plan.boundary, self.runtime.boundary_ids
@@ -166,12 +166,10 @@ class Linear(BaseLinear):
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            return False
         if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
             return False
         is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
-        if is_shared or self.plan.boundary is not None:
+        if is_shared or not self.returns_wgrad or self.plan.boundary is not None:
             return False
         return can_fuse_activation(x, self.weight, self.bias, self.plan.on(x.dtype, x.device))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
-from ..gemm import StaleWeightError
 from ..ops import dispatch, native, opaque
 from ..ops.dispatch import Statistics
 from ..ops.layout import ANCHORS, COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
@@ -80,20 +79,27 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
-def _check_format(weight: QuantizedTensor, direction: Direction, plan: GemmPlan) -> None:
-    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
-    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
-        raise StaleWeightError(
-            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
-            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
-            "boundary, or with fq.autocast around the forward of the whole fully_shard model"
-        )
+def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
+    """Raise ValueError for codes of another quantizer than the plan's."""
+    state, wanted = weight_state(weight), plan.weight
+    codes = (ROWWISE, weight.rowwise), (COLUMNWISE, weight.columnwise)
+    stored = [(of.fmt, wanted.side(d).fmt) for d, of in codes if of is not None]
+    fits = all(fmt is of or fmt == of for fmt, of in stored)
+    if fits and (not wanted.delayed_directions if state is None else state.quantizer == wanted):
+        return
+    found = state.quantizer if state and fits else " / ".join(repr(fmt) for fmt, _ in stored)
+    raise ValueError(
+        f"{'a weight' if state is None else state.name} holds codes of {found} and the plan "
+        f"multiplies {wanted}: its codes exist before the forward (a quantized parameter, a frozen "
+        "weight, or one that fully_shard gathered for a context outside); use fq.set_recipe at a "
+        "step boundary, or enter fq.autocast around the forward of the whole fully_shard model"
+    )
 
 
 def _traced_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
-    _check_format(weight, direction, plan)
+    _check_codes(weight, plan)
     return weight.operand_for(direction, layout, plan.weight)
 
 
@@ -103,11 +109,10 @@ def gathered_storage(
 ) -> EncodedMatrix:
     """Return the codes of a gathered, frozen or held weight, or of a quantized parameter, for a
     GEMM."""
-    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
-    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:
+    _check_codes(weight, plan)
+    if direction is COLUMNWISE and plan.weight.is_derived and weight.columnwise is None:
         rowwise = weight.matrix_for(ROWWISE)
         return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
-    _check_format(weight, direction, plan)
     _lay_out_frozen(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:

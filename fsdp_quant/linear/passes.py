@@ -62,6 +62,9 @@ class Layer(Protocol):
     @property
     def runtime(self) -> Runtime: ...
 
+    @property
+    def trained(self) -> tuple[Tensor, int | None, bool]: ...
+
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan: ...
 
 

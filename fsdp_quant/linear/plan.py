@@ -153,31 +153,31 @@ class GemmPlan:
 
     def __post_init__(self):
         object.__setattr__(self, "key", canonical_text(self))
-        self._register()
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._register()
-
-    def _register(self) -> None:
-        # set again after unpickling, because an older pickle may lack them
         object.__setattr__(self, "needs_steps", self._needs_steps())
         slots = self.input, self.weight, self.grad_output  # whatever the rungs
         object.__setattr__(self, "histories_key", canonical_text(slots))
         _PLANS.setdefault(self.key, self)
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @cached_property
     def is_delayed(self) -> bool:
         """Whether an activation or gradient is encoded with delayed scaling in some direction."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
+    @cached_property
+    def is_keyed(self) -> bool:
+        """Whether an activation or gradient is rounded stochastically."""
+        return self.input.is_stochastic or self.grad_output.is_stochastic
+
     def _needs_steps(self) -> bool:
         """The bits depend on the step, or the guard watches the plan on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
-        sides = [self.input, self.grad_output]
-        if self.boundary is not None:
-            sides += [self.boundary.output, self.boundary.grad_input]
-        rounded = any(side is not None and side.is_stochastic for side in sides)
+        of = self.boundary
+        sides = () if of is None else (of.output, of.grad_input)
+        rounded = self.is_keyed or any(s is not None and s.is_stochastic for s in sides)
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
 

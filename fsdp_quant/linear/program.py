@@ -437,5 +437,5 @@ def check_histories(plan: GemmPlan, factors: Sequence[Tensor], layers: int = 1) 
     if len(factors) < layers * sum(len(plan.hybrid(slot).delayed_directions) for slot in SLOTS):
         raise ValueError(
             "a compiled region entered fq.autocast with delayed scaling, whose histories cannot be "
-            "made while a graph is traced; run it once in eager mode first"
+            "made while a graph is traced; run it in eager mode, or use fq.set_recipe"
         )

@@ -16,7 +16,9 @@ from ..context import current_autocast
 from ..tensor import torch_compat
 from ..tensor.agreement import text_of
 from ..tensor.fsdp_hooks import managed_states, set_formats
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.rendezvous import agree_apart
+from ..tensor.weight_state import WeightTensor
 from .passes import Layer, TrainingSteps, layers_of_root
 
 
@@ -46,7 +48,9 @@ def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
     for layer in layers:
         runtime = layer.runtime
         plan = layer.plan if override is None else layer.plan_in(override, runtime.ids.device)
-        if plan.weight != runtime.weight_state.quantizer:
+        asked, has = plan.weight, runtime.weight_state.quantizer
+        is_other = asked is not has and asked != has
+        if is_other and isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
             changes.append((runtime, plan))
     managed = managed_states() if changes else {}
     # codes that are parameters keep their formats: their layers refuse the context
@@ -67,4 +71,5 @@ def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
         runtime.histories(plan, "weight", None, runtime.planned_histories("weight"))
 
 
+_MAY_BE_GATHERED = WeightTensor, QuantizedTensor
 _REMEDY = "enter the same fq.autocast around the forward of the root on every rank"

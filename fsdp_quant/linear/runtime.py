@@ -193,11 +193,9 @@ class GraphTensors:
     ids: Tensor
     rank: Tensor | None
     guards: list[Tensor]
+    delayed: dict[str, tuple[list[Tensor], list[Tensor]]]
     codes: QuantizedTensor | None = None
     has_columnwise = False
-
-    def __init__(self):
-        self.delayed: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def prepare(self, layer: LayerRuntime, device: torch.device | None = None) -> None:
         """Allocate the tensors for the plan and the weight's state. device: None: as before."""
@@ -220,7 +218,7 @@ class GraphTensors:
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
         scales, amaxes = [h.encode_scale for h in found], [h.amaxes for h in found]
-        self.delayed[plan.histories_key] = scales, amaxes
+        self.delayed = {plan.histories_key: (scales, amaxes)}
         if layer.steps is not None and layer.steps.is_counting:
             layer.steps.counts_on(device)
         kept = [step, self.ids, *self.guards, *scales, *amaxes]

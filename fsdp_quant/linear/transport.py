@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..counters import counters
+from ..counters import bytes_of, counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction
 from ..ops import dispatch, opaque
@@ -95,12 +95,11 @@ class _Functional:
         buffers: Sequence[Tensor], group: dist.ProcessGroup, in_backward: bool
     ) -> Callable[[], list[Tensor]]:
         """in_backward: torch's partitioner would move a gather that depends on no gradient into the
-        forward, and gather again in the backward."""
+        forward, and gather again in the backward. It sends [1, n], as fx_graph_cse would make it
+        the forward's gather of the same codes, and a graph would keep the rows of all ranks."""
         with torch_compat.keep_in_backward(in_backward):
-            started = [
-                torch_compat.start_all_gather(_bytes(b), group) if b.numel() else None
-                for b in buffers
-            ]
+            sent = [_bytes(b)[None] if in_backward else _bytes(b) for b in buffers]
+            started = [torch_compat.start_all_gather(b, group) if b.numel() else None for b in sent]
 
         def wait() -> list[Tensor]:
             shapes = [(group.size(), *b.shape) for b in buffers]
@@ -245,7 +244,7 @@ class Arriving:
     def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut, in_backward: bool = False):
         self._names, self._cut = list(buffers), cut
         sent = [b.contiguous() for b in buffers.values()]
-        self.nbytes = cut.ranks * sum(b.nbytes for b in sent)
+        self.nbytes = cut.ranks * sum(map(bytes_of, sent))
         if cut.ranks == 1:
             self._gathered = lambda: [b[None] for b in sent]
         else:

@@ -28,6 +28,10 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 
 Product = Callable[..., Tensor]
+NOT_INSIDE = (
+    "a weight gradient of delay_wgrad_compute=True waits where a captured step begins or ends; "
+    "call backward_dw() inside the step, behind its backward"
+)
 _DTYPES = torch.float32, torch.bfloat16
 
 
@@ -73,36 +77,60 @@ def refuse_fsdp(weight: Tensor, name: str, option: str) -> None:
 
 class Waiting:
     """Wgrads of a layer that wait for `backward_dw`, the oldest first, with what they read and its
-    versions: operands in high precision are the caller's tensors."""
+    versions: operands in high precision are the caller's tensors.
+
+    behind:  hooks that run behind each of them.
+    """
 
     def __init__(self, name: str):
         self.name = name
-        self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]]]] = deque()
+        self.behind: list[Callable[[], object]] = []
+        # the last: a CUDA graph records them
+        self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]], bool]]
+        self.products = deque()
 
     def leave(self, gradient: WeightGradient, product: functools.partial[Tensor]) -> None:
         """Leave a product for `compute`. product: of two `EncodedMatrix` operands."""
         if not self.products:
             _WAITING.append(weakref.ref(self))
         read = [t for operand in product.args for t in operand.buffers().values()]
-        self.products.append((gradient, product, [(t, t._version) for t in read]))
+        captured = torch_compat.is_captured(read[0])
+        self.products.append((gradient, product, [(t, t._version) for t in read], captured))
 
     def compute(self) -> None:
-        """Compute the oldest. Raises RuntimeError if none waits, or if what it reads was written
-        since its backward."""
+        """Compute the oldest. Raises RuntimeError if none waits, if what it reads was written since
+        its backward, and if a CUDA graph records one of both alone."""
         if not self.products:
             raise RuntimeError(
                 f"{self.name}: backward_dw() without a backward whose weight gradient waits; call "
                 "it once for each backward"
             )
-        gradient, product, read = self.products.popleft()
-        if not self.products:
-            _WAITING[:] = [other for other in _WAITING if other() not in (None, self)]
+        gradient, product, read, captured = self.products[0]
+        if captured != torch_compat.is_captured(read[0][0]):
+            raise RuntimeError(f"{self.name}: {NOT_INSIDE}")
+        self.products.popleft()
+        self._end()
         if any(t._version != version for t, version in read):
             raise RuntimeError(
                 f"{self.name}: the input, or the gradient of the output, was written in place "
                 "between the backward and backward_dw(), which reads it; write a copy"
             )
-        gradient.add(product)
+        if (told := gradient.add(product)) is not None:
+            gradient._add_to_grad(told)
+        for hook in self.behind:
+            hook()
+
+    def _end(self) -> None:
+        if not self.products:
+            _WAITING[:] = [other for other in _WAITING if other() not in (None, self)]
+
+    def forget_captured(self) -> bool:
+        """Forget those that a CUDA graph records, and return whether there were any: nothing wrote
+        what they read."""
+        left = [item for item in self.products if not item[-1]]
+        found, self.products = len(left) < len(self.products), deque(left)
+        self._end()
+        return found
 
 
 # Those with products: a list, because torch.compile traces optimizers with their hooks.

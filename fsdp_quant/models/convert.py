@@ -463,8 +463,6 @@ def _check_shared(
                 )
 
 
-def _some(names, limit: int = 5) -> str:
+def _some(names) -> str:
     names = list(names)
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..linear.linear import Linear, handed_to
 from ..linear.shared_input import Handed
+from ..linear.training_steps import backward_dw
 from ..migration import answers_keywords
 from ..ops.rng import own_name
 from ..recipe import Recipe
@@ -74,6 +75,4 @@ class LayerNormLinear(nn.Module):
             return y
         return (*y, normal) if self.linear.return_bias else (y, normal)
 
-    def backward_dw(self) -> None:
-        """Compute the wgrad of the oldest backward that waits, as `fq.Linear.backward_dw`."""
-        self.linear.backward_dw()
+    backward_dw = backward_dw

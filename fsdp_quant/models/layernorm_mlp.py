@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..linear.linear import Linear, handed_to, takes_handed
 from ..linear.shared_input import GatedInput, Handed
+from ..linear.training_steps import backward_dw
 from ..migration import answers_keywords
 from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
@@ -126,12 +127,7 @@ class LayerNormMLP(nn.Module):
         results = (y, *bias) if normal is None else (y, *bias, normal)
         return results if len(results) > 1 else y
 
-    def backward_dw(self) -> None:
-        """Compute the wgrads of the oldest backward that waits for them, as
-        `fq.Linear.backward_dw`."""
-        for layer in (self.down_proj, self.up_proj, self.gate_proj):
-            if layer is not None:
-                layer.backward_dw()
+    backward_dw = backward_dw
 
     def _hidden(self, x: Tensor) -> tuple[Tensor, Handed, Tensor | None, Tensor]:
         """(what down multiplies, what is handed to down with it, n if it is returned, x)."""

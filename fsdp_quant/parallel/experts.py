@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..counters import counters
+from ..counters import bytes_of, counters
 from ..formats import Direction
 from ..ops import dispatch
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
@@ -147,7 +147,7 @@ def _encoded(
 
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor) -> None:
     if route.ranks > 1:
-        counters.add("expert dispatch", (phase, direction, fmt), sent.nbytes)
+        counters.add("expert dispatch", (phase, direction, fmt), bytes_of(sent))
 
 
 class ExchangeTokens(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import quantized_init_recipe
+from ..counters import bytes_of
 from ..linear.cut import Layouts, TensorParallel
 from ..linear.linear import Linear
 from ..linear.transport import count_high_precision_gather
@@ -186,7 +187,7 @@ class PrepareModuleInput(styles.PrepareModuleInput):
         stays = is_gathered and not self.use_local_output
         if is_gathered and not stays:
             ranks = 1 if isinstance(input, DTensor) else mesh.size()
-            count_high_precision_gather(input.nbytes * ranks)
+            count_high_precision_gather(bytes_of(input) * ranks)
         return super()._prepare_input_arg(
             input, mesh, input_layout, input_layout if stays else desired_layout
         )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..context import STEP
 from ..linear import guard
 from ..linear.passes import steps_of
+from ..linear.weight_gradient import NOT_INSIDE
 from ..models.set_recipe import schedules_of
 from ..models.steps import converted_modules
 from ..models.transformers_masks import masks_of_captures
@@ -50,10 +51,11 @@ def graphed(
 
     The bits are those of the eager step. Steps, random keys and histories go on in replays, also
     after `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning.
-    A changed recipe, or a setting of the optimizer that is no tensor, is captured again; what else
-    Python decides needs `reset()`. Where nothing can be captured all steps run eagerly: one warning
-    says why, and `why_eager` keeps it. `dist.destroy_process_group()` waits for graphs that hold
-    its collectives, so it resets this one first.
+    A changed recipe, a setting of the optimizer that is no tensor, and another `main_grad` are
+    captured again; what else Python decides needs `reset()`. Where nothing can be captured, as
+    where `backward_dw()` is called outside, all steps run eagerly: one warning says why, and
+    `why_eager` keeps it. `dist.destroy_process_group()` waits for graphs that hold its collectives,
+    so it resets this one first.
 
     Raises ValueError for a warmup below 1.
 
@@ -155,9 +157,12 @@ class GraphedStep:
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 self._outputs = self._step(*args, **kwargs)
+                if names := self._forget_captured():
+                    raise RuntimeError(f"{names[0]}: {NOT_INSIDE}")
         except Exception as error:  # whatever the step, or CUDA, says
             for p, grad in grads:
                 p.grad = grad  # not memory that nothing was written to
+            self._forget_captured()
             # they stay in that capture; copies of their states do not
             for generator in torch.cuda.default_generators:
                 generator.graphsafe_set_state(generator.clone_state())
@@ -170,9 +175,19 @@ class GraphedStep:
         self._graph, self._captured = graph, self._facts()
         torch_compat.reset_before_groups_end(self)
 
+    def _forget_captured(self) -> list[str]:
+        """Forget wgrads that a capture left for `backward_dw`, and return whose they were."""
+        runtimes = [layer.runtime for layer in self._layers]
+        return [runtime.name for runtime in runtimes if runtime.waiting.forget_captured()]
+
     def _facts(self) -> list:
-        """Return constants of a graph that may change: plans of layers, settings of optimizers."""
-        facts = [layer.plan for layer in self._layers]
+        """Return constants of a graph that may change: plans of layers, where their wgrads go,
+        settings of optimizers."""
+        facts: list[object] = [layer.plan for layer in self._layers]
+        for layer in self._layers:
+            grad = getattr(layer.trained[0], "main_grad", None)
+            address = None if grad is None else torch_compat.local_of(grad).data_ptr()
+            facts += layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute, address
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]
         return facts

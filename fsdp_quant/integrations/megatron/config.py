@@ -19,15 +19,10 @@ HONOURED: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), _OUR_FORMATS),
     "quant_recipe": ((None,), _OUR_FORMATS),
     "use_kitchen": ((False,), _OUR_FORMATS),
-    "gradient_accumulation_fusion": (
-        (False,),
-        "Megatron's hooks take gradients: pass --no-gradient-accumulation-fusion",
-    ),
     "fp16": (
         (False,),
         "the recipe's statistics do not see that the loss scaler skips a step: train in bf16",
     ),
-    "delay_wgrad_compute": ((False,), _OUR_WGRAD),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), _OUR_WGRAD),
     "cuda_graph_impl": (
         (None, "none"),

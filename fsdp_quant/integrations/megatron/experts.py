@@ -21,10 +21,10 @@ from ...linear.grouped_linear import EXPERT, Expert, GroupedLinear
 from ...linear.linear import Linear
 from ...recipe import Recipe
 from .config import check_config
-from .linear import ParallelLinear, WeightProxy, layer_name, layer_recipe
+from .linear import ParallelLinear, TakesWgrad, WeightProxy, layer_name, layer_recipe
 
 
-class _GroupedLinear(GroupedLinear):
+class _GroupedLinear(TakesWgrad, GroupedLinear):
     """Megatron's grouped linear layer over `weight0`, `weight1`, .. of this rank's experts,
     (y, biases) = layer(x, tokens per expert).
 
@@ -95,11 +95,15 @@ class _GroupedLinear(GroupedLinear):
         self.in_features = self._linears[0].in_features
         self.out_features = self._linears[0].out_features
         self.finish_experts(name)
+        self.take_wgrad(config, *self._weights())
         self.register_load_state_dict_pre_hook(_ignore_extra_state)
 
     @property
     def owners(self) -> Sequence[Linear]:
         return self._linears
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [getattr(self, f"weight{e}") for e in range(self.num_gemms)]
 
     def _biases(self) -> list[Tensor | None]:
         return [getattr(self, f"bias{e}", None) for e in range(self.num_gemms)]
@@ -109,9 +113,9 @@ class _GroupedLinear(GroupedLinear):
         self, x: Tensor, m_splits: Sequence[int] | Tensor
     ) -> tuple[Tensor, list[Tensor | None] | None]:
         biases = self._biases()
-        for e, (layer, bias) in enumerate(zip(self._linears, biases)):
-            weight = self._weight_proxies[e].read(getattr(self, f"weight{e}"))
-            layer.give(weight, None if self.skip_bias_add else bias)
+        experts = zip(self._linears, self._weight_proxies, self._weights(), biases)
+        for layer, proxy, weight, bias in experts:
+            layer.give(proxy.read(weight), None if self.skip_bias_add else bias, weight)
             layer.training = self.training
         if isinstance(m_splits, Tensor):
             m_splits = m_splits.tolist()
@@ -180,6 +184,6 @@ def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, Weig
         if isinstance(module, ParallelLinear):
             proxies[module.weight] = module, module._weight_proxy
         elif isinstance(module, _GroupedLinear):
-            for e, proxy in enumerate(module._weight_proxies):
-                proxies[getattr(module, f"weight{e}")] = module, proxy
+            for weight, proxy in zip(module._weights(), module._weight_proxies):
+                proxies[weight] = module, proxy
     return proxies

@@ -47,7 +47,6 @@ _TESTED_DDP = {  # field -> the value that was tested
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "nccl_ub": False,
     "align_param_gather": False,
-    "delay_wgrad_compute": False,
 }
 _TESTED_OPTIMIZER = {
     "use_precision_aware_optimizer": False,

@@ -8,6 +8,7 @@ Megatron's own classes allocate, initialize, mark and save the parameters.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,11 +36,28 @@ class _PassGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: Tensor, synced: list[Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)  # a wgrad that went to main_grad is None here
         return synced[0]
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
+
+
+class TakesWgrad:
+    """Mixin of Megatron's `gradient_accumulation_fusion` and `delay_wgrad_compute`."""
+
+    _matrix_layers: Any
+
+    def take_wgrad(self, config: Any, *weights: nn.Parameter) -> None:
+        self.fuse_wgrad_accumulation = getattr(config, "gradient_accumulation_fusion", False)
+        self.delay_wgrad_compute = getattr(config, "delay_wgrad_compute", False)
+        for weight in weights:  # Megatron's DDP then registers its hooks with the module
+            vars(weight)["skip_backward_post_hook"] = self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """Run a hook of Megatron's DDP behind each `backward_dw`."""
+        self._matrix_layers[-1].runtime.waiting.behind.append(hook)
 
 
 class WeightProxy:
@@ -94,7 +112,7 @@ class _BareLinear(Linear):
         nn.Module.__init__(self)
 
 
-class ParallelLinear(Linear):
+class ParallelLinear(TakesWgrad, Linear):
     """Base of column and row layers, before Megatron's class and `_BareLinear`.
 
     The weight stays a plain parameter; GEMMs read it by its proxy.
@@ -106,6 +124,7 @@ class ParallelLinear(Linear):
     sequence_parallel: bool
     skip_bias_add: bool
     _dim: int
+    backward_dw = Linear.backward_dw  # before Megatron's
 
     def __init__(
         self,
@@ -138,6 +157,7 @@ class ParallelLinear(Linear):
             self.parallel = TensorParallel(self.tp_group, self._dim == 0, sequence_dim, reduces)
             state.tensor_group, state.tensor_dim = self.tp_group, self._dim
         self._weight_proxy = WeightProxy(state)
+        self.take_wgrad(config, self.weight)
         self.prepare_graphs()
 
     @torch_compat.never_compiled
