@@ -40,10 +40,9 @@ void launch_gradients(const char* name, GradientLaunch&& arguments, const at::Te
   const Sections sections(arguments.spec);
   int64_t rows = 0;
   for (const int64_t length : lengths) rows += sections.rows_of(length);
-  GradientLaunch& table_arguments = arguments;
-  table_arguments.scale_offset = aligned(rows * sections.row_bytes);
-  table_arguments.amax_offset = aligned(table_arguments.scale_offset + rows * sections.scale_bytes);
-  table_arguments.bytes = aligned(table_arguments.amax_offset + rows * sections.amax_bytes);
+  arguments.scale_offset = aligned(rows * sections.row_bytes);
+  arguments.amax_offset = aligned(arguments.scale_offset + rows * sections.scale_bytes);
+  arguments.bytes = aligned(arguments.amax_offset + rows * sections.amax_bytes);
   check_cuda(buffer, "buffer");
   TORCH_CHECK_VALUE(buffer.dim() == 2 && buffer.size(1) == arguments.bytes && buffer.size(0) < 65536, "buffer has shape ",
                     buffer.sizes(), "; wanted [owners, ", arguments.bytes, "]");
@@ -111,9 +110,9 @@ void decode_gradients(const at::Tensor& buffer, at::IntArrayRef lengths, int64_t
 
 void register_gradients(torch::Library& m) {
   m.def("encode_gradients(Tensor[] grads, int encoding, Tensor? keys, Tensor(a!) buffer) -> ()",
-        torch::dispatch(c10::DispatchKey::CUDA, encode_gradients));
+        torch::dispatch(c10::DispatchKey::CUDA, encode_gradients), compliant());
   m.def("decode_gradients(Tensor buffer, int[] lengths, int encoding, float factor, Tensor(a!) sum) -> ()",
-        torch::dispatch(c10::DispatchKey::CUDA, decode_gradients));
+        torch::dispatch(c10::DispatchKey::CUDA, decode_gradients), compliant());
 }
 
 }  // namespace fsdp_quant

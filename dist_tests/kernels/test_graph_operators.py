@@ -42,6 +42,8 @@ WRITES = {
     "adam": {"master", "first", "second", "rounded", "first_scale", "second_scale"},
     "adam_group": {"master", "first", "second", "out"},
     "adam_count": {"step"},
+    "encode_gradients": {"buffer"},
+    "decode_gradients": {"sum"},
 }
 NO_GRAPH = ("cast_pieces", "cast_scales")  # write through addresses in tables, which no schema says
 

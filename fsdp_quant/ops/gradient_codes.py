@@ -211,11 +211,12 @@ def encode_gradients(
 
     A block (`nvfp4`: a row) with a NaN or an infinity decodes to NaN, of `mxfp8` to an infinity.
     """
-    if out is None:
-        out = torch.zeros(layout.world, layout.nbytes, dtype=torch.uint8, device=grads[0].device)
-    if native.is_available_for(out) and grads[0].dtype in native.FLOATING:
+    size, like = (layout.world, layout.nbytes), grads[0]
+    if native.is_available_for(like) and like.dtype in native.FLOATING:
+        out = like.new_empty(size, dtype=torch.uint8) if out is None else out
         native.encode_gradients(grads, layout.encoding, keys, out)
         return out
+    out = like.new_zeros(size, dtype=torch.uint8) if out is None else out
     sections, start = layout.sections(out), 0
     dtype = None if layout.fmt.is_quantized else torch.bfloat16
     for i, (grad, numel, rows) in enumerate(zip(grads, layout.numels, layout.row_counts)):
