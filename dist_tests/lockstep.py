@@ -52,7 +52,7 @@ def give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def optimizers_in_backward(parameters: Iterable[Tensor]) -> Iterator[None]:
     """One SGD per parameter inside, stepped as its gradient arrives."""
-    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in parameters if p.requires_grad}
+    optimizers = {p: torch.optim.SGD([p], lr=0.005) for p in parameters if p.requires_grad}
 
     def step(p: Tensor) -> None:
         optimizers[p].step()

@@ -260,12 +260,12 @@ class Program:
 
 # name -> (class, or the name of torchao's; options; its step is compiled)
 OPTIMIZERS = {
-    "sgd_loop": (torch.optim.SGD, {"lr": 0.05, "foreach": False}, False),
-    "sgd_foreach": (torch.optim.SGD, {"lr": 0.05, "foreach": True}, False),
+    "sgd_loop": (torch.optim.SGD, {"lr": 0.005, "foreach": False}, False),
+    "sgd_foreach": (torch.optim.SGD, {"lr": 0.005, "foreach": True}, False),
     "adamw_loop": (torch.optim.AdamW, {"lr": 0.05, "foreach": False}, False),
     "adamw_foreach": (torch.optim.AdamW, {"lr": 0.05, "foreach": True}, False),
     "adamw_fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}, False),
-    "compiled_sgd": (torch.optim.SGD, {"lr": 0.05}, True),
+    "compiled_sgd": (torch.optim.SGD, {"lr": 0.005}, True),
     "compiled_adamw": (torch.optim.AdamW, {"lr": 0.05}, True),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}, False),
     "muon": (torch.optim.Muon, {"lr": 0.05}, False),

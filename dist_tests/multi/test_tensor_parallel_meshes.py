@@ -219,9 +219,7 @@ def loaded(rank: int, world: int, folder: str, states: dict) -> None:
     of_world = itertools.cycle(meshes(world).items())
     next(of_world), next(of_world)  # other ones than they were saved in
     mine = laws.every_second(list(states.items()), world // 2)
-    for (name, want), (shape, mesh), kind in zip(
-        mine, of_world, itertools.cycle(KINDS[::-1])
-    ):
+    for (name, want), (shape, mesh), kind in zip(mine, of_world, itertools.cycle(KINDS[::-1])):
         net, optimizer = made(name, kind, mesh, seed=1)
         model, state = get_state_dict(net, optimizer)
         dcp.load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{name}")

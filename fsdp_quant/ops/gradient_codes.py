@@ -27,7 +27,7 @@ w's part of the buffer is, from byte 0 (sizes as in the table, row-major, little
     0              codes   [R, row bytes]
     scale_offset   scales  [R, scales of a row]         R * row bytes, which is a multiple of 16
     amax_offset    amaxes  [R] fp32                     after the scales, rounded up to 16
-    nbytes         the end, rounded up to 16; bytes between the sections are zero
+    nbytes         the end, rounded up to 16; bytes between the sections mean nothing
 
 Codes and scales are those of `ops.reference` for the rowwise storage of that matrix (`nvfp4`: with
 scale_per="row", whose second-level amax is stored as it is, not as a scale). e2m1 codes of elements
