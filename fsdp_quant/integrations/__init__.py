@@ -10,7 +10,15 @@ library.
 import importlib
 from types import ModuleType
 
-__all__ = ["accelerate", "lightning", "megatron", "peft", "torchtitan", "transformers"]
+__all__ = [
+    "accelerate",
+    "lightning",
+    "megatron",
+    "megatron_gather",
+    "peft",
+    "torchtitan",
+    "transformers",
+]
 
 
 def __getattr__(name: str) -> ModuleType:
