@@ -27,7 +27,7 @@ fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --
     two-rungs        as compiled; the underflow check moves GEMMs to exact scales at once
     graphed          compiled, and the step as one CUDA graph by fq.graphed
     quantized-eager, quantized-graphed, graphed-eager, wrapped-eager, wrapped-graphed,
-    two-rungs-graphed      as their names say
+    two-rungs-graphed, bf16-graphed, torchao-graphed      as their names say
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
@@ -113,7 +113,7 @@ OURS = {
     "graphed": {"compiled": True, "graphed": True},
     "graphed-eager": {"graphed": True},
 }
-ARMS = ("bf16", *OURS, "torchao", "gather", "again")
+ARMS = ("bf16", "bf16-graphed", *OURS, "torchao", "torchao-graphed", "gather", "again")
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -206,6 +206,8 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
             ]
         elif kind == "bf16":
             arms.append(Arm("bf16 eager"))
+        elif kind == "bf16-graphed":
+            arms.append(Arm("bf16 graphed", compiled=True, graphed=True))
         elif kind == "again":
             arms += [
                 Arm(f"{BASE} again{suffix(g)}", compiled=True, gradients=g) for g in args.gradients
@@ -215,8 +217,9 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
         elif kind == "gather" and not args.fsdp:
             say("gather is skipped: it needs --fsdp")
         else:
-            kind = "tensorwise" if kind == "torchao" else kind
-            arms.append(Arm(f"torchao {kind}", compiled=True, torchao=kind))
+            of, graphed = "gather" if kind == "gather" else "tensorwise", kind.endswith("-graphed")
+            name = f"torchao {of}{' graphed' * graphed}"
+            arms.append(Arm(name, compiled=True, torchao=of, graphed=graphed))
     return arms
 
 
