@@ -12,7 +12,9 @@ transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast,
 compiled, fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is
 the Python files of the installed packages; every fiftieth file is for validation. Arms: bf16, the
 recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
-nvfp4_exact), any of them with "/two", where the underflow check knows two rungs, and with ":1",
+nvfp4_exact), any of them with "/two", where the underflow check knows two rungs, with
+"/bf16-grads", "/fp8_1x128-grads", .., whose gradients are those that 4 ranks would send so
+(`fq.set_gradient_reduction`; bf16 loses nothing and is the base of the others), and with ":1",
 another seed of initial values and of the order of the data.
 
 Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as
@@ -45,6 +47,8 @@ from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.models.steps import converted_modules
+from fsdp_quant.ops.gradient_codes import GradientLayout, decode_gradients, encode_gradients
+from fsdp_quant.ops.rng import tensor_id
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (64, 2, 2, 128),
@@ -54,6 +58,7 @@ SIZES = {  # width, layers, heads, hidden
 SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
 TAIL = 0.85
+RANKS = 4  # of "-grads"
 # Of bf16's loss, what an arm may lose.
 LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any rule
 LIMIT = 0.0025
@@ -99,6 +104,31 @@ def loss_of(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
+def backward_of_ranks(model: LlamaForCausalLM, rows: Tensor, format: str, step: int) -> Tensor:
+    """The loss; leaves the mean gradient of RANKS parts of the rows, each sent as `format`."""
+    ranks = min(RANKS, len(rows))
+    named = dict(model.named_parameters())
+    layout = GradientLayout(tuple(tuple(p.shape) for p in named.values()), ranks, format)
+    losses, sent = [], []
+    for rank, part in enumerate(rows.chunk(ranks)):
+        losses.append(loss_of(model, part))
+        losses[-1].backward()
+        ids = [tensor_id(f"{name} {rank}") for name in named]
+        keys = torch.tensor([[0, step, of, 0, 0] for of in ids], device=rows.device)
+        grads = [
+            p.grad.bfloat16() for p in named.values()
+        ]  # as FSDP2's bf16 computation leaves them
+        sent.append(encode_gradients(grads, layout, keys))
+        model.zero_grad()
+    sums = rows.new_empty(ranks, sum(layout.numels), dtype=torch.float32)
+    for owner in range(ranks):
+        received = torch.stack([codes[owner] for codes in sent])
+        decode_gradients(received, layout, sums[owner], 1 / ranks)
+    for p, pieces in zip(named.values(), sums.split(layout.numels, 1)):
+        p.grad = pieces.reshape(-1)[: p.numel()].view_as(p)
+    return torch.stack(losses).mean()
+
+
 def validated(model: LlamaForCausalLM, data: Tensor, sequences: int) -> float:
     model.eval()
     g = torch.Generator().manual_seed(1234)
@@ -137,7 +167,8 @@ def trained(
             use_cache=False,
         )
     ).to(device)
-    recipe = recipe_of(name.removesuffix("/two"), steps)
+    sent_as = name.partition("/")[2].removesuffix("-grads") if name.endswith("-grads") else None
+    recipe = recipe_of(name.partition("/")[0], steps)
     if recipe is not None:
         fq.convert(model, recipe, ["lm_head"])
     for layer in model.model.layers:
@@ -154,8 +185,12 @@ def trained(
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_of(model, batch(data[0], sequences, g))
-        loss.backward()
+        rows = batch(data[0], sequences, g)
+        if sent_as:
+            loss = backward_of_ranks(model, rows, sent_as, step)
+        else:
+            loss = loss_of(model, rows)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -201,7 +236,7 @@ def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
         return None, None
     noise = max(bases.values()) - min(bases.values())
     return arm["loss"] - base, max(
-        noise, LIMITS.get(name.removesuffix("/two").removesuffix("_exact"), LIMIT) * base
+        noise, LIMITS.get(name.partition("/")[0].removesuffix("_exact"), LIMIT) * base
     )
 
 
