@@ -36,8 +36,9 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.linear.call import Call
 from fsdp_quant.linear.plan import GemmPlan, build_plan
-from fsdp_quant.ops import anchoring, layout, native, norm, reference
+from fsdp_quant.ops import anchoring, gradient_codes, layout, native, norm, reference
 from fsdp_quant.ops.capability import arch_of, spreads
+from fsdp_quant.ops.gradient_codes import GradientLayout
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.optim import compact
@@ -489,6 +490,25 @@ def adam_group(
     run(f"adam_group {sides} {grad} {moments} statistics {statistics}", flat[0], lambda: flat[1])
 
 
+def gradients(name: str, dtype: torch.dtype) -> None:
+    """Of two owners: rows that they do not divide, a vector, more than a block."""
+    grads = [laws.values(*s, seed=1, dtype=dtype) for s in ((37, 48), (5,), (130, 136))]
+    layout = GradientLayout(tuple(tuple(g.shape) for g in grads), 2, name)
+    keys = torch.stack([KEY + i for i in range(len(grads))]) * torch.tensor([1, 1, 1, 1, 0])
+    given = [on_device(g) for g in grads]
+    total = on_device(torch.empty(sum(layout.numels)))
+    codes = gradient_codes.encode_gradients(given, layout, on_device(keys))
+    gradient_codes.decode_gradients(codes, layout, total, 0.5)
+
+    def want() -> list[Tensor]:
+        out, wanted = torch.zeros(codes.shape, dtype=torch.uint8), torch.empty(total.shape)
+        gradient_codes.reference_encode(grads, layout, keys, out)
+        gradient_codes.reference_decode(out, layout, wanted, 0.5)
+        return [*(t for t in layout.sections(out) if t is not None), wanted]
+
+    run(f"gradients {name} {dtype}", [*layout.sections(codes), total], want)
+
+
 def pieces_of(pair: tuple[str, str], cuts: tuple[int, ...], stats: str, dtype=FP32) -> None:
     """A cast of the piece of a tensor that a rank has, without what others would reduce."""
     made = pieces.cast_of_one_rank(
@@ -930,6 +950,8 @@ def every_instance() -> None:
             pieces_of(pair, cuts, stats)
     pieces_of(("mxfp8", "nvfp4"), (5001, 40003), "halo", BF16)
     for dtype in (BF16, FP16, FP32):
+        for name in gradient_codes.GRADIENT_FORMATS:
+            gradients(name, dtype)
         for name, activation in ACTIVATIONS.items():
             if activation.has_kernel:
                 activations(name, dtype)

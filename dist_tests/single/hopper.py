@@ -44,6 +44,7 @@ from fsdp_quant.ops import (
     anchoring,
     capability,
     dispatch,
+    gradient_codes,
     layout,
     native,
     norm,
@@ -816,6 +817,26 @@ class Operators:
             "decoupled_weight_decay": decoupled,
         }
         return fused_adam.scalars_on_device(group, steps, found_inf)
+
+    # Gradients #
+
+    @staticmethod
+    def _layout(shapes, world, encoding):
+        named = (
+            gradient_codes.GradientLayout(shapes, world, n) for n in gradient_codes.GRADIENT_FORMATS
+        )
+        packed = {native.packed_gradients(layout.encoding): layout for layout in named}
+        return packed[encoding]
+
+    def encode_gradients(self, grads, encoding, keys, buffer):
+        self.calls.append(Call("encode_gradients", grads[0].data_ptr()))
+        layout = self._layout(tuple(tuple(g.shape) for g in grads), len(buffer), encoding)
+        gradient_codes.reference_encode(grads, layout, keys, buffer)
+
+    def decode_gradients(self, buffer, lengths, encoding, factor, sum):
+        self.calls.append(Call("decode_gradients", sum.data_ptr()))
+        layout = self._layout(tuple((n * len(buffer),) for n in lengths), len(buffer), encoding)
+        gradient_codes.reference_decode(buffer, layout, sum, factor)
 
     # A layer's step #
 

@@ -215,8 +215,16 @@ def encode_gradients(
     if native.is_available_for(like) and like.dtype in native.FLOATING:
         out = like.new_empty(size, dtype=torch.uint8) if out is None else out
         native.encode_gradients(grads, layout.encoding, keys, out)
-        return out
-    out = like.new_zeros(size, dtype=torch.uint8) if out is None else out
+    else:
+        out = like.new_zeros(size, dtype=torch.uint8) if out is None else out
+        reference_encode(grads, layout, keys, out)
+    return out
+
+
+def reference_encode(
+    grads: Sequence[Tensor], layout: GradientLayout, keys: Tensor | None, out: Tensor
+) -> None:
+    """Define `encode_gradients`."""
     sections, start = layout.sections(out), 0
     dtype = None if layout.fmt.is_quantized else torch.bfloat16
     for i, (grad, numel, rows) in enumerate(zip(grads, layout.numels, layout.row_counts)):
@@ -229,7 +237,6 @@ def encode_gradients(
                     target = section[:, start : start + rows]
                     target.copy_(part.view(target.shape))
         start += rows
-    return out
 
 
 def decode_gradients(
@@ -242,7 +249,13 @@ def decode_gradients(
     factor:  multiplies the fp32 sum.
     """
     if native.is_available_for(buffer) and out.dtype in native.FLOATING:
-        return native.decode_gradients(buffer, layout.numels, layout.encoding, factor, out)
+        native.decode_gradients(buffer, layout.numels, layout.encoding, factor, out)
+    else:
+        reference_decode(buffer, layout, out, factor)
+
+
+def reference_decode(buffer: Tensor, layout: GradientLayout, out: Tensor, factor: float) -> None:
+    """Define `decode_gradients`."""
     codes, scale, amax = layout.sections(buffer)
 
     def piece(sender: int) -> Tensor:

@@ -15,7 +15,8 @@ from .encoding import pack_encoding
 _ops = torch.ops.fsdp_quant
 
 
-def _packed(encoding: Encoding) -> int:
+def packed_gradients(encoding: Encoding) -> int:
+    """Pack an encoding as operators of gradients take it; 0: values are sent as bf16."""
     return pack_encoding(encoding) if encoding.fmt.is_quantized else 0
 
 
@@ -27,7 +28,7 @@ def encode_gradients(
     grads:  of one dtype, float32, float16 or bfloat16.
     keys:   int64 [len(grads), 5], for stochastic rounding.
     """
-    _ops.encode_gradients([g.contiguous() for g in grads], _packed(encoding), keys, buffer)
+    _ops.encode_gradients([g.contiguous() for g in grads], packed_gradients(encoding), keys, buffer)
 
 
 def decode_gradients(
@@ -37,4 +38,4 @@ def decode_gradients(
 
     lengths:  elements of each gradient's piece.
     """
-    _ops.decode_gradients(buffer, lengths, _packed(encoding), factor, out)
+    _ops.decode_gradients(buffer, lengths, packed_gradients(encoding), factor, out)
