@@ -27,6 +27,8 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import format_of
 from fsdp_quant.quantizer import HybridQuantizer
 
+from .rounding import SIMULATIONS, Simulation
+
 
 @dataclass(frozen=True)
 class Size:
@@ -122,11 +124,14 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def validation_loss(recipe: fq.Recipe, size: Size, seed: int) -> float:
+def validation_loss(arm: fq.Recipe | Simulation, size: Size, seed: int) -> float:
     """Nats a token after training one arm."""
     torch.manual_seed(seed)
     model, language = Model(size), Language(size)
-    fq.convert(model, recipe, skip=["head"])
+    if isinstance(arm, Simulation):
+        arm.replace_layers(model)
+    else:
+        fq.convert(model, arm, skip=["head"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -173,6 +178,12 @@ def nvfp4_forward(role):
     return recipes.hybrid("nvfp4", "identity").hybrid(role)
 
 
+def nvfp4_forward_square(role):
+    """The forward of nvfp4 with the weights that nvfp4 has, a bf16 backward."""
+    forward = "nvfp4_16x16" if role.tensor_type == "weight" else "nvfp4"
+    return "identity" if role.tensor_type == "grad_output" else HybridQuantizer(forward, "identity")
+
+
 def nvfp4_rounded_inputs(role):
     """Broken: stochastic rounding of inputs too, in both directions."""
     if role.tensor_type == "weight":
@@ -197,12 +208,14 @@ ARMS = {
     "nvfp4 row 4over6": recipes.nvfp4(scale_per="row", four_over_six="mse"),
     "nvfp4 backward": recipes.hybrid("identity", "nvfp4"),
     "nvfp4 forward": fq.CustomRecipe(nvfp4_forward),
+    "nvfp4 forward 16x16": fq.CustomRecipe(nvfp4_forward_square),
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "nvfp4 fp8_exact": recipes.nvfp4(scale_rule="fp8_exact"),
     "mxfp8/nvfp4 fp8_exact": recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
     "broken: a scale a tensor": fq.CustomRecipe(tensor_scaled_e2m1),
     "broken: a scale a row": fq.CustomRecipe(row_scaled_e2m1),
     "broken: inputs rounded": fq.CustomRecipe(nvfp4_rounded_inputs),
+    **SIMULATIONS,
 }
 
 
@@ -246,10 +259,10 @@ def main() -> None:
                 )
 
 
-def _timed(recipe: fq.Recipe, size: Size, seed: int) -> tuple[float, float]:
+def _timed(arm: fq.Recipe | Simulation, size: Size, seed: int) -> tuple[float, float]:
     """(nats a token, seconds of processors)."""
     started = time.process_time()
-    return validation_loss(recipe, size, seed), time.process_time() - started
+    return validation_loss(arm, size, seed), time.process_time() - started
 
 
 if __name__ == "__main__":

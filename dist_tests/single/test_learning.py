@@ -8,8 +8,12 @@ CI runs a task of 2 to 6 seconds an arm; with FSDP_QUANT_ALL_PAIRS=1 that of
 
 from __future__ import annotations
 
+import torch
+
+import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.bench.learning import ARMS, Size, validation_loss
+from dist_tests.bench.learning import ARMS, Language, Model, Size, loss_of, validation_loss
+from dist_tests.bench.rounding import SIMULATIONS, errors
 from fsdp_quant import recipes
 
 # Largest gaps of mxfp8 and of nvfp4, and the least of a recipe that is broken. Measured, small,
@@ -49,3 +53,37 @@ def test_recipes_learn_and_a_broken_one_is_caught():
     assert gaps["mxfp8"] <= mxfp8, gaps
     assert gaps["nvfp4"] <= nvfp4, gaps
     assert gaps["broken: a scale a tensor"] >= broken, gaps
+
+
+def test_simulated_roundings_have_the_noise_that_they_claim():
+    """If false, the measurement that declines MS-EDEN measured another rounding."""
+    torch.manual_seed(0)
+    x, one = torch.randn(64, 512), torch.eye(512)
+    stochastic, _ = errors(x, one, ("stochastic", "exact"), 128, 20)
+    eden, bias = errors(x, one, ("eden", "exact"), 128, 20)
+    assert eden < 0.7 * stochastic and bias < 0.01, (eden, stochastic, bias)
+    assert errors(x, one, ("eden", "exact"), 1, 20)[1] > 0.08  # rotations make the mean right
+
+
+def test_simulated_layers_are_those_of_nvfp4_but_for_gradients():
+    """If false, a simulated arm differs from `nvfp4` by more than its rounding of gradients."""
+    ids, losses, gradients = Language(Size()).sample(16, 0), {}, {}
+    names = ("bf16", "nvfp4", "nvfp4 forward 16x16", "simulated: nvfp4", "simulated: MS-EDEN")
+    for name in names:
+        torch.manual_seed(0)
+        model = Model(Size())
+        arm = SIMULATIONS.get(name)
+        if arm:
+            arm.replace_layers(model)
+        else:
+            fq.convert(model, ({"bf16": recipes.identity()} | ARMS)[name], skip=["head"])
+        loss = loss_of(model, ids)
+        loss.backward()
+        losses[name] = loss.item()
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.blocks.parameters()])
+    assert all(abs(losses[name] - losses["nvfp4"]) < 2e-4 for name in names[2:]), losses
+    noise = {
+        name: (g - gradients["nvfp4 forward 16x16"]).norm().item() for name, g in gradients.items()
+    }
+    assert 0.8 < noise["simulated: nvfp4"] / noise["nvfp4"] < 1.25, noise
+    assert noise["simulated: MS-EDEN"] < 0.85 * noise["nvfp4"], noise
