@@ -148,6 +148,8 @@ class StepState:
         self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
             weakref.WeakValueDictionary()
         )
+        # of reductions in the running step (`ops.gradient_codes.gradient_keys`)
+        self._counts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # copies that must outlive their readers: those of the default offset, and those in graphs
         self._kept: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -265,6 +267,18 @@ class StepState:
                     torch.tensor(self.values(offset), dtype=torch.int64, device="cpu"),
                     non_blocking=True,
                 )
+
+    def new_count(self, device: torch.device) -> Tensor:
+        """Return what `gradient_keys` counts in, int64 [4], which `recount` writes."""
+        with torch_compat.outside_modes():
+            counted = torch.full((4,), -1, dtype=torch.int64, device=device)
+        self._counts[id(counted)] = counted
+        return counted
+
+    def recount(self) -> None:
+        """Let a step that is repeated draw the random bits of the first time."""
+        for counted in list(self._counts.values()):
+            counted.fill_(-1)
 
     def show(self, step: int) -> None:
         """Set the step of the model that runs now, on the host and on every device."""

@@ -42,6 +42,25 @@ class Net(nn.Module):
         return x if skips else self.sometimes(x)
 
 
+def _delays(rank: int, world: int) -> None:
+    net = fq.convert(Net(), "mxfp8")
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+    net.first.up.delay_wgrad_compute = True
+    x = laws.values(8, 32, seed=rank, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="first.up: delay_wgrad_compute.*main_grad"):
+        wrapped(x, True)
+    net.first.up.fuse_wgrad_accumulation = True
+    net.first.up.weight.main_grad = torch.zeros_like(net.first.up.weight)
+    wrapped(x, True).sum().backward()
+    net.first.up.backward_dw()
+    assert net.first.up.weight.main_grad.any()
+
+
+def test_a_gradient_that_ddp_would_not_reduce_is_refused():
+    """If false, ranks add their own gradients behind DDP's reduction, and train apart."""
+    run_ranks(2, _delays)
+
+
 def _trains(rank: int, world: int, label: str) -> None:
     """Three steps, of two batches where DDP may wait for the second, against a model of this rank
     alone whose gradients are averaged."""

@@ -4,6 +4,7 @@ piece, by the codes of `ops.gradient_codes`; its features train as with its own 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -32,7 +34,7 @@ from fsdp_quant.ops.gradient_codes import (
     gradient_keys,
 )
 from fsdp_quant.ops.rng import tensor_id
-from fsdp_quant.tensor.torch_compat import managed_params_of
+from fsdp_quant.tensor.torch_compat import in_state_dict, managed_params_of
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -127,7 +129,22 @@ def _as_expected(rank: int, world: int, copies: int) -> None:
             others: list = [None] * world
             dist.all_gather_object(others, local)
             laws.assert_same_bytes(local, others[rank % (world // copies)], "copies")
+    if copies > 1:
+        with named("ranks beside those that share the parameters", failed):
+            _beside(rank, mesh(copies, world // copies)["mesh"])
     assert not failed, "\n".join(failed)
+
+
+def _beside(rank: int, axes: DeviceMesh) -> None:
+    """Ranks of the second axis, as those of tensor parallelism, compute the same gradients."""
+    shards, of_same = (axes[name] for name in axes.mesh_dim_names or ())
+    net = nets.shard(nets.build(), mp_policy=BF16, mesh=shards)
+    fq.set_gradient_reduction(net, "nvfp4")
+    _backward(net, shards.get_local_rank())
+    local = torch.cat([p.grad.to_local().flatten() for p in net.parameters()])
+    first = local.clone()
+    dist.broadcast(first, group=of_same.get_group(), group_src=0)
+    laws.assert_same_bytes(local, first, "gradients")
 
 
 def _sums_in_order(got: dict[str, Tensor], grads: list[dict], format: str, copies: int) -> None:
@@ -272,9 +289,12 @@ def _backward(net: nn.Module, rank: int, micro: int = 0) -> None:
 
 def _accumulates(rank: int, world: int) -> None:
     """Gradients of two micro-batches that are reduced once are summed in fp32 and rounded to bf16;
-    reduced each time, their sums are added, and codes are rounded on other bits."""
+    reduced each time, their sums are added, and codes are rounded on other bits. A step that begins
+    again has its bits, and so have modules in wrappers."""
     for format in ("bf16", "mxfp8"):
-        net, plain = nets.shard(nets.build(), mp_policy=BF16), nets.build().bfloat16()
+        net, plain = nets.build(), nets.build().bfloat16()
+        net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+        net = nets.shard(net, mp_policy=BF16)
         fq.set_gradient_reduction(net, format)
         of_ranks = []
         for micro in range(2):
@@ -283,19 +303,21 @@ def _accumulates(rank: int, world: int) -> None:
             plain.zero_grad()
             of_ranks.append(plain_gradients(plain, nets.batch(micro, rank=rank).bfloat16()))
         for name, got in reduced(net).items():
+            name = in_state_dict(name)
             sums = [a[name].float() + b[name].float() for a, b in zip(*of_ranks)]
             laws.assert_same_bytes(got, expected(sums, name, format), name)
     _backward(net, rank)
     other = nets.shard(nets.build(), mp_policy=BF16)
     fq.set_gradient_reduction(other, "mxfp8")
     seen = []
-    for step in (1, 1, 2, 1):
+    for step in (1, None, 1, 2, 1):
         fq.begin_step(step)
         other.zero_grad()
         _backward(other, rank)
         seen.append(reduced(other)["head.weight"])
-    assert not any(torch.equal(seen[0], grad) for grad in seen[1:3])
-    laws.assert_same_bytes(seen[3], seen[0], "a repeated step")
+    assert not any(torch.equal(seen[0], seen[i]) for i in (1, 3))
+    for i in (2, 4):
+        laws.assert_same_bytes(seen[i], seen[0], "a repeated step")
 
 
 def _counts(rank: int, world: int) -> None:
@@ -350,6 +372,10 @@ def _refuses(rank: int, world: int) -> None:
         assert all(word in str(error.value) for word in words), error.value
 
     refused(nets.build(), "bf16", "fully_shard")
+    numbers = nn.Module()
+    numbers.w = nn.Parameter(torch.zeros(4, 2, dtype=torch.complex64))
+    refused(fully_shard(numbers), "bf16", "w is torch.complex64", "view_as_real")
+    fq.set_gradient_reduction(numbers, "fp32")
     refused(net, "int8", "'int8'", "fp32, bf16, fp8_1x128, mxfp8, nvfp4")
     refused(net, "bf16" if rank else "nvfp4", "'nvfp4' on rank 0 and 'bf16' on rank 1", "give")
     refused(net, "int8" if rank else "nvfp4", "rank 1", "'int8'")
@@ -392,17 +418,20 @@ def _of_half(rank: int, world: int) -> None:
             assert (got[name] - value).norm() <= error * value.norm(), name
 
 
+def _reduce_again(group: dist.ProcessGroup, grad: Tensor) -> None:
+    assert grad.data_ptr()
+    dist.all_reduce(grad, dist.ReduceOp.MAX, group)
+
+
 def _of_replicas(rank: int, world: int) -> None:
     """Copies without shards: nothing is scattered, and gradients that are not summed yet add up. A
-    hook reduces plain tensors, over the same ranks too."""
+    hook reduces plain tensors, over the same ranks too, and may pass their memory to kernels."""
     for by, shapes in ((replicate, {}), (fully_shard, mesh(2, 1))):
         net = nets.shard(nets.build(), by, mp_policy=BF16, **shapes)
         fq.set_gradient_reduction(net, "mxfp8")
         group = managed_params_of(net)[0].param.mesh_info.replicate_process_group
         for module in (net, *net.blocks):
-            module.set_all_reduce_hook(
-                lambda grad, group=group: dist.all_reduce(grad, dist.ReduceOp.MAX, group)
-            )
+            module.set_all_reduce_hook(functools.partial(_reduce_again, group))
         of_ranks = []
         plain = nets.build().bfloat16()
         for micro in range(2):

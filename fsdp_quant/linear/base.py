@@ -37,7 +37,7 @@ from .plan import PRODUCTS, GemmPlan, build_plan
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
-from .weight_gradient import WeightGradient, main_grad_of, refuse_fsdp
+from .weight_gradient import WeightGradient, main_grad_of, refuse_reduced
 
 
 @functools.cache  # a plan takes half a millisecond, and each call inside fq.autocast has one
@@ -214,15 +214,14 @@ class BaseLinear(HasWeight, nn.Linear):
     def weight_gradient(self, weight: Tensor) -> WeightGradient | None:
         """Return what takes the wgrad of this call in place of autograd; None: nothing does.
 
-        Raises NotImplementedError under fully_shard, ValueError for a `main_grad` that is missing
-        or that does not fit.
+        Raises NotImplementedError where FSDP2 or DDP reduces it, ValueError for a `main_grad` that
+        is missing or that does not fit.
         """
         if self.returns_wgrad or not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         fuses, name = self.fuse_wgrad_accumulation, self.runtime.name
         parameter, index, transposed = self.trained
-        option = "fuse_wgrad_accumulation" if fuses else "delay_wgrad_compute"
-        refuse_fsdp(parameter, name, option)
+        refuse_reduced(parameter, name, fuses)
         if fuses:
             main_grad_of(parameter, name)
         waiting = self.runtime.waiting if self.delay_wgrad_compute else None

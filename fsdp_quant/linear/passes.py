@@ -362,6 +362,7 @@ class TrainingSteps:
                 counts[0].sub_(counts[1]).clamp_(min=0)
             counts[1].zero_()
         self.open = self.is_applied = False
+        STEP.recount()
 
 
 class _LooseLayers(threading.local):
@@ -463,6 +464,7 @@ def restart_steps(model: nn.Module, step: int, skipped: bool = False) -> None:
     if skipped:
         STEP.restarted = last
     STEP.publish()
+    STEP.recount()
     # whose loaded histories roll when the step begins
     LOOSE.steps.layers.update(layer for layer in layers_of(model) if layer.runtime.steps is None)
 

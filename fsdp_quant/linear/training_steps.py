@@ -151,6 +151,7 @@ def begin_step(
     moved = step != STEP.step
     STEP.counted_by_hand = STEP.counted_by_hand or model is None
     STEP.show(step)
+    STEP.recount()
     if moved:
         guard.apply_underflow_policy()
     for steps in counted:

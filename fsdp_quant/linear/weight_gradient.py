@@ -63,15 +63,23 @@ def main_grad_of(weight: Any, name: str) -> Tensor:
     return main_grad
 
 
-def refuse_fsdp(weight: Tensor, name: str, option: str) -> None:
-    """Raise NotImplementedError for a weight that `fully_shard` manages."""
+def refuse_reduced(weight: Tensor, name: str, fuses: bool) -> None:
+    """Raise NotImplementedError for a weight whose gradient FSDP2 reduces in the backward, or DDP
+    before `backward_dw` adds to it."""
+    if not fuses and torch_compat.is_reduced_by_ddp(weight):
+        raise NotImplementedError(
+            f"{name}: delay_wgrad_compute=True in DistributedDataParallel, which reduces .grad in "
+            "the backward, before backward_dw() adds this rank's own gradient to it; leave the "
+            "option out, or set fuse_wgrad_accumulation too and reduce weight.main_grad yourself"
+        )
     is_gathered = isinstance(weight, QuantizedTensor) and not isinstance(weight, QuantizedWeight)
     if is_gathered or torch_compat.is_managed(weight):
+        option = "fuse_wgrad_accumulation" if fuses else "delay_wgrad_compute"
         raise NotImplementedError(
             f"{name}: {option}=True under fully_shard, which reduces the gradient that a backward "
             "leaves in .grad as soon as the backward has it, and frees it; leave the option out "
             "(FSDP2 accumulates in reduce_dtype with set_requires_gradient_sync(False)), or shard "
-            "by DDP, tensor parallelism or an optimizer of your own"
+            "by tensor parallelism or an optimizer of your own"
         )
 
 

@@ -37,7 +37,8 @@ scale_per="row", whose second-level amax is stored as it is, not as a scale). e2
 Codes are rounded stochastically (`Encoding.stochastic`), "bf16" to nearest even. Row i of owner w
 is row w * r + i of its parameter's random bits (`rng.random_bytes`, rowwise, [W * r, row]) with
 the key of the parameter. Keys are made of the step, of an id (of the name of the parameter and of
-the rank that sends), and of how often its group was reduced in this step: `gradient_keys`.
+the rank that sends, in the mesh of shards and copies), and of how often its group was reduced since
+this step began: `gradient_keys`.
 
 [Note: sum of gradients]
 Element j of a piece is fl(fl(.. fl(fl(x_0 + x_1) + x_2) .. + x_{W-1}) * factor) in fp32, x_i its

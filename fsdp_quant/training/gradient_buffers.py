@@ -96,9 +96,7 @@ class ReplicaSum(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, group: dist.ProcessGroup, reduce: Callable[[Tensor], Any]):
-        self = Tensor._make_wrapper_subclass(
-            cls, values.shape, dtype=values.dtype, device=values.device
-        )
+        self = Tensor._make_subclass(cls, values)  # of its memory, which kernels of hooks write
         self.values, self.group, self.reduce = values, group, reduce
         return self
 

@@ -41,7 +41,8 @@ def set_gradient_reduction(model: nn.Module, format: str) -> None:
     - "bf16" sends bf16 gradients as they are. Others (fp32 parameters, gradients accumulated under
       `set_requires_gradient_sync(False)`) are rounded to nearest.
     - Codes are rounded stochastically: their mean is the gradient. Random bits are keyed by step,
-      rank, parameter and element, so they do not depend on how `fully_shard` groups parameters.
+      rank, parameter and element, so they do not depend on how `fully_shard` groups parameters. The
+      rank is that among shards and copies: ranks of tensor parallelism round equal gradients alike.
     - HSDP: the sums of copies travel likewise, as codes or bf16, and their total in bf16, since
       nothing averages the error of a last rounding. All copies get the same bits.
     - A NaN or an infinity arrives as NaN or infinity, in its whole block of 128, 32 or 1024
@@ -49,8 +50,9 @@ def set_gradient_reduction(model: nn.Module, format: str) -> None:
     - Where FSDP2 has no other rank to send to, gradients stay as they are.
 
     Divide factors, AVG and SUM, CPU offload, unused parameters and `set_all_reduce_hook` work.
-    Raises ValueError, on every rank, for another format, a model without `fully_shard`, a
-    `set_custom_reduce_scatter` of others, and ranks that give different formats.
+    Later calls of `fully_shard` keep torch's reduction. Raises ValueError, on every rank, for
+    another format, a model without `fully_shard`, complex parameters, a `set_custom_reduce_scatter`
+    of others, and ranks that give different formats.
 
     >>> fq.set_gradient_reduction(nn.Linear(64, 32), "mxfp8")
     Traceback (most recent call last):
@@ -84,6 +86,13 @@ def _refusal(model: nn.Module, format: str, groups: Sequence[Any]) -> ValueError
             f"fq.set_gradient_reduction found no fully_shard in {type(model).__name__}; call "
             "fully_shard first"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.is_complex and format != _OF_TORCH:
+            return ValueError(
+                f"fq.set_gradient_reduction: {name} is {parameter.dtype}, of which {format} would "
+                "send no imaginary parts; call it for the modules without such parameters, or "
+                "store torch.view_as_real of them"
+            )
     for comm in map(torch_compat.reduce_scatter_of, groups):
         if comm is not None and not isinstance(comm, GradientReduction):
             return ValueError(
@@ -109,7 +118,7 @@ class GradientReduction(torch_compat.ReduceScatter):
         running = torch_compat.running_reduction()
         if not running.has_input and running.shards is not None and running.shards.size() > 1:
             ranks = running.shards.size()
-            encode = functools.partial(self._encode, "shards", running.names, ranks)
+            encode = functools.partial(self._encode, "shards", running, ranks)
             return SendBuffer(size, dtype, device, Outgoing(encode))
         memory = torch.empty(*size, dtype=dtype, device=device)
         replicas = running.replicas
@@ -136,10 +145,10 @@ class GradientReduction(torch_compat.ReduceScatter):
         decode_gradients(received, layout, values_of(output_tensor), factor)
 
     def _encode(
-        self, stage: str, names: tuple[str, ...], ranks: int, grads: Sequence[Tensor]
+        self, stage: str, running: torch_compat.Reduction, ranks: int, grads: Sequence[Tensor]
     ) -> Sent:
         layout = _layout(tuple(tuple(g.shape) for g in grads), ranks, self.format)
-        keys = self._keys[stage].next(names, grads[0].device) if layout.is_stochastic else None
+        keys = self._keys[stage].next(running, grads[0].device) if layout.is_stochastic else None
         return layout, encode_gradients(grads, layout, keys)
 
     def _exchange(self, stage: str, codes: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -154,7 +163,7 @@ class GradientReduction(torch_compat.ReduceScatter):
     ) -> Any:
         """Replace the pieces of a copy by their total over the copies, rounded to bf16."""
         grads = values.split(running.numels)
-        layout, codes = self._encode("replicas", running.names, group.size(), grads)
+        layout, codes = self._encode("replicas", running, group.size(), grads)
         factor = torch_compat.factor_of(running.replica_op, group.size())
         total = values.new_empty(sum(layout.numels), dtype=torch.bfloat16)
         decode_gradients(self._exchange("replicas", codes, group), layout, total, factor)
@@ -203,13 +212,15 @@ class _Keys:
         self._counted: Tensor | None = None
         self._idents: dict[tuple[str, ...], Tensor] = {}
 
-    def next(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+    def next(self, running: torch_compat.Reduction, device: torch.device) -> Tensor:
         """int64 [names, 5] of the next reduction."""
         if self._counted is None or self._counted.device != device:
-            self._counted, self._idents = torch.full((4,), -1, dtype=torch.int64, device=device), {}
-        idents = self._idents.get(names)
+            self._counted, self._idents = STEP.new_count(device), {}
+        idents = self._idents.get(running.names)
         if idents is None:
-            rank = dist.get_rank()
-            ids = [tensor_id(f"{name} gradient {self._stage} {rank}") for name in names]
-            idents = self._idents[names] = torch.tensor(ids, dtype=torch.int64, device=device)
+            what = f"gradient {self._stage} {running.sender}"
+            names = map(torch_compat.in_state_dict, running.names)
+            ids = [tensor_id(f"{name} {what}") for name in names]
+            idents = torch.tensor(ids, dtype=torch.int64, device=device)
+            self._idents[running.names] = idents
         return gradient_keys(STEP.on(device), idents, self._counted)

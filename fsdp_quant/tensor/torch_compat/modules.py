@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_wrapper_subclass,  # noqa: F401
 )
@@ -43,6 +44,12 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
             path = path[len(prefix) :]
         plain[name] = ".".join(path)
     return plain if len(set(plain.values())) == len(names) else {name: name for name in names}
+
+
+def is_reduced_by_ddp(parameter: Tensor) -> bool:
+    """A DDP module's forward runs, whose backward reduces the gradient of the parameter."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active is not None and any(p is parameter for p in active._module_parameters)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -38,6 +38,13 @@ class Reduction(NamedTuple):
     replica_op: object
     has_input: bool
 
+    @property
+    def sender(self) -> int:
+        """This rank in the mesh of copies and shards. Ranks of tensor parallelism have the same, so
+        that their equal gradients stay equal."""
+        copy = 0 if self.replicas is None else self.replicas.rank()
+        return copy if self.shards is None else copy * self.shards.size() + self.shards.rank()
+
 
 _REDUCE = inspect.unwrap(foreach_reduce).__code__
 
