@@ -23,7 +23,8 @@ SECTIONS = {
     "Training steps": ["llama_one_gpu", "llama_fully_shard", "other_models",
                        "fsdp2_8192", "fsdp2_2048", "mlp"],
     "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
-    "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "activation_memory"],
+    "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "saved_by_layer",
+                "activation_memory"],
     "Learning": ["pretrain", "learning", "example_training"],
 }  # fmt: skip
 
