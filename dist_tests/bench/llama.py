@@ -9,6 +9,7 @@
     torchrun --nproc-per-node 4 -m dist_tests.bench.llama --fsdp --model llama3_8b --params float32
         --tokens 4096 --gradients fp32,bf16,fp8_1x128 [--recompute]
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
+    python -m dist_tests.bench.llama --ledger [--tokens 512]        # on a CPU too
 
 LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B; llama3_8b is
 all of it) with random weights, sdpa (gpt-oss, which has sinks: eager attention) and its own loss,
@@ -20,6 +21,7 @@ fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
+    kept             as compiled, with save_original_input=True: less memory (--ledger)
     unfused          eager, fuse=False           again     the base (each --gradients), to see drift
     quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
                      base's (--moments float32: as those of wrapped), and masters in fp32
@@ -42,6 +44,12 @@ Columns, of medians; "x bf16" is over the base:
     tokens/s  of a GPU; MFU: of 989 TFLOP/s, of 6 FLOP a token and weight (not of embeddings) and
               causal attention, recomputation not counted
     loss      of the last step; first weights and tokens are the same for all arms
+
+--ledger measures nothing: it prints what one decoder layer of each compiled arm, of one GPU, saves
+between forward and backward, tensor by tensor, as torch's partitioner cuts its graph; without a GPU
+from graphs that hold the operators of a Hopper GPU (dist_tests/single/hopper.py). Inputs of the
+layer are counted apart, parameters not. "quantizing" is what operators of codes read and write of
+activations and gradients in a forward and a backward, in the same unit.
 
 Each arm prints a line of JSON when it is measured, and --profile the kernels of one step; the
 table comes last. An arm that raises prints its error, and the others go on.
@@ -72,7 +80,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import fsdp_quant as fq
-from dist_tests.bench import ranks
+from dist_tests.bench import ledger, ranks
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES, two_rungs
 from fsdp_quant.ops import extension
@@ -101,6 +109,8 @@ BASE = "bf16 compiled"
 OURS = {
     "compiled": {"compiled": True},
     "eager": {},
+    "kept": {"kept": True, "compiled": True},
+    "kept-graphed": {"kept": True, "compiled": True, "graphed": True},
     "unfused": {"fuse": False},
     "quantized": {"quantized": True, "compiled": True},
     "quantized-eager": {"quantized": True},
@@ -182,6 +192,7 @@ class Arm(NamedTuple):
     name: str
     recipe: str | None = None
     compiled: bool = False
+    kept: bool = False
     fuse: bool = True
     quantized: bool = False
     wrapped: bool = False
@@ -256,7 +267,7 @@ def convert(net: nn.Module, arm: Arm) -> None:
         )
     if arm.recipe is None:
         return
-    recipe = RECIPES[arm.recipe]()
+    recipe = RECIPES[arm.recipe](**({"save_original_input": True} if arm.kept else {}))
     with fq.quantized_model_init(recipe) if arm.quantized else contextlib.nullcontext():
         fq.convert(net, recipe, KEPT_BF16, fuse=arm.fuse)
 
@@ -466,6 +477,44 @@ def _measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[s
     return row | {"wall_s": time.perf_counter() - begin}
 
 
+# What a layer saves #
+
+
+def print_ledger(args, say: Callable[[str], None]) -> list[dict]:
+    """Say what one decoder layer of each arm saves; the rows of the JSON."""
+    args.layers, args.size = 1, args.size | {"vocab_size": 256}
+    tokens, width, rows = args.tokens[0], args.size["hidden_size"], []
+    arms = {arm.name: arm for arm in chosen_arms(args, say) if arm.compiled and not arm.graphed}
+    for name, arm in arms.items():
+        device = torch.device("cuda" if CUDA else "cpu")
+        with ledger.on_gpu() if arm.recipe else contextlib.nullcontext():
+            net = model(args, device)
+            convert(net, arm)
+            body = net.base_model
+            layer = (body.h if args.model == "gpt2" else body.layers)[0]
+            ids = torch.zeros(args.batch, tokens // args.batch, dtype=torch.long, device=device)
+            captured = ledger.capture(layer, lambda: body(input_ids=ids).last_hidden_state)
+        kept = ledger.saved(captured)
+        for line in ledger.lines(name, kept, width, tokens):
+            say(line)
+        unit = width * tokens
+        row = {"arm": name, "tokens": tokens, "width": width}
+        row |= {kind: ledger.total(kept, kind) / unit for kind in ("computed", "given")}
+        if arm.recipe:  # inductor quantizes for torchao, in kernels of its own
+            graphs = captured.forward, captured.backward
+            row["quantizing"] = sum(ledger.quantizing_bytes(g, tokens) for g in graphs) / unit
+        row["tensors"] = [vars(of) for of in kept]
+        rows.append(row)
+    say(f"\n{'bytes per token and element':32} {'saved':>7} {'x bf16':>6} {'inputs':>7} quantizing")
+    for row in rows:
+        moved = f"{row['quantizing']:10.3f}" if "quantizing" in row else f"{'-':>10}"
+        say(
+            f"{row['arm']:32} {row['computed']:7.3f} {row['computed'] / rows[0]['computed']:6.3f} "
+            f"{row['given']:7.3f} {moved}"
+        )
+    return rows
+
+
 # Tables #
 
 
@@ -516,7 +565,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    arms = ["bf16", "compiled", "eager", "graphed", "torchao"]
+    arms = ["bf16", "compiled", "kept", "eager", "graphed", "torchao"]
     add("--arms", type=listed(str, ARMS), default=arms, help=f"default {','.join(arms)}")
     add("--recipes", type=listed(str, RECIPES), default=["fp8_current", "mxfp8"])
     add("--tokens", type=listed(int), help="per step and rank; default 8192, with --tiny 64")
@@ -535,6 +584,7 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="of torch.compile")
     add("--fsdp", action="store_true", help="fully_shard layers and root, under torchrun")
     add("--tiny", action="store_true", help="toy sizes, on a CPU too")
+    add("--ledger", action="store_true", help="print what a layer saves, and measure nothing")
     add("--inspect", action="store_true", help="time steps that fq.inspect samples")
     add("--profile", action="store_true", help="print the kernels of one step per arm")
     add("--json", help="write all rows to this file")
@@ -545,12 +595,12 @@ def main() -> None:
     args = parser().parse_args()
     own = MODELS[args.model][1]
     args.size = TINY if args.tiny else SIZE | {k: own[k] for k in WIDTHS if k in own}
-    args.tokens = args.tokens or [64 if args.tiny else 8192]
+    args.tokens = args.tokens or [64 if args.tiny else 512 if args.ledger else 8192]
     args.layers = args.layers or (2 if args.tiny else 32 if args.model == "llama3_8b" else 6)
     args.steps = args.steps or (3 if args.tiny else 12)
     if not args.fsdp and (args.params == "float32" or args.gradients != ["fp32"]):
         raise SystemExit("error: --params float32 and --gradients need --fsdp")
-    if not (CUDA or args.tiny):
+    if not (CUDA or args.tiny or args.ledger):
         raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
     if args.loss == "liger" and NO_LIGER:
         raise SystemExit(f"error: Liger-Kernel does not import: {NO_LIGER}")
@@ -567,6 +617,8 @@ def main() -> None:
         f"{args.layers} layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, "
         f"compile {args.compile}, {args.steps} steps; native: {extension.STATUS.reason or 'loaded'}"
     )
+    if args.ledger:
+        return ranks.finish(print_ledger(args, say), args.json)
     arms = {arm.name: arm for arm in chosen_arms(args, say)}
     rows: dict[int, list[dict]] = {}
     for tokens in args.tokens:

@@ -710,6 +710,15 @@ def test_the_backward_keeps_codes_of_inputs_and_none_of_weights():
             assert codes == [size * rows for size in sizes], (name, [tuple(t.shape) for t in kept])
 
 
+def test_inputs_that_are_computed_again_have_the_bits_of_the_forward():
+    """If false, less memory (`save_original_input`) is another training."""
+    with hopper.emulated():
+        for make in (recipes.fp8_current, recipes.nvfp4):
+            want = train(net(make(), dtype=BF16), steps=1)
+            model = net(make(save_original_input=True), dtype=BF16)
+            assert_same(train(compiled(model, cut_by_inductor()), steps=1), want, make.__name__)
+
+
 def size_of_saved(forward: torch.fx.Graph) -> int:
     kept = [
         n.meta["val"]

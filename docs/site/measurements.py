@@ -24,7 +24,7 @@ SECTIONS = {
                        "fsdp2_8192", "fsdp2_2048", "mlp"],
     "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
     "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "gradient_codes",
-                "activation_memory"],
+                "saved_by_layer", "activation_memory"],
     "Learning": ["pretrain", "learning", "example_training"],
 }  # fmt: skip
 

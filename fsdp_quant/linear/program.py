@@ -238,7 +238,7 @@ def _start_input(
     if x is None:
         return lambda: columnwise_of_saved(plan, saved.input, shape, dy)
     key = saved.input[0] if saved.input else None
-    rows, statistics = x.reshape(shape), saved.statistics["input"]
+    rows, statistics = torch_compat.made_again(x.reshape(shape)), saved.statistics["input"]
     return lambda: call.operands("input", rows, [COLUMNWISE], key, statistics).take(COLUMNWISE)
 
 
@@ -345,10 +345,13 @@ def linear(
 #
 # The partitioner (min-cut) never recomputes an operator that is not in its list, nor a value that
 # such an operator reads: so the codes of x that wgrad reads are computed with those of the forward
-# in one read of x. Nodes that follow from inputs and that the forward does not need go where the
-# cut is least. Equal calls are one node (fx_graph_cse) if no argument is a NaN and none is of a
-# layer alone: so counts of the guard are results, added to the guard outside. AOTAutograd's disk
-# cache is bypassed by functions that it does not know; inductor's is not.
+# in one read of x. Where the backward quantizes x again (`saves` is "input"), it reads an
+# expression of its own (`torch_compat.made_again`): the output of a norm or an activation is
+# computed again from what their backward reads anyway. Nodes that follow from inputs and that the
+# forward does not need go where the cut is least. Equal calls are one node (fx_graph_cse) if no
+# argument is a NaN and none is of a layer alone: so counts of the guard are results, added to the
+# guard outside. AOTAutograd's disk cache is bypassed by functions that it does not know; inductor's
+# is not.
 
 
 def _save_inputs(call: Call, weight: Tensor) -> None:

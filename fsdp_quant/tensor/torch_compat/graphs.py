@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -99,6 +100,30 @@ def is_recomputed_in_graph() -> bool:
         fx_traceback.has_preserved_node_meta()
         and fx_traceback.get_current_meta().get("recompute") is not None
     )
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@functools.cache
+def _operators() -> Any:
+    """What the partitioner knows of operators. AOTAutograd, which traces, has imported it."""
+    return sys.modules["torch._functorch.partitioners"].get_default_op_list()
+
+
+# The partitioner saves what an operator that it does not know reads in the backward, and never
+# makes it again; but it makes again what an elementwise operator reads there. Compilers drop
+# copies, and arithmetic without effect, before it sees them; none of bits.
+def made_again(x: Tensor) -> Tensor:
+    """Return the values of x as an expression of the backward of the traced graph, which may
+    compute them again; x itself if it was not computed elementwise, or outside a graph."""
+    nodes = [p.node for p in _proxies_of(x)] if isinstance(x, FunctionalTensor) else []
+    while nodes and _operators().is_view(nodes[0]):
+        nodes = nodes[0].args[:1]
+    # attention is an item of a tuple, and saved anyway
+    if not nodes or not _operators().is_recomputable(nodes[0]) or nodes[0].target in _COPIED:
+        return x
+    return x.view(_BITS[x.itemsize]).bitwise_not().bitwise_not().view(x.dtype)
 
 
 # The partitioner moves a collective of the backward that needs no gradient into the forward, saves
