@@ -18,6 +18,7 @@ Every recipe, three ranks, and compiled optimizers in the programs:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -724,21 +725,21 @@ def _programs(
         _program(rank, world, names, recipe, seed, steps)
 
 
-@pytest.mark.parametrize("world", [2, 3] if laws.EVERYTHING else [2])
-def test_programs_run_in_lock_step(world: int) -> None:
+# Ranks, programs and their lengths of a test, whose ranks have five minutes.
+PROGRAMS = [(2, [(recipe, seed) for seed, recipe in enumerate(FEW)], 3)]
+if laws.EVERYTHING:
+    PROGRAMS = [
+        (world, [(recipe, seed), (recipe, seed + 1)], 15)
+        for world, recipe, seed in itertools.product((2, 3), (*RECIPES, PLAIN), range(0, 10, 2))
+    ]
+
+
+@pytest.mark.parametrize("world, cases, steps", PROGRAMS)
+def test_programs_run_in_lock_step(world: int, cases: list[tuple[str, int]], steps: int) -> None:
     """Programs of many events. False: some order of them leaves codes of other values to a
     gather."""
     names = [n for n, e in EVENTS.items() if not e.fresh and (laws.EVERYTHING or not e.compiles)]
-    if laws.EVERYTHING:
-        run_ranks(
-            world,
-            _programs,
-            names,
-            [(r, seed) for r in (*RECIPES, PLAIN) for seed in range(10)],
-            15,
-        )
-    else:
-        run_ranks(world, _programs, names, [(r, seed) for seed, r in enumerate(FEW)], 3)
+    run_ranks(world, _programs, names, cases, steps)
 
 
 PLAIN_EVENTS = ["sgd_loop", "adamw_foreach", "load"]
