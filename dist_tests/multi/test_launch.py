@@ -87,8 +87,8 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    # once more after a fault of torch, whose other agent waits five minutes for the first
-    for attempt in range(2):
+    # again after a fault of torch, whose other agent waits five minutes for the first
+    for attempt in range(4):
         # a run that starts at step 0 refuses a folder with checkpoints
         saved = tmp_path / f"run_{attempt}"
         arguments = [
