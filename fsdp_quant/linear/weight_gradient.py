@@ -123,8 +123,8 @@ class Waiting:
                 f"{self.name}: the input, or the gradient of the output, was written in place "
                 "between the backward and backward_dw(), which reads it; write a copy"
             )
-        if (told := gradient.add(product)) is not None:
-            gradient._add_to_grad(told)
+        if (wgrad := gradient.add(product)) is not None:
+            gradient._add_to_grad(wgrad)
         for hook in self.behind:
             hook()
 
