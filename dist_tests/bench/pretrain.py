@@ -12,7 +12,8 @@ transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast,
 compiled, fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is
 the Python files of the installed packages; every fiftieth file is for validation. Arms: bf16, the
 recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
-nvfp4_exact), any of them with "/two", where the underflow check knows two rungs, with
+nvfp4_exact), "nvfp4+row", "nvfp4+4over6", "nvfp4+forward" (a backward in high
+precision), any of them with "/two", where the underflow check knows two rungs, with
 "/bf16-grads", "/fp8_1x128-grads", .., whose gradients are those that 4 ranks would send so
 (`fq.set_gradient_reduction`; bf16 loses nothing and is the base of the others), and with ":1",
 another seed of initial values and of the order of the data.
@@ -61,6 +62,11 @@ TAIL = 0.85
 RANKS = 4  # of "-grads"
 # Of bf16's loss, what an arm may lose.
 LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any rule
+OPTIONS = {  # of nvfp4
+    "row": {"scale_per": "row"},
+    "4over6": {"four_over_six": "mse"},
+    "forward": {"backward_override": "high_precision"},
+}
 LIMIT = 0.0025
 ARMS = ("bf16", "bf16:1", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "hybrid", "nvfp4", "tail")
 
@@ -72,6 +78,9 @@ def recipe_of(name: str, steps: int):
     if name.startswith("tail"):
         base = RECIPES[name.replace("tail", "nvfp4")]()
         return recipes.schedule(base, (TAIL, 1.0, recipes.identity()), total_steps=steps)
+    _, *options = name.split("+")
+    if options:
+        return recipes.nvfp4(**{k: v for option in options for k, v in OPTIONS[option].items()})
     return RECIPES[name]()
 
 
@@ -236,7 +245,8 @@ def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
         return None, None
     noise = max(bases.values()) - min(bases.values())
     return arm["loss"] - base, max(
-        noise, LIMITS.get(name.partition("/")[0].removesuffix("_exact"), LIMIT) * base
+        noise,
+        LIMITS.get(name.partition("/")[0].partition("+")[0].removesuffix("_exact"), LIMIT) * base,
     )
 
 
