@@ -28,6 +28,7 @@ from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight
+from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_shard import WeightShard
 
 RECIPES = {
@@ -346,7 +347,7 @@ def test_recipes_that_change_frozen_weights_are_refused():
         assert fq.freeze(model) == 1
     backward = recipes.hybrid("mxfp8", "nvfp4")  # refused before a backward reads the codes
     for context, run in ((other, model[0]), (backward, model[0]), (other, torch.compile(model[0]))):
-        with pytest.raises(Exception, match="a weight holds codes of mxfp8.*use fq.set_recipe"):
+        with pytest.raises(Exception, match="0.weight holds codes of mxfp8.*use fq.set_recipe"):
             with torch.no_grad(), fq.autocast(context):
                 run(batch(0))
     with fq.quantized_model_init("fp8_current"):
@@ -458,17 +459,18 @@ def test_a_load_into_frozen_codes_is_refused():
     assert_same_bytes(model[0].weight.dequantize(), before, "codes")
 
 
-def test_frozen_weights_are_left_out_of_fully_shard():
-    """If false, FSDP2 says that it would decode codes, and not what to do, or breaks a model that
-    leaves them out."""
+def test_frozen_weights_are_sharded_or_left_out_of_fully_shard():
+    """If false, a copy of a frozen model shares codes or a state with it, or FSDP2 breaks a model
+    that leaves them out."""
     model = net(RECIPES["mxfp8"]).requires_grad_(False)
     fq.freeze(model)
     model[0].bias.requires_grad_()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(NotImplementedError, match="pass ignored_params="):
-            fully_shard(copy.deepcopy(model))
-        want = model(batch(0))
+        want, copied = model(batch(0)), copy.deepcopy(model)
+        assert copied[0].weight._pair.owner is copied[0]._weight_state
+        assert type(local_of(fully_shard(copied)[0].weight)) is QuantizedWeight
+        assert_same_bytes(copied(batch(0)), want, "output of shards")
         fully_shard(model, ignored_params={m.weight for m in model if isinstance(m, fq.Linear)})
         assert_same_bytes(model(batch(0)), want, "output")
     finally:

@@ -122,7 +122,7 @@ MISTAKES = {
     ),
     "an optimizer of frozen codes": Mistake(
         lambda: trained_after_freeze(),
-        r"would write a QuantizedTensor, .* call fq.unfreeze\(model\) before the optimizer is made",
+        r"would write 0.weight, a Quant.* call fq.unfreeze\(model\) before the optimizer is made",
     ),
     "converted twice": Mistake(
         lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),

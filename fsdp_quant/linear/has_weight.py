@@ -97,6 +97,10 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
     local = local_of(weight)
     if isinstance(local, FSDPHooks):
         module.set_weight_state(local.state)
+    elif type(local) is QuantizedTensor:
+        owner = local._pair.owner
+        if owner is None or (owner is not state and owner.gathered is None):
+            local._pair.owner = state  # of fq.freeze
     elif not isinstance(local, QuantizedTensor) and not module.transposed:
         if state.holds_codes or isinstance(weight, DTensor):
             _wrap(weight, state)

@@ -65,6 +65,8 @@ class QuantizedTensor(Tensor):
 
     _pair: StoragePair
     _decoded_by = "dequantize()"
+    # the local tensor of a frozen weight that fully_shard cuts (`quantized_weight`)
+    _padding: Callable[[QuantizedTensor, torch.Size], Tensor]
 
     if TYPE_CHECKING:
 
@@ -163,6 +165,11 @@ class QuantizedTensor(Tensor):
         """The storages to read."""
         return self._pair
 
+    @property
+    def is_frozen(self) -> bool:
+        """A module's parameter of `fq.freeze`, which no FSDP2 gathered."""
+        return self._pair.owner is not None and self._pair.owner.gathered is None
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage unless it is freed.
 
@@ -172,6 +179,11 @@ class QuantizedTensor(Tensor):
         Raises StaleWeightError if every storage was freed.
         """
         return _Decode.apply(self, dtype)  # pyright: ignore[reportReturnType]
+
+    def _stands_for(self, values: Tensor) -> bool:
+        """The values are those of the codes: of a state dict that frozen weights filled."""
+        same = type(values) is Tensor and values.shape == self.shape
+        return same and torch.equal(self._decoded(values.dtype), values.to(self.device))
 
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         if self._pair.groups:
@@ -317,7 +329,7 @@ class QuantizedTensor(Tensor):
         handler = _TABLE.get(func)
         if handler is None and func._schema.is_mutable:
             raise NotImplementedError(
-                f"{func} would write {_named(args)}, whose codes nothing trains; call "
+                f"{func} would write {_named(args)} whose codes nothing trains; call "
                 "fq.unfreeze(model) before the optimizer is made, which gives frozen layers their "
                 f"values back, or write to what {cls._decoded_by} returns"
             )
@@ -488,10 +500,14 @@ def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignore
     aten.new_zeros.default, aten.zeros_like.default, aten.new_empty.default, aten.empty_like.default
 )
 def _plain_like(func, tensor, size=None, dtype=None, device=None, **ignored):
-    """Plain tensors: gradients and optimizer states are never quantized."""
+    """Plain tensors: gradients and optimizer states are never quantized. FSDP2 cuts a weight of
+    fq.freeze into memory of new_zeros."""
+    shape = tensor.shape if size is None else torch.Size(size)
+    is_cut = func is aten.new_zeros.default and shape[1:] == tensor.shape[1:]
+    if is_cut and type(tensor) is QuantizedTensor and tensor.is_frozen:
+        return tensor._padding(shape)
     make = torch.zeros if "zeros" in str(func) else torch.empty
-    size = tensor.shape if size is None else size
-    return make(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
+    return make(shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
 @_TABLE.implements(aten.copy_.default)
@@ -504,6 +520,8 @@ def _copy_(func, target, source, non_blocking=False):
             "ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
         )
     if not isinstance(source, QuantizedTensor):
+        if target.is_frozen and target._stands_for(source):
+            return target
         raise NotImplementedError(
             f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} "
             "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that encoded "
@@ -511,7 +529,7 @@ def _copy_(func, target, source, non_blocking=False):
         )
     geometries = [[s.geometry for s in _storages(t)] for t in (target, source)]
     are_equal = target.shape == source.shape and geometries[0] == geometries[1]
-    if not are_equal or target._pair.owner is not None:
+    if not are_equal or not (target._pair.owner is None or target.is_frozen):
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
             "into it with HybridQuantizer.update(tensor, source.dequantize())"

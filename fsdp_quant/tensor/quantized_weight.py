@@ -21,6 +21,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import opaque
 from ..ops.layout import COMPACT
+from ..ops.reference import known
 from ..storage import to_storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
@@ -154,8 +155,11 @@ class QuantizedWeight(WeightCodes):
         content, shape = self._content, (length, *self.shape[1:])
         if self.state.weight_sync is None:
             values = content.values if content.master is None else content.master()
-            if values is not None and (start, length) == (0, values.shape[0]):
+            kept = content.pair.first if self.is_frozen else values
+            if kept is not None and (start, length) == (0, kept.shape[0]):
                 return self._aliased(shape)
+            if self.is_frozen and content.is_padding:
+                return self._aliased(shape)  # whose codes are copied next
             if content.master is None and values is None and start == 0:
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:
@@ -282,6 +286,14 @@ def _dequantize(func, weight):
 
 @_TABLE.implements(aten.copy_.default)
 def _copy_(func, weight, source, non_blocking=False):
+    if (
+        isinstance(weight, QuantizedWeight)
+        and weight._content.is_padding
+        and type(source) is QuantizedTensor
+    ):
+        return _take_codes(weight, source)
+    if isinstance(weight, QuantizedWeight) and weight.is_frozen and weight._stands_for(source):
+        return weight
     if not (isinstance(weight, QuantizedWeight) and isinstance(source, QuantizedWeight)):
         return _through_masters(func, weight, source, non_blocking)
     content = source._content
@@ -292,6 +304,28 @@ def _copy_(func, weight, source, non_blocking=False):
     if content.values is None and content.master is None:  # nothing was written yet
         return weight
     return _through_masters(func, weight, source, non_blocking)
+
+
+def _take_codes(weight: QuantizedWeight, codes: QuantizedTensor) -> QuantizedWeight:
+    """The weight with a copy of compact codes, which are all that it has from now on."""
+    content = weight._content
+    content.pair = codes._pair.map(lambda s: to_storage(s).map(torch.clone))
+    content.pair.owner, content.quantizer = weight.state, weight._quantizer
+    content.versions, content.is_padding = dict.fromkeys(Direction, object()), False
+    weight.drop_values()
+    return weight
+
+
+def _padding(frozen: QuantizedTensor, size: torch.Size) -> QuantizedWeight:
+    """Memory without codes yet, of this size, for the rows of a frozen weight that FSDP2 cuts."""
+    state = known(frozen._pair.owner, "the state of a frozen weight").as_kind(QuantizedWeightState)
+    weight = QuantizedWeight(WeightContent(state), size, frozen.dtype, frozen.device)
+    _take_codes(weight, frozen._narrow(0, 0, 0))
+    weight._content.is_padding = True
+    return weight
+
+
+QuantizedTensor._padding = _padding
 
 
 @_TABLE.implements(aten.view.default)

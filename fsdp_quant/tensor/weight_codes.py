@@ -172,6 +172,11 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
         return self.state.weight_sync is None and (master is None or master() is not None)
 
     @property
+    def is_frozen(self) -> bool:
+        """Its codes are all that is left, for good (`drop_values`)."""
+        return self._content.master is _no_values
+
+    @property
     def saved(self) -> Tensor:
         """What a state dict stores: `inner`, or the decoded codes if the values are gone."""
         if self.has_values or self.state.weight_sync is not None or self._pair.rowwise is None:

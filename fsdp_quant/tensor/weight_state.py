@@ -32,6 +32,7 @@ from ..storage import Storage
 from .torch_compat import ManagedParam, autocast_dtype, local_of
 
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound="WeightState")
 ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
 
 
@@ -160,6 +161,14 @@ class WeightState:
             copy.deepcopy(self.__getstate__(), memo) | {"tensor_group": self.tensor_group}
         )
         return copied
+
+    def as_kind(self, kind: type[_S]) -> _S:
+        """Return a state of another class, of the same formats and histories and of no gather."""
+        state = kind(self.name, self.quantizer, self.shape, self.compute_dtype)
+        of_weight = "plan", "recomputes", "packed", "tensor_group", "tensor_dim", "histories"
+        for name in (*of_weight, "forward_begins"):
+            setattr(state, name, getattr(self, name))
+        return state
 
     def set_quantizer(self, quantizer: WeightQuantizer) -> None:
         """Set the quantizer of another recipe; discard held codes and gather buffers."""

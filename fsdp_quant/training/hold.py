@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -23,12 +23,11 @@ from ..linear.passes import SCHEDULED
 from ..models.set_recipe import check_fixed, converted_units
 from ..models.steps import converted_modules
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import managed_of
+from ..tensor.frozen import freeze_shards, unfreeze_shards
+from ..tensor.fsdp_hooks import check_layout, managed_of
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.refresh import refresh_codes
-from ..tensor.torch_compat import local_of
+from ..tensor.torch_compat import ManagedParam, local_of
 from ..tensor.weight_state import Held, WeightState
 
 
@@ -133,12 +132,16 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     the codes that its GEMMs read, in the layout in which they read them. It replaces the
     high-precision weight, or a quantized parameter and its values. Bits of outputs and gradients do
     not change. `weight.dequantize()` returns the values of the codes; the values that were
-    quantized are lost, also in the state dict. A quantized parameter under `fully_shard` drops its
-    values; every rank must call `freeze`. Packed experts and transposed weights do not change.
+    quantized are lost, also in the state dict. Packed experts and transposed weights do not change.
+
+    Under `fully_shard` each rank keeps the codes of its rows, which gathers send. `freeze` comes
+    before `fully_shard`, or after it; then every rank must call it. A model's state dict holds
+    decoded values, and loads those that the codes stand for, and no others.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
-    Raises ValueError too, for a sharded high-precision weight, one with amax histories, and one
-    whose formats a schedule changes. Later `fq.set_recipe` refuses to change them.
+    Raises ValueError too, for a DTensor that no `fully_shard` manages, a weight with amax
+    histories, and one whose formats a schedule changes. Later `fq.set_recipe` refuses to change
+    them.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -154,15 +157,8 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
         _check_can_freeze(name, layer)
     for scheduled, (schedule, _) in SCHEDULED.items():
         check_fixed("fq.freeze", schedule, converted_units(scheduled), set(layers.values()))
-    sharded = {
-        layer: local
-        for layer in layers.values()
-        if isinstance(layer.weight, DTensor)
-        and isinstance(local := local_of(layer.weight), QuantizedWeight)
-    }
-    refresh_codes(list(dict.fromkeys(sharded.values())))
-    for weight in sharded.values():
-        weight.drop_values()
+    sharded = [layer for layer in layers.values() if isinstance(layer.weight, DTensor)]
+    freeze_shards(_managed(sharded))
     frozen: dict[int, nn.Parameter] = {}
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
@@ -199,7 +195,7 @@ def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
         raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
     linears = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
     untrained = {name: layer for name, layer in linears.items() if not layer.weight.requires_grad}
-    layers = {name: m for name, m in untrained.items() if type(m.weight) is not QuantizedTensor}
+    layers = {name: m for name, m in untrained.items() if not _is_frozen(m.weight)}
     if not layers:
         raise ValueError(
             f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
@@ -210,16 +206,24 @@ def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
     return layers
 
 
+def _managed(layers: Iterable[Linear]) -> list[ManagedParam]:
+    """Return the weights of sharded layers under `fully_shard`, each once."""
+    found = dict.fromkeys(layer.runtime.weight_state for layer in layers)
+    return [m for m in map(managed_of, found) if m is not None]
+
+
 def _check_can_freeze(name: str, layer: Linear) -> None:
-    """Raise ValueError for a weight whose codes do not stay, or of which ranks hold parts."""
+    """Raise ValueError for a weight whose codes do not stay, or that no rank can cut."""
     state = layer.runtime.weight_state
-    if isinstance(layer.weight, DTensor) and not (
-        state.holds_codes and managed_of(state) is not None
-    ):
-        raise ValueError(
-            f"{name}.weight is sharded, and fq.freeze takes whole weights, and quantized "
-            "parameters of fully_shard; leave it out of fully_shard with ignored_params="
-        )
+    if isinstance(layer.weight, DTensor):
+        managed = managed_of(state)
+        if managed is None:
+            raise ValueError(
+                f"{name}.weight is a DTensor {layer.weight.placements} that no fully_shard "
+                "manages; fq.freeze keeps codes of whole weights and of shards of fully_shard: "
+                "call it before parallelize_module, or after fully_shard"
+            )
+        check_layout(managed)
     if layer.plan.weight.delayed_directions:
         raise ValueError(
             f"{name}.weight is scaled by a history of amaxes, which changes its codes; give "
@@ -241,13 +245,20 @@ def unfreeze(module: nn.Module) -> int:
     >>> fq.freeze(model), fq.unfreeze(model)
     (1, 1)
     """
-    layers = [
-        m
-        for m in converted_modules(module).values()
-        if type(m._parameters.get("weight")) is QuantizedTensor
-    ]
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+    layers = [m for m in converted_modules(module).values() if _is_frozen(m.weight)]
     if not layers:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")
+    unfreeze_shards(_managed(layer for layer in layers if isinstance(layer.weight, DTensor)))
     for layer in layers:
-        layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+        if not isinstance(layer.weight, DTensor):
+            layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
     return len(layers)
+
+
+def _is_frozen(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight is codes without values, of `freeze`."""
+    local = None if weight is None else local_of(weight)
+    return isinstance(local, QuantizedTensor) and local.is_frozen
