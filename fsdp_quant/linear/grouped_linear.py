@@ -272,7 +272,12 @@ class GroupedLinear(HasWeight):
     @property
     def matrices(self) -> Tensor:
         """The packed weight as products multiply it, [E, N, K]."""
-        return self.weight.mT if self.transposed else self.weight
+        return self.weight.mT if self._is_stored_transposed else self.weight
+
+    @property
+    def _is_stored_transposed(self) -> bool:
+        """The weight is values [E, K, N]: codes of `fq.freeze` are [E, N, K]."""
+        return self.transposed and not isinstance(local_of(self.weight), QuantizedTensor)
 
     @property
     def held(self) -> tuple[Tensor, Tensor | None]:
@@ -399,7 +404,7 @@ class GroupedLinear(HasWeight):
             biases,
             plan.key,
             first.recipe.require_native,
-            self.transposed,
+            self._is_stored_transposed,
             save,
             save or (grad and (self.training or x.requires_grad)),
             step,

@@ -98,12 +98,19 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
     if isinstance(local, FSDPHooks):
         module.set_weight_state(local.state)
     elif type(local) is QuantizedTensor:
-        owner = local._pair.owner
-        if owner is None or (owner is not state and owner.gathered is None):
-            local._pair.owner = state  # of fq.freeze
+        own_codes(local, state)
     elif not isinstance(local, QuantizedTensor) and not module.transposed:
         if state.holds_codes or isinstance(weight, DTensor):
             _wrap(weight, state)
+
+
+def own_codes(codes: QuantizedTensor, state: WeightState) -> None:
+    """Let codes of `fq.freeze` be of this state. Those that FSDP2 gathered have theirs."""
+    owner = codes._pair.owner
+    if owner is None or owner.gathered is None:
+        codes._pair.owner = state
+        for group, matrix in zip(codes._pair.groups, state.packed):
+            group.owner = matrix
 
 
 def _wrap(

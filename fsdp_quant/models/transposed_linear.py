@@ -8,13 +8,19 @@ the weight as `fq.Linear` multiplies its own, by a layer that is no module of th
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..linear.grouped_linear import Expert
+from ..linear.has_weight import own_codes
 from ..linear.linear import Linear
 from ..recipe import Recipe
 from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import check_model_of
+from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 
 TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
@@ -57,7 +63,20 @@ class TransposedLinear(nn.Module):
 
     def read(self) -> Tensor:
         """The weight [out, in] that products multiply."""
-        return self.weight.t()
+        return self.weight if isinstance(self.weight, QuantizedTensor) else self.weight.t()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == self.source and "_layer" in self.__dict__:
+            self._adopt_codes()
+
+    def _adopt_codes(self) -> None:
+        """Share one state with a weight that is codes of `fq.freeze`."""
+        local = local_of(getattr(self, self.source))
+        if isinstance(local, FSDPHooks):
+            self._layer.runtime.set_weight_state(local.state)
+        elif isinstance(local, QuantizedTensor):
+            own_codes(local, self._weight_state)
 
     def values_of(self, index: int) -> tuple[Tensor, None]:
         """The weight [out, in], without gradients."""
@@ -77,3 +96,4 @@ class TransposedLinear(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._layer.part_of(self, 0)
+        self._adopt_codes()

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .quantized_weight import QuantizedWeight, QuantizedWeightState
+from ..scaling import RowCuts
+from ..storage import Storage
+from .gathered_weight import cuts_of
+from .quantized_weight import QuantizedWeight, QuantizedWeightState, frozen_shard, take_codes
 from .refresh import refresh_codes
+from .storage_pair import StoragePair
 from .torch_compat import ManagedParam
 from .weight_shard import WeightShard
-from .weight_state import WeightState, values_of
+from .weight_state import Shard, WeightState, encode_shards, values_of
 
 
 def freeze_shards(weights: Sequence[ManagedParam]) -> None:
@@ -23,8 +27,14 @@ def freeze_shards(weights: Sequence[ManagedParam]) -> None:
     frozen: list[QuantizedWeight] = []
     for managed in weights:
         local = _local(managed)
+        state: WeightState = getattr(local, "state")
+        if state.packed and not isinstance(local, QuantizedWeight):
+            codes = packed_codes(values_of(local).detach(), state, cuts_of(managed), managed.rank)
+            local = take_codes(frozen_shard(local, state, local.shape), codes)
+            _replace(managed, local, local.state)
+            continue
         if not isinstance(local, QuantizedWeight):
-            state = getattr(local, "state").as_kind(QuantizedWeightState)
+            state = state.as_kind(QuantizedWeightState)
             _replace(managed, state.wrapped(values_of(local).detach()), state)
         frozen.append(_local(managed))  # FSDP2 moves short shards into padded memory
     refresh_codes(frozen)
@@ -38,6 +48,26 @@ def unfreeze_shards(weights: Sequence[ManagedParam]) -> None:
         local = _local(managed)
         state = getattr(local, "state").as_kind(WeightState)
         _replace(managed, WeightShard(local.dequantize(), state), state)
+
+
+def packed_codes(
+    values: Tensor, state: WeightState, cuts: RowCuts | None = None, rank: int = 0
+) -> StoragePair:
+    """The codes of each of a rank's matrices, of the directions that are encoded from values.
+
+    values:  [matrices, N, K]. cuts: between matrices; None: this rank has all.
+    """
+    pieces = state.pieces(values, cuts or RowCuts((0, len(values))), rank)
+    pairs = [StoragePair(owner=piece.state) for piece in pieces]
+    quantizer = state.matrices[0].quantizer
+    for direction, encoding in quantizer.encodings.items():
+        shards = [Shard(piece, direction, values.dtype) for piece in pieces]
+        for pair, piece, codes in zip(pairs, pieces, encode_shards(shards, values.device)):
+            shape = piece.values.shape
+            pair.put(direction, Storage.of(codes, encoding, shape, values.dtype))
+    for pair in pairs if quantizer.shares_storage else ():
+        pair.share_rowwise()
+    return StoragePair(owner=state, groups=pairs).joined()
 
 
 def _local(managed: ManagedParam) -> Tensor:

@@ -230,7 +230,7 @@ class GatherPlan:
         """Codes of the shards: of quantized parameters, cached by `fq.hold`, else encoded now."""
         results: dict[int, Encoded] = {}
         for n, a in enumerate(asked):
-            codes = self.members[a.member].state.own_codes(local[a.member], a.direction)
+            codes = self.members[a.member].state.own_codes(local[a.member], a.direction, a.matrix)
             if codes is not None:
                 results[n] = codes
         missing = [n for n in range(len(asked)) if n not in results]

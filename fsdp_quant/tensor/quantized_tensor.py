@@ -216,7 +216,10 @@ class QuantizedTensor(Tensor):
         return _buffers(self)
 
     def _groups(self) -> list[QuantizedTensor]:
-        return [QuantizedTensor(pair=part) for part in self._pair.groups]
+        pair = self._pair
+        if pair.shown and not isinstance(pair.groups[0].first.data, Tensor):
+            pair = pair.over(pair.shown)  # of a graph that is traced
+        return [QuantizedTensor(pair=part) for part in pair.groups]
 
     def with_storages(
         self, fn: Callable[[EncodedMatrix], EncodedMatrix], shape: Sequence[int] | None = None
@@ -231,6 +234,9 @@ class QuantizedTensor(Tensor):
         pairs = self._pair.groups
         if (start, length) == (0, self.shape[dim]) and not pairs:
             return self._aliased()
+        if dim == 0 and self.dim() == 3 and pairs:
+            part = StoragePair(owner=self._pair.owner, groups=pairs[start : start + length])
+            return QuantizedTensor(pair=part, shape=(length, *self.shape[1:]))
         if dim % self.dim() != 0 or self.dim() != 2:
             raise NotImplementedError(
                 f"{self!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
@@ -308,6 +314,9 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter, pair = isinstance(self, torch.nn.Parameter), self._pair.map(lambda s: s)
+        if pair.groups:
+            sides = [(group.rowwise, group.columnwise) for group in pair.groups]
+            return _rebuild_packed, (sides, tuple(self.shape), self.requires_grad, is_parameter)
         sides = pair.rowwise, pair.columnwise
         return _rebuild, (*sides, tuple(self.shape), self.requires_grad, is_parameter)
 
@@ -396,6 +405,25 @@ def _rebuild(
     is_parameter: bool = False,
 ) -> Tensor:
     """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
+    _check_sides(rowwise, columnwise, shape)
+    tensor = QuantizedTensor(rowwise, columnwise, shape=shape)
+    return as_parameter(tensor, is_parameter, requires_grad)
+
+
+def _rebuild_packed(
+    matrices: list[tuple[EncodedMatrix | None, EncodedMatrix | None]],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool = False,
+) -> Tensor:
+    """`_rebuild` of packed matrices."""
+    for rowwise, columnwise in matrices:
+        _check_sides(rowwise, columnwise, shape)
+    packed = StoragePair(groups=[StoragePair(*sides) for sides in matrices]).joined()
+    return as_parameter(QuantizedTensor(pair=packed, shape=shape), is_parameter, requires_grad)
+
+
+def _check_sides(rowwise: object, columnwise: object, shape: object) -> None:
     sides = zip(Direction, (rowwise, columnwise))
     if not all(
         side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
@@ -407,8 +435,6 @@ def _rebuild(
         )
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
-    tensor = QuantizedTensor(rowwise, columnwise, shape=shape)
-    return as_parameter(tensor, is_parameter, requires_grad)
 
 
 @_TABLE.implements(aten.detach.default, aten.alias.default)
@@ -477,6 +503,13 @@ def _unbind(func, tensor, dim=0):
             "first"
         )
     return tensor._groups()
+
+
+@_TABLE.implements(aten.select.int)
+def _select(func, tensor, dim, index):
+    if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
+        return _unbind(func, tensor, dim)[index]
+    return QuantizedTensor(pair=tensor._pair.groups[index])
 
 
 @_TABLE.implements(aten.clone.default)
@@ -560,4 +593,4 @@ def _is_pinned(func, tensor, device=None):
     return all(buffer.is_pinned() for buffer in _buffers(tensor))
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild, _rebuild_packed])

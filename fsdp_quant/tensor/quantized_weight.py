@@ -33,7 +33,7 @@ from .torch_compat import ManagedParam, tree_map_only
 from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
-from .weight_state import WeightQuantizer, is_weight_copied
+from .weight_state import WeightQuantizer, WeightState, is_weight_copied
 
 _TABLE = AtenTable()
 
@@ -99,6 +99,8 @@ class QuantizedWeight(WeightCodes):
 
     def refresh_shard(self, managed: ManagedParam) -> None:
         """Encode the shard for a gather if its values were written since."""
+        if self.is_frozen:
+            return
         if self.state.pending:
             shards = [m.local for m in torch_compat.managed_params_of_root(managed)]
             refresh_codes([t for t in shards if isinstance(t, QuantizedWeight) and t.state.pending])
@@ -107,7 +109,9 @@ class QuantizedWeight(WeightCodes):
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         """Of a shard that is to be encoded with those of other ranks: the values themselves."""
         self._current()
-        if self.state.weight_sync is not None or self.is_current(ROWWISE):
+        if self.state.packed and not self._pair.groups:
+            return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        if self.state.weight_sync is not None or self.is_frozen or self.is_current(ROWWISE):
             return super()._decoded(dtype)
         return self.read().to(dtype or self.dtype)
 
@@ -155,8 +159,11 @@ class QuantizedWeight(WeightCodes):
         content, shape = self._content, (length, *self.shape[1:])
         if self.state.weight_sync is None:
             values = content.values if content.master is None else content.master()
-            kept = content.pair.first if self.is_frozen else values
-            if kept is not None and (start, length) == (0, kept.shape[0]):
+            kept = None if values is None else values.shape[0]
+            if self.is_frozen:
+                pair = content.pair
+                kept = len(pair.groups) if self.state.packed else pair.first.shape[0]
+            if (start, length) == (0, kept):
                 return self._aliased(shape)
             if self.is_frozen and content.is_padding:
                 return self._aliased(shape)  # whose codes are copied next
@@ -286,14 +293,12 @@ def _dequantize(func, weight):
 
 @_TABLE.implements(aten.copy_.default)
 def _copy_(func, weight, source, non_blocking=False):
-    if (
-        isinstance(weight, QuantizedWeight)
-        and weight._content.is_padding
-        and type(source) is QuantizedTensor
-    ):
-        return _take_codes(weight, source)
-    if isinstance(weight, QuantizedWeight) and weight.is_frozen and weight._stands_for(source):
-        return weight
+    if isinstance(weight, QuantizedWeight) and weight.is_frozen:
+        if weight._content.is_padding and type(source) is QuantizedTensor:
+            codes = source._pair.map(lambda s: to_storage(s).map(torch.clone))
+            return take_codes(weight, codes.joined() if weight.state.packed else codes)
+        if weight._stands_for(source):
+            return weight
     if not (isinstance(weight, QuantizedWeight) and isinstance(source, QuantizedWeight)):
         return _through_masters(func, weight, source, non_blocking)
     content = source._content
@@ -306,21 +311,26 @@ def _copy_(func, weight, source, non_blocking=False):
     return _through_masters(func, weight, source, non_blocking)
 
 
-def _take_codes(weight: QuantizedWeight, codes: QuantizedTensor) -> QuantizedWeight:
-    """The weight with a copy of compact codes, which are all that it has from now on."""
-    content = weight._content
-    content.pair = codes._pair.map(lambda s: to_storage(s).map(torch.clone))
-    content.pair.owner, content.quantizer = weight.state, weight._quantizer
+def take_codes(weight: QuantizedWeight, codes: StoragePair) -> QuantizedWeight:
+    """The weight with compact codes, which are all that it has from now on."""
+    content, codes.owner = weight._content, weight.state
+    content.pair, content.quantizer = codes, weight._quantizer
     content.versions, content.is_padding = dict.fromkeys(Direction, object()), False
     weight.drop_values()
     return weight
 
 
+def frozen_shard(frozen: Tensor, state: WeightState, size: torch.Size) -> QuantizedWeight:
+    """Rows of a weight, or matrices of a packed one, whose codes `take_codes` gives it."""
+    content = WeightContent(state.as_kind(QuantizedWeightState))
+    return QuantizedWeight(content, size, frozen.dtype, frozen.device)
+
+
 def _padding(frozen: QuantizedTensor, size: torch.Size) -> QuantizedWeight:
-    """Memory without codes yet, of this size, for the rows of a frozen weight that FSDP2 cuts."""
-    state = known(frozen._pair.owner, "the state of a frozen weight").as_kind(QuantizedWeightState)
-    weight = QuantizedWeight(WeightContent(state), size, frozen.dtype, frozen.device)
-    _take_codes(weight, frozen._narrow(0, 0, 0))
+    """Memory of this size for the rows of a frozen weight that FSDP2 cuts; it has no codes yet."""
+    state = known(frozen._pair.owner, "the state of a frozen weight")
+    weight = frozen_shard(frozen, state, size)
+    take_codes(weight, StoragePair() if state.packed else frozen._narrow(0, 0, 0)._pair)
     weight._content.is_padding = True
     return weight
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..encoded_matrix import EncodedMatrix
+from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops.layout import COMPACT
 from ..storage import Storage, to_storage
@@ -142,13 +143,38 @@ class StoragePair:
     def map(self, fn: Callable[[EncodedMatrix], EncodedMatrix]) -> StoragePair:
         """fn of each readable storage, for the same owner; a shared storage is mapped once."""
         if self.groups:
-            return StoragePair(owner=self.owner, groups=[group.map(fn) for group in self.groups])
+            mapped = StoragePair(owner=self.owner, groups=[group.map(fn) for group in self.groups])
+            return mapped if self.shown is None else mapped.joined()
         shares_data, mapped = self.shares_data, StoragePair(owner=self.owner)
         for storage in self.readable[: 1 if shares_data else None]:
             mapped.put(storage.direction, fn(storage))
         if shares_data:
             mapped.share_rowwise()
         return mapped
+
+    def joined(self) -> StoragePair:
+        """The matrices of a packed tensor over one buffer per field, which is `shown`."""
+        shown: dict[str, Tensor] = {}
+        shares_data = bool(self.groups) and self.groups[0].shares_data
+        for d in (ROWWISE,) if shares_data else Direction:
+            matrices = [matrix for group in self.groups if (matrix := group.get(d)) is not None]
+            parts = zip(*(matrix.buffers().items() for matrix in matrices))
+            for fields in parts:
+                shown[f"{d.value}_{fields[0][0]}"] = torch.cat([buffer for _, buffer in fields])
+        return self.over(shown)
+
+    def over(self, shown: dict[str, Tensor]) -> StoragePair:
+        """The same matrices of a packed tensor over other buffers, of all of them."""
+        groups = [StoragePair(owner=group.owner) for group in self.groups]
+        for d in Direction:
+            names = [name for name in BUFFERS if f"{d.value}_{name}" in shown]
+            views = zip(*(shown[f"{d.value}_{name}"].chunk(len(groups)) for name in names))
+            for group, before, buffers in zip(groups, self.groups, views):
+                group.put(d, before.matrix(d).with_buffers(dict(zip(names, buffers))))
+        for group, before in zip(groups, self.groups):
+            if group.columnwise is None and before.columnwise is not None:
+                group.share_rowwise()
+        return StoragePair(owner=self.owner, groups=groups, shown=shown)
 
 
 def name_in_graphs(direction: Direction, layout: str = COMPACT) -> str:

@@ -85,10 +85,13 @@ class CodesState(WeightState):
     def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> WeightCodes:
         raise NotImplementedError
 
-    def own_codes(self, local: WeightCodes, direction: Direction) -> Encoded | None:
-        if not self.quantizer.encodings[direction].fmt.is_quantized:
+    def own_codes(
+        self, local: WeightCodes, direction: Direction, matrix: int | None = None
+    ) -> Encoded | None:
+        if not self.matrices[0].quantizer.encodings[direction].fmt.is_quantized:
             return None
-        storage = local._pair.storage(direction)
+        pair = local._pair if matrix is None else local._pair.groups[matrix]
+        storage = pair.storage(direction)
         return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
 
 
@@ -179,7 +182,8 @@ class WeightCodes(FSDPHooks, QuantizedTensor):
     @property
     def saved(self) -> Tensor:
         """What a state dict stores: `inner`, or the decoded codes if the values are gone."""
-        if self.has_values or self.state.weight_sync is not None or self._pair.rowwise is None:
+        is_decoded = self._pair.rowwise is not None or self.state.packed
+        if self.has_values or self.state.weight_sync is not None or not is_decoded:
             return self.inner
         return self.dequantize()
 

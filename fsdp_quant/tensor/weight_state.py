@@ -260,8 +260,11 @@ class WeightState:
 
     # Shards #
 
-    def own_codes(self, local: Tensor, direction: Direction) -> Encoded | None:
-        """The codes of a quantized parameter; None: encode the values."""
+    def own_codes(
+        self, local: Tensor, direction: Direction, matrix: int | None = None
+    ) -> Encoded | None:
+        """The codes of a quantized parameter, or of one of its matrices; None: encode the
+        values."""
         return None
 
     def shares_statistics(self, cuts: RowCuts) -> bool:

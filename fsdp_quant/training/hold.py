@@ -7,10 +7,10 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,13 +22,14 @@ from ..linear.operands import weight_storages
 from ..linear.passes import SCHEDULED
 from ..models.set_recipe import check_fixed, converted_units
 from ..models.steps import converted_modules
+from ..ops.reference import known
 from ..tensor import torch_compat
-from ..tensor.frozen import freeze_shards, unfreeze_shards
-from ..tensor.fsdp_hooks import check_layout, managed_of
-from ..tensor.model_weights import quantized_weights
+from ..tensor.frozen import freeze_shards, packed_codes, unfreeze_shards
+from ..tensor.fsdp_hooks import FSDPHooks, check_layout
+from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import ManagedParam, local_of
-from ..tensor.weight_state import Held, WeightState
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_state import Held, WeightState, values_of
 
 
 @contextlib.contextmanager
@@ -152,27 +153,43 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
-    layers = _untrained_layers(module)
-    for name, layer in layers.items():
-        _check_can_freeze(name, layer)
+    weights = _untrained_weights(module)
+    for weight in weights:
+        _check_can_freeze(weight)
+    layers = {layer for weight in weights for layer in weight.layers}
     for scheduled, (schedule, _) in SCHEDULED.items():
-        check_fixed("fq.freeze", schedule, converted_units(scheduled), set(layers.values()))
-    sharded = [layer for layer in layers.values() if isinstance(layer.weight, DTensor)]
-    freeze_shards(_managed(sharded))
-    frozen: dict[int, nn.Parameter] = {}
-    for layer in [layer for layer in layers.values() if layer not in sharded]:
-        weight, state = layer.weight, layer.runtime.weight_state
-        if id(weight) not in frozen:
-            codes = _encode_weight(layer, backward, weight.dtype).values()
-            tensor = QuantizedTensor(*codes, shape=tuple(weight.shape))
-            frozen[id(weight)] = nn.Parameter(tensor, requires_grad=False)
-        if state.holds_codes:
-            layer.runtime.set_weight_state(
-                WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
-            )
-        layer.weight = frozen[id(weight)]
-        layer.runtime.frozen = weakref.ref(layer)
-    return len(layers)
+        check_fixed("fq.freeze", schedule, converted_units(scheduled), layers)
+    freeze_shards([weight.managed for weight in weights if weight.managed is not None])
+    for weight in weights:
+        if weight.managed is None:
+            _replace(module, weight.parameter, _codes_of(weight, backward))
+            for layer in weight.layers:
+                layer.runtime.frozen = weakref.ref(layer)
+    return len(weights)
+
+
+def _codes_of(weight: ModelWeight, backward: bool) -> QuantizedTensor:
+    """Return the codes of a whole weight, [.., N, K]."""
+    parameter, state = weight.parameter, weight.state
+    values = parameter.detach().mT if weight.is_transposed else parameter.detach()
+    if state.packed:
+        codes = packed_codes(values_of(values), state)
+        return QuantizedTensor(pair=codes, shape=tuple(values.shape))
+    layer = weight.layers[0]
+    if state.holds_codes:
+        plain = WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+        layer.runtime.set_weight_state(plain)
+    codes = _encode_weight(layer, backward, parameter.dtype).values()
+    return QuantizedTensor(*codes, shape=tuple(values.shape))
+
+
+def _replace(model: nn.Module, parameter: nn.Parameter, weight: Tensor) -> None:
+    """Put a weight that does not train in place of a parameter, in all modules that have it."""
+    new = nn.Parameter(weight, requires_grad=False)
+    for module in list(model.modules()):
+        for name, registered in list(module._parameters.items()):
+            if registered is parameter:
+                setattr(module, name, new)
 
 
 def _encode_weight(
@@ -188,49 +205,40 @@ def _encode_weight(
     return weight_storages(layer.weight, directions, plan, state, dtype)
 
 
-def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
-    """Return the layers that `freeze` encodes, by qualified name. Raises ValueError for none."""
-    converted = converted_modules(module)
-    if not converted:
+def _untrained_weights(module: nn.Module) -> list[ModelWeight]:
+    """Return the weights that `freeze` encodes. Raises ValueError for none."""
+    if not converted_modules(module):
         raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
-    linears = {n: m for n, m in converted.items() if m._parameters.get("weight") is not None}
-    untrained = {name: layer for name, layer in linears.items() if not layer.weight.requires_grad}
-    layers = {name: m for name, m in untrained.items() if not _is_frozen(m.weight)}
-    if not layers:
+    weights = [w for w in quantized_weights(module) if w.attribute == "weight"]
+    untrained = [w for w in weights if not w.parameter.requires_grad]
+    found = [w for w in untrained if not _is_frozen(w.parameter)]
+    if not found:
         raise ValueError(
-            f"fq.freeze found no frozen fq.Linear: of {len(converted)} converted layers "
-            f"{len(linears) - len(untrained)} train, {len(untrained)} hold codes, and "
-            f"{len(converted) - len(linears)} are part of packed or transposed weights, which "
-            "stay; set requires_grad_(False) on the weights that do not train"
+            f"fq.freeze found no frozen weight: of {len(weights)} converted weights "
+            f"{len(weights) - len(untrained)} train and {len(untrained)} hold codes; set "
+            "requires_grad_(False) on the weights that do not train"
         )
-    return layers
+    return found
 
 
-def _managed(layers: Iterable[Linear]) -> list[ManagedParam]:
-    """Return the weights of sharded layers under `fully_shard`, each once."""
-    found = dict.fromkeys(layer.runtime.weight_state for layer in layers)
-    return [m for m in map(managed_of, found) if m is not None]
-
-
-def _check_can_freeze(name: str, layer: Linear) -> None:
+def _check_can_freeze(weight: ModelWeight) -> None:
     """Raise ValueError for a weight whose codes do not stay, or that no rank can cut."""
-    state = layer.runtime.weight_state
-    if isinstance(layer.weight, DTensor):
-        managed = managed_of(state)
-        if managed is None:
+    name, parameter = weight.name, weight.parameter
+    if isinstance(parameter, DTensor):
+        if weight.managed is None or not isinstance(weight.managed.local, FSDPHooks):
             raise ValueError(
-                f"{name}.weight is a DTensor {layer.weight.placements} that no fully_shard "
-                "manages; fq.freeze keeps codes of whole weights and of shards of fully_shard: "
-                "call it before parallelize_module, or after fully_shard"
+                f"{name} is a DTensor {parameter.placements} of which fully_shard gathers no "
+                "codes: it is stored transposed, or cut by tensor parallelism alone; call "
+                "fq.freeze before fully_shard or parallelize_module"
             )
-        check_layout(managed)
-    if layer.plan.weight.delayed_directions:
+        check_layout(weight.managed)
+    if any(layer.plan.weight.delayed_directions for layer in weight.layers):
         raise ValueError(
-            f"{name}.weight is scaled by a history of amaxes, which changes its codes; give "
-            "weights current scaling before fq.freeze"
+            f"{name} is scaled by a history of amaxes, which changes its codes; give weights "
+            "current scaling before fq.freeze"
         )
-    if layer.weight.device.type == "meta":
-        raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
+    if parameter.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device; initialize it before fq.freeze")
 
 
 @torch.no_grad()
@@ -248,17 +256,25 @@ def unfreeze(module: nn.Module) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
-    layers = [m for m in converted_modules(module).values() if _is_frozen(m.weight)]
-    if not layers:
+    weights = [w for w in quantized_weights(module) if _is_frozen(w.parameter)]
+    if not weights:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")
-    unfreeze_shards(_managed(layer for layer in layers if isinstance(layer.weight, DTensor)))
-    for layer in layers:
-        if not isinstance(layer.weight, DTensor):
-            layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
-    return len(layers)
+    sharded = [weight for weight in weights if weight.managed is not None]
+    if transposed := [weight.name for weight in sharded if weight.is_transposed]:
+        raise ValueError(
+            f"{transposed[0]} is stored transposed, and fully_shard cut its codes between other "
+            "dims than its values; call fq.unfreeze before fully_shard"
+        )
+    unfreeze_shards([known(weight.managed, "a sharded weight") for weight in sharded])
+    for weight in weights:
+        if weight.managed is None:
+            values = weight.parameter.dequantize()
+            values = values.mT.contiguous() if weight.is_transposed else values
+            _replace(module, weight.parameter, values)
+    return len(weights)
 
 
-def _is_frozen(weight: torch.Tensor | None) -> bool:
+def _is_frozen(weight: Tensor) -> bool:
     """Return whether a weight is codes without values, of `freeze`."""
-    local = None if weight is None else local_of(weight)
+    local = local_of(weight)
     return isinstance(local, QuantizedTensor) and local.is_frozen
