@@ -327,7 +327,8 @@ def _of_codes(
     (scale,) = scales
     if layout == COMPACT:
         source = direction if direction in plan.weight.encodings else ROWWISE
-        read = functools.partial(_block_operand, fmt=fmt, direction=source, shape=(n, k))
+        stored = plan.operand("weight", source)
+        read = functools.partial(_block_operand, fmt=stored, direction=source, shape=(n, k))
         return StackedWeight([data, scale], read)
     # GEMMs read scales of 1 x 128 blocks by column, and of 128 x 128 blocks in rows padded to 4
     if not fmt.scale_leaves_contraction:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..formats import Direction
 from ..scaling import RowCuts
 from ..storage import Storage
 from .gathered_weight import cuts_of
@@ -26,10 +27,13 @@ def freeze_shards(weights: Sequence[ManagedParam]) -> None:
     """
     frozen: list[QuantizedWeight] = []
     for managed in weights:
+        managed.reset_gather_buffers()
         local = _local(managed)
         state: WeightState = getattr(local, "state")
         if state.packed and not isinstance(local, QuantizedWeight):
-            codes = packed_codes(values_of(local).detach(), state, cuts_of(managed), managed.rank)
+            directions = list(state.matrices[0].quantizer.encodings)
+            part = cuts_of(managed), managed.rank
+            codes = packed_codes(values_of(local).detach(), state, directions, *part)
             local = take_codes(frozen_shard(local, state, local.shape), codes)
             _replace(managed, local, local.state)
             continue
@@ -51,16 +55,22 @@ def unfreeze_shards(weights: Sequence[ManagedParam]) -> None:
 
 
 def packed_codes(
-    values: Tensor, state: WeightState, cuts: RowCuts | None = None, rank: int = 0
+    values: Tensor,
+    state: WeightState,
+    directions: Sequence[Direction],
+    cuts: RowCuts | None = None,
+    rank: int = 0,
 ) -> StoragePair:
-    """The codes of each of a rank's matrices, of the directions that are encoded from values.
+    """The codes of each of a rank's matrices.
 
-    values:  [matrices, N, K]. cuts: between matrices; None: this rank has all.
+    values:      [matrices, N, K]. cuts: between matrices; None: this rank has all.
+    directions:  that are encoded from values.
     """
     pieces = state.pieces(values, cuts or RowCuts((0, len(values))), rank)
     pairs = [StoragePair(owner=piece.state) for piece in pieces]
     quantizer = state.matrices[0].quantizer
-    for direction, encoding in quantizer.encodings.items():
+    for direction in directions:
+        encoding = quantizer.encodings[direction]
         shards = [Shard(piece, direction, values.dtype) for piece in pieces]
         for pair, piece, codes in zip(pairs, pieces, encode_shards(shards, values.device)):
             shape = piece.values.shape

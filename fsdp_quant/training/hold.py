@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,24 @@ from torch.distributed.tensor import DTensor
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
 from ..linear.operands import weight_storages
 from ..linear.passes import SCHEDULED
 from ..models.set_recipe import check_fixed, converted_units
 from ..models.steps import converted_modules
+from ..ops.layout import COMPACT
 from ..ops.reference import known
+from ..options import choice, flag, read_all
 from ..tensor import torch_compat
 from ..tensor.frozen import freeze_shards, packed_codes, unfreeze_shards
-from ..tensor.fsdp_hooks import FSDPHooks, check_layout
+from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states, set_formats
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState, values_of
+
+_OPTIONS = {"backward": flag(), "keep": choice("codes", "operands")}
 
 
 @contextlib.contextmanager
@@ -124,25 +129,29 @@ def _place_of_entry() -> str:
 
 
 @torch.no_grad()
-def freeze(module: nn.Module, backward: bool = True) -> int:
+def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int:
     """Replace the weights of `module` that do not train by their codes; return their number.
 
-    backward:  False: keep only the codes of the forward; a backward through them raises.
+    backward:  False: keep only what forwards read; a backward may raise.
+    keep:      "codes": the compact codes of the forward, once (mxfp8 1.03 bytes per weight, mxfp4
+               .53, nvfp4 .56). GEMMs convert them when they run, by one kernel. The backward
+               multiplies the values of the forward, where the recipe has other codes for it: dx is
+               that of the function that the forward computed. Rotated codes are kept by direction.
+               "operands": what GEMMs read, as they read it: no conversion, and on a Hopper a byte
+               per weight and direction. Bits of outputs and gradients do not change.
 
-    Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`, with
-    the codes that its GEMMs read, in the layout in which they read them. It replaces the
-    high-precision weight, or a quantized parameter and its values. Bits of outputs and gradients do
-    not change. `weight.dequantize()` returns the values of the codes; the values that were
-    quantized are lost, also in the state dict. Packed experts and transposed weights do not change.
+    Use it for the base model under LoRA. A frozen weight is then a `QuantizedTensor`, in place of
+    the high-precision weight, or of a quantized parameter and its values. `weight.dequantize()`
+    returns the values of the codes; the values that were quantized are lost, also in the state
+    dict. Packed experts and transposed weights are codes of [.., N, K], which are kept compact.
 
-    Under `fully_shard` each rank keeps the codes of its rows, which gathers send. `freeze` comes
-    before `fully_shard`, or after it; then every rank must call it. A model's state dict holds
-    decoded values, and loads those that the codes stand for, and no others.
+    Under `fully_shard` each rank keeps the compact codes of its rows, and gathers send them.
+    `freeze` comes before `fully_shard`, or after it; then every rank must call it. A model's state
+    dict holds their decoded values, and loads those that the codes stand for, and no others.
 
-    Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
-    Raises ValueError too, for a DTensor that no `fully_shard` manages, a weight with amax
-    histories, and one whose formats a schedule changes. Later `fq.set_recipe` refuses to change
-    them.
+    Raises ValueError, before anything is changed, for a module without frozen weights, another
+    `keep`, a DTensor of which no `fully_shard` gathers codes, a weight with amax histories, and one
+    whose formats a schedule changes. Later `fq.set_recipe` refuses to change them.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -150,37 +159,60 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     >>> isinstance(model[0].weight, fq.QuantizedTensor)
     True
     """
+    read_all(_OPTIONS, backward=backward, keep=keep)
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
     weights = _untrained_weights(module)
     for weight in weights:
         _check_can_freeze(weight)
-    layers = {layer for weight in weights for layer in weight.layers}
+    changed = set(_layers_of(module, weights))
     for scheduled, (schedule, _) in SCHEDULED.items():
-        check_fixed("fq.freeze", schedule, converted_units(scheduled), layers)
-    freeze_shards([weight.managed for weight in weights if weight.managed is not None])
+        check_fixed("fq.freeze", schedule, converted_units(scheduled), changed)
     for weight in weights:
-        if weight.managed is None:
-            _replace(module, weight.parameter, _codes_of(weight, backward))
-            for layer in weight.layers:
-                layer.runtime.frozen = weakref.ref(layer)
+        if weight.managed is None and not _is_frozen(weight.parameter):
+            _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
+    layers = _layers_of(module, weights)
+    for layer in layers:
+        layer.runtime.frozen = weakref.ref(layer)
+    if keep == "codes":
+        _read_rowwise(module, layers, True)
+    freeze_shards([weight.managed for weight in weights if weight.managed is not None])
     return len(weights)
 
 
-def _codes_of(weight: ModelWeight, backward: bool) -> QuantizedTensor:
+def _codes_of(weight: ModelWeight, backward: bool, compact: bool) -> QuantizedTensor:
     """Return the codes of a whole weight, [.., N, K]."""
-    parameter, state = weight.parameter, weight.state
+    parameter, state, layer = weight.parameter, weight.state, weight.layers[0]
     values = parameter.detach().mT if weight.is_transposed else parameter.detach()
     if state.packed:
-        codes = packed_codes(values_of(values), state)
+        quantizer = layer.plan.weight.over_rowwise if compact else layer.plan.weight
+        directions = list(quantizer.encodings) if backward else [ROWWISE]
+        codes = packed_codes(values_of(values), state, directions)
         return QuantizedTensor(pair=codes, shape=tuple(values.shape))
-    layer = weight.layers[0]
+    codes = _encode_weight(layer, backward, parameter.dtype, compact).values()
     if state.holds_codes:
-        plain = WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
-        layer.runtime.set_weight_state(plain)
-    codes = _encode_weight(layer, backward, parameter.dtype).values()
+        layer.runtime.set_weight_state(state.as_kind(WeightState))
     return QuantizedTensor(*codes, shape=tuple(values.shape))
+
+
+def _layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
+    """Return the layers that multiply these weights, also where several modules share one."""
+    states = {weight.module._weight_state for weight in weights}
+    modules = [m for m in model.modules() if getattr(m, "_weight_state", None) in states]
+    return [layer for m in modules for layer in getattr(m, "_matrix_layers")]
+
+
+def _read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool) -> None:
+    """Plan for weights that keep their rowwise codes alone, or have both directions."""
+    managed = managed_states()
+    for layer in layers:
+        layer.runtime.keep_rowwise(kept, known(layer.weight, "a weight").device)
+        set_formats(layer.runtime.weight_state, layer.plan, managed)
+        layer.prepare_graphs()
+    for experts in model.modules():
+        if isinstance(experts, GroupedLinear):
+            experts.prepare()
 
 
 def _replace(model: nn.Module, parameter: nn.Parameter, weight: Tensor) -> None:
@@ -193,16 +225,21 @@ def _replace(model: nn.Module, parameter: nn.Parameter, weight: Tensor) -> None:
 
 
 def _encode_weight(
-    layer: Linear, backward: bool, dtype: torch.dtype
+    layer: Linear, backward: bool, dtype: torch.dtype, compact: bool = False
 ) -> dict[Direction, EncodedMatrix]:
-    """Return the codes of a layer's weight [N, K], in the layout in which its GEMMs of `dtype`
-    activations read them: rowwise, and if backward columnwise too, unless they are derived from the
-    rowwise ones."""
+    """Return the codes of a layer's weight [N, K]: rowwise, and if backward columnwise too, unless
+    they follow from the rowwise ones.
+
+    compact:  not in the layouts in which GEMMs of `dtype` activations read them, and columnwise
+              only where rowwise codes serve no backward.
+    """
     plan = layer.plan.on(dtype, layer.weight.device)
-    both = backward and not plan.weight.is_derived
-    directions = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
+    quantizer = plan.weight.over_rowwise if compact else plan.weight
+    follows = quantizer.is_derived or (compact and quantizer.shares_storage)
+    directions = [ROWWISE, COLUMNWISE] if backward and not follows else [ROWWISE]
+    layouts = dict.fromkeys(Direction, COMPACT) if compact else None
     state = layer.runtime.weight_state
-    return weight_storages(layer.weight, directions, plan, state, dtype)
+    return weight_storages(layer.weight, directions, plan, state, dtype, layouts)
 
 
 def _untrained_weights(module: nn.Module) -> list[ModelWeight]:
@@ -232,6 +269,12 @@ def _check_can_freeze(weight: ModelWeight) -> None:
                 "fq.freeze before fully_shard or parallelize_module"
             )
         check_layout(weight.managed)
+        sides = weight.layers[0].plan.weight
+        if not all(encoding.fmt.is_quantized for encoding in sides.over_rowwise.encodings.values()):
+            raise ValueError(
+                f"{name} is {sides}: a direction in high precision has no codes that fully_shard "
+                "could gather; leave it out of fully_shard by ignored_params="
+            )
     if any(layer.plan.weight.delayed_directions for layer in weight.layers):
         raise ValueError(
             f"{name} is scaled by a history of amaxes, which changes its codes; give weights "
@@ -271,6 +314,7 @@ def unfreeze(module: nn.Module) -> int:
             values = weight.parameter.dequantize()
             values = values.mT.contiguous() if weight.is_transposed else values
             _replace(module, weight.parameter, values)
+    _read_rowwise(module, _layers_of(module, weights), False)
     return len(weights)
 
 
