@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
+from dist_tests import kinds
 from dist_tests.laws import EVERYTHING, assert_same_bytes, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single.test_hold import held_bytes
@@ -148,3 +149,70 @@ def test_a_sharded_frozen_base_is_planned_saved_and_resumed(tmp_path):
     """If false, a run over a frozen base cannot be resumed, or its bytes are not those of the
     plan."""
     run_ranks(2, _lives, str(tmp_path))
+
+
+class Uneven(nn.Module):
+    """Three experts, of which two ranks have two and one."""
+
+    def __init__(self, experts: fq.GroupedLinear):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, [7, 0, 9])
+
+
+def _experts(kind: str, recipe: fq.Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    if kind != "uneven":
+        return kinds.converted(kind, recipe).bfloat16().requires_grad_(False)
+    experts = fq.GroupedLinear(3, 64, 96, packed=True, recipe=recipe, name="e")
+    return Uneven(experts.bfloat16()).requires_grad_(False)
+
+
+def _routed(model: nn.Module) -> list[Tensor]:
+    fq.begin_step(0)
+    x = kinds.batch().bfloat16().requires_grad_()
+    with fq.token_offset(0):
+        y = model(x)
+        y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def _experts_alike(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="experts.gate_up_proj_product.weight is a DTensor"):
+        fq.freeze(fully_shard(_experts("gpt_oss", RECIPES["mxfp8"][0])))
+    cases = ("uneven", "nvfp4", True), ("mixtral", "mxfp4", False), ("gpt_oss", "mxfp8", True)
+    for kind, name, before in cases:
+        recipe, most = RECIPES[name]
+        whole, model = _experts(kind, recipe), _experts(kind, recipe)
+        count = fq.freeze(whole)
+        if before:
+            fq.freeze(model)
+        fully_shard(model)
+        if not before:
+            assert fq.freeze(model) == count
+        for a, b in zip(_routed(model), _routed(whole), strict=True):
+            assert_same_bytes(a, b, f"{kind} {name}, frozen before: {before}")
+        model.reshard()
+        packed = [p.to_local() for p in model.parameters() if p.dim() == 3]
+        for local in packed:
+            held = sum(b.untyped_storage().nbytes() for b in local._pair.shown.values())
+            assert held <= most * local.numel(), f"{kind} {name}: {held}"
+        assert fq.state_dict(model)["codes"] == fq.state_dict(whole)["codes"]
+        values = [local.dequantize() for local in packed]
+        if kind == "gpt_oss":
+            with pytest.raises(ValueError, match="call fq.unfreeze before fully_shard"):
+                fq.unfreeze(model)
+            continue
+        assert fq.unfreeze(model) == count
+        decoded = [p.to_local().inner for p in model.parameters() if p.dim() == 3]
+        for got, want in zip(decoded, values, strict=True):
+            assert_same_bytes(got, want, "unfrozen")
+        _routed(model)
+
+
+def test_frozen_experts_are_sharded_as_codes():
+    """If false, ranks that share frozen experts multiply other codes than one process, or hold
+    values of them."""
+    run_ranks(2, _experts_alike)

@@ -21,7 +21,21 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import Piece, Shard, WeightTensor, encode_shards, values_of
+from ..tensor.weight_state import (
+    Piece,
+    Shard,
+    WeightState,
+    WeightTensor,
+    encode_shards,
+    values_of,
+)
+
+
+def _of_matrix(codes: QuantizedTensor | None, state: WeightState, e: int) -> QuantizedTensor | None:
+    """The codes of one of this rank's matrices; None of one that another rank has."""
+    if codes is None or not state.packed:
+        return codes
+    return codes.unbind()[e] if 0 <= e < len(codes) else None
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
                 managed=managed,
                 statistics=state.statistics or {},
                 experts=experts,
-                codes=codes,
+                codes=_of_matrix(codes, state, e - first - cuts.bounds[rank]),
                 transposed=weight.is_transposed,
                 sharded=sharded,
             )
@@ -138,12 +152,15 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
 def _cut_rows(weight: ModelWeight) -> ManagedParam | None:
     """`fully_shard` of a weight, if its shards are rows or matrices of [.., N, K]."""
     is_matrix = weight.is_transposed and not weight.state.packed
-    return None if is_matrix else weight.managed
+    is_cut = is_matrix and not isinstance(weight.local, QuantizedTensor)
+    return None if is_cut else weight.managed
 
 
 def _rows(weight: ModelWeight) -> Tensor:
     """This rank's local tensor as [.., N, K]."""
-    return weight.local.mT if weight.is_transposed else weight.local
+    local = weight.local
+    is_turned = weight.is_transposed and not isinstance(local, QuantizedTensor)
+    return local.mT if is_turned else local
 
 
 def _only_codes(local: Tensor) -> QuantizedTensor | None:
