@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import itertools
 import sys
 import weakref
@@ -27,10 +28,12 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.models.steps import converted_modules
+from fsdp_quant.tensor.model_weights import quantized_weights
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight
 from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_shard import WeightShard
+from fsdp_quant.training import hold
 
 RECIPES = {
     "identity": recipes.identity(),
@@ -318,7 +321,7 @@ def test_backwards_that_decode_weights_keep_their_codes(kind: str, name: str, mo
     y.sum().backward()
 
 
-FIXED = "keeps no values beside its frozen codes, which are mxfp8"
+FIXED = "is frozen, and keeps no values beside its codes, which are mxfp8"
 
 
 def test_recipes_that_change_frozen_weights_are_refused():
@@ -329,7 +332,7 @@ def test_recipes_that_change_frozen_weights_are_refused():
     model[0].weight.requires_grad_(False)
     fq.freeze(model)
     for refused in (other, recipes.schedule(mx, (3, None, other)), "mxfp4"):
-        with pytest.raises(ValueError, match=rf"fq.set_recipe: 0.weight {FIXED}"):
+        with pytest.raises(ValueError, match=rf"fq.set_recipe: 0.weight {FIXED}.*fq.unfreeze"):
             fq.set_recipe(model, refused)
         assert [layer.recipe for layer in (model[0], model[2])] == [mx, mx]
     with kept_step():
@@ -416,6 +419,52 @@ def test_a_frozen_weight_keeps_its_codes_once(name: str, compiles: bool):
     assert layer.plan.weight == quantizer == layer.runtime.weight_state.quantizer
 
 
+def frozen_step(model: nn.Module) -> list[Tensor]:
+    fq.begin_step(0)
+    x = kinds.batch().bfloat16().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("keep", ["codes", "operands"])
+@pytest.mark.parametrize("kind", ["packed", "mixtral", "gpt_oss", "Conv1D"])
+def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
+    """If false, a frozen base has values of its experts, or multiplies other codes than without
+    fq.freeze, eager, copied, compiled or loaded."""
+    pytest.importorskip("transformers")
+    for name in ("mxfp8", "nvfp4", "mxfp4") if EVERYTHING or keep == "codes" else ("mxfp8",):
+        recipe = recipes.by_name(name)
+        model = kinds.converted(kind, recipe).bfloat16().requires_grad_(False)
+        weights = [w for w in quantized_weights(model) if w.attribute == "weight"]
+        shapes, y = [p.shape for p in model.parameters()], frozen_step(model)[0]
+        if keep == "codes":  # the backward of the rowwise values, which unfrozen weights have too
+            hold._read_rowwise(model, [layer for w in weights for layer in w.layers], True)
+        want = frozen_step(model)
+        assert_same_bytes(want[0], y, "codes of the forward are the same")
+        assert fq.freeze(model, keep=keep) == len(weights)
+        torch._dynamo.reset()
+        runs = [model, copy.deepcopy(model)]
+        runs += [torch.compile(model, backend="aot_eager")] * (name == "nvfp4" or EVERYTHING)
+        for run in runs:
+            for a, b in zip(frozen_step(run), want, strict=True):
+                assert_same_bytes(a, b, f"{kind} {name}")
+        if keep == "codes":
+            size = sum(held_bytes(w.parameter) for w in weights)
+            most = {"mxfp8": 1.04, "nvfp4": 0.57, "mxfp4": 0.54}[name]
+            assert size <= most * sum(w.parameter.numel() for w in weights)
+        with pytest.raises(ValueError, match=r"is frozen, and keeps no values.*fq.unfreeze"):
+            fq.set_recipe(model, "fp8_current")
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        model.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+        assert_same_bytes(frozen_step(model)[0], want[0], "loaded")
+        assert fq.unfreeze(model) == len(weights)
+        assert [p.shape for p in model.parameters()] == shapes
+        fq.set_recipe(model, "fp8_current")
+        frozen_step(model)
+
+
 def test_freeze_refuses_what_it_cannot_hold():
     """If false, a weight that trains loses its values."""
     model = net(RECIPES["mxfp8"])
@@ -430,9 +479,8 @@ def held_bytes(tensor: QuantizedTensor) -> int:
     """Of all memory behind a weight, each storage once."""
     content = getattr(tensor, "_content", None)
     slots = tensor._pair
-    held = [
-        b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()
-    ]
+    sides = [s for pair in (slots, *slots.groups) for s in (pair.rowwise, pair.columnwise)]
+    held = [b for side in sides if side is not None for b in side.buffers().values()]
     held += [b for s in slots.operands.values() for b in s.buffers().values()]
     held += [content.values] if content is not None and content.values is not None else []
     return sum(

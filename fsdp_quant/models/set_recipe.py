@@ -152,7 +152,8 @@ def check_fixed(
     """
     for phase in recipe.phases:
         for module, layer_recipe in given_recipes(units, phase):
-            reason, remedy = (_DROPPED if module in frozen else _why_fixed(module)) or (None, None)
+            fixed = (_FROZEN, _LATER) if module in frozen else _why_fixed(module)
+            reason, remedy = fixed or (None, None)
             if reason is None:
                 continue
             runtime, state = module.runtime, module.runtime.weight_state
@@ -174,14 +175,13 @@ def _why_fixed(module: Linear) -> tuple[str, str] | None:
         return "is published by a weight sync that was planned for", remedy
     has_values = isinstance(weight, WeightCodes) and weight.has_values
     if isinstance(weight, QuantizedTensor) and not has_values:
-        return _DROPPED
+        return _FROZEN, _UNFREEZE
     return None
 
 
-_DROPPED = (
-    "keeps no values beside its frozen codes, which are",
-    "freeze it once no recipe changes it any more (fq.unfreeze returns decoded values)",
-)
+_FROZEN = "is frozen, and keeps no values beside its codes, which are"
+_LATER = "freeze it once no recipe changes it any more"
+_UNFREEZE = "call fq.unfreeze(model), which returns decoded values, and then fq.set_recipe"
 
 
 def planned_recipes(
