@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_quant as fq
 from dist_tests import kinds
@@ -292,6 +293,36 @@ def test_graphs_hold_no_codes(form: str):
     del model, weights, weight, hook, metadata
     gc.collect()
     assert all(code() is None for code in codes), "dynamo was not reset"
+
+
+@pytest.mark.parametrize("form", ["held", "experts", "autocast"])
+def test_dropped_graphs_keep_no_codes(form: str):
+    """If false, codes of fq.hold, of frozen experts or of an fp32 base under torch.autocast outlive
+    the model that was compiled, or the graph multiplies other codes than eager mode."""
+    model = kinds.converted("packed" if form == "experts" else "linear", "mxfp8")
+    model.requires_grad_(False)
+    context, x = contextlib.nullcontext(), kinds.batch().requires_grad_()
+    if form != "held":
+        fq.freeze(model)
+    if form == "autocast":
+        context = torch.autocast("cpu", torch.bfloat16)
+    run = torch.compile(model, backend="aot_eager")
+    with context, fq.hold(run) if form == "held" else contextlib.nullcontext():
+        got, want = run(x), model(x)
+        assert_same_bytes(got, want, form)
+        assert got.dtype is (torch.bfloat16 if form == "autocast" else torch.float32)
+        gradients = [torch.autograd.grad(y.float().sum(), x)[0] for y in (got, want)]
+        assert_same_bytes(*gradients, f"{form}: gradient")
+        weights = [w.parameter for w in quantized_weights(model)]
+        if form == "held":
+            weights = [layer.runtime.graphs.codes for layer in converted_modules(model).values()]
+        storages = [t for w in weights for t in w._memory()]
+        codes = [StorageWeakRef(t.untyped_storage()) for t in storages]
+        assert codes and not any(code.expired() for code in codes)
+        del weights, storages, got, want
+    del run, model
+    gc.collect()
+    assert all(code.expired() for code in codes), "dynamo was not reset"
 
 
 @pytest.mark.parametrize(
