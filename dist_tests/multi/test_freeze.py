@@ -17,8 +17,9 @@ from dist_tests import kinds
 from dist_tests.laws import EVERYTHING, assert_same_bytes, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single.test_hold import held_bytes
+from fsdp_quant.tensor.frozen import gathered_codes
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
-from fsdp_quant.tensor.torch_compat import local_of
+from fsdp_quant.tensor.torch_compat import local_of, managed_params_of
 
 RECIPES = {
     "mxfp8": (fq.recipes.mxfp8(), 1.04),
@@ -201,6 +202,9 @@ def _experts_alike(rank: int, world: int) -> None:
             assert held <= most * local.numel(), f"{kind} {name}: {held}"
         assert fq.state_dict(model)["codes"] == fq.state_dict(whole)["codes"]
         values = [local.dequantize() for local in packed]
+        for m, of_whole in zip(managed_params_of(model), whole.parameters(), strict=True):
+            if isinstance(of_whole, QuantizedTensor):
+                assert_same_bytes(gathered_codes(m).dequantize(), of_whole.dequantize(), m.fqn)
         if kind == "gpt_oss":
             with pytest.raises(ValueError, match="call fq.unfreeze before fully_shard"):
                 fq.unfreeze(model)

@@ -470,7 +470,7 @@ def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
         weights = [w for w in quantized_weights(model) if w.attribute == "weight"]
         shapes, y = [p.shape for p in model.parameters()], frozen_step(model)[0]
         if keep == "codes":  # the backward of the rowwise values, which unfrozen weights have too
-            hold._read_rowwise(model, [layer for w in weights for layer in w.layers], True)
+            hold.read_rowwise(model, [layer for w in weights for layer in w.layers])
         want = frozen_step(model)
         assert_same_bytes(want[0], y, "codes of the forward are the same")
         assert fq.freeze(model, keep=keep) == len(weights)

@@ -149,24 +149,27 @@ class Exported:
     shared: dict[tuple[Source, int | None], Tensor]
     config: dict[str, dict]
 
-    def gathered(self, source: Source) -> Tensor | Storage:
-        """The unsharded weight, as codes if it stores codes. Every rank must call it."""
+    def gathered(self, source: Source) -> Tensor | list[Storage]:
+        """The unsharded weight, as codes of each matrix if it stores codes. Every rank must call
+        it."""
         codes = codes_of(source) if source.layers and (source, None) not in self.shared else None
         return master_of(source) if codes is None else codes
 
-    def tensors(self, source: Source, weight: Tensor | Storage) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, source: Source, weight: Tensor | list[Storage]
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, values) of a weight that was gathered, as planned."""
         storages: dict[int | None, Storage] = {}
         for part in self.parts[source]:
             matrix, rows = part.slice.matrix, part.slice.rows
-            if isinstance(weight, Storage):
-                storages = {matrix: weight}
-            elif not source.layers:
+            if not source.layers and isinstance(weight, Tensor):
                 yield part.slice.name, source.slice_of(weight, part.slice).to(part.dtype)
                 continue
-            elif matrix is None and weight.dim() == 3:
+            if matrix is None and source.tensor.dim() == 3:
                 yield part.slice.name, _decoded_in_one(source, weight, part.dtype)
                 continue
+            if isinstance(weight, list):
+                storages = {matrix: weight[matrix or 0]}
             elif matrix not in storages:
                 values, amax = matrix_of(source, weight, matrix), self.shared.get((source, matrix))
                 storages = {matrix: encoded(values, source.layer_of(part.slice), amax)}
@@ -436,19 +439,20 @@ def _check_one_format(layers: Sequence[str], schemes: dict[str, Scheme]) -> None
 
 def _tensor_amax(source: Source, matrix: int | None) -> Tensor | None:
     """Every rank must call it: it gathers the weight."""
-    storage = codes_of(source)
-    if storage is not None:
-        return storage.tensor_amax
+    storages = codes_of(source)
+    if storages is not None:
+        return storages[matrix or 0].tensor_amax
     values = matrix_of(source, master_of(source), matrix)
     return statistics_of(values, source.layers[matrix or 0]).tensor_amax
 
 
-def _decoded_in_one(source: Source, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _decoded_in_one(source: Source, weight: Tensor | list[Storage], dtype: torch.dtype) -> Tensor:
     """Packed matrices that the checkpoint stores as one tensor, dequantized."""
-    values = [
-        encoded(matrix_of(source, weight, e), layer).dequantize(dtype)
-        for e, layer in enumerate(source.layers)
-    ]
+    storages = weight
+    if isinstance(weight, Tensor):
+        matrices = enumerate(source.layers)
+        storages = [encoded(matrix_of(source, weight, e), layer) for e, layer in matrices]
+    values = [storage.dequantize(dtype) for storage in storages]
     return torch.stack([v.t() if source.transposed else v for v in values])
 
 

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.files import installed
-from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
-from ..linear.linear import Linear
-from ..linear.operands import weight_storages
+from ..formats import COLUMNWISE, FORMATS, ROWWISE, Format
+from ..ops.reference import known
 from ..options import flag, function, read_all
 from ..storage import Storage
+from ..tensor.fsdp_hooks import FSDPHooks, check_layout
+from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.storage_pair import StoragePair
 from ..tensor.torch_compat import distributed_as, in_state_dict, local_of
+from ..training.hold import layers_of, put_codes, read_rowwise
 from . import layouts
 from .layouts import read_storage
 from .weights import Slice, Source, sources_of
@@ -136,17 +139,20 @@ def from_pretrained_quantized(
             if stored[source]:
                 source.slices = slices
                 break
-    keeps = {s for s in sources if frozen and s.layers and isinstance(s.owner, Linear)}
+    weights = {id(w.parameter): w for w in quantized_weights(model) if w.attribute == "weight"}
+    keeps = {s: weights[id(s.tensor)] for s in sources if frozen and id(s.tensor) in weights}
+    keeps = {source: weight for source, weight in keeps.items() if source.layers}
     _check_names(model, files, stored, strict)
     for source in sources:
-        _check_weight(source, stored[source], source in keeps)
+        _check_weight(source, stored[source], keeps.get(source))
         for piece, tensors in stored[source]:
             fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if source in keeps else None
             _check_tensors(source, piece, files.described(tensors), fmt)
     with torch.no_grad():
+        read_rowwise(model, layers_of(model, list(keeps.values())))
         for source, slices in stored.items():
             if source in keeps:
-                _freeze(source, *slices[0], files)
+                put_codes(model, keeps[source], _codes(source, slices, files))
             elif len(slices) == len(source.slices):
                 _put(source, _values(source, slices, files))
     return model
@@ -186,25 +192,31 @@ def _check_names(
             )
 
 
-def _check_weight(source: Source, slices: Stored, keeps: bool) -> None:
-    """Raise ValueError unless the files' slices can be loaded. keeps: their codes stay."""
+def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> None:
+    """Raise ValueError unless the files' slices can be loaded. keeps: the weight that keeps their
+    codes."""
     tensor, name = source.tensor, source.name
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device; call to_empty() and initialize the model")
-    if type(local_of(tensor)) is QuantizedTensor:
+    local = local_of(tensor)
+    if isinstance(local, QuantizedTensor) and local.is_frozen:
         raise ValueError(f"{name} holds codes for good (fq.freeze); load into a model before that")
-    if not keeps:
+    if keeps is None:
         return
     if not slices or slices[0][1].keys() == {"weight"}:
         raise ValueError(
             f"{name} is high precision in the files; load it with frozen=False, then call fq.freeze"
         )
-    if isinstance(tensor, DTensor):
+    is_shard = keeps.managed is not None and isinstance(local, FSDPHooks)
+    if isinstance(tensor, DTensor) and not is_shard:
         raise ValueError(
-            f"{name} is sharded, and frozen weights are whole; leave it out of fully_shard by "
-            "ignored_params="
+            f"{name} is a DTensor {tensor.placements} of which fully_shard gathers no codes: it is "
+            "stored transposed, or cut by tensor parallelism alone; load before fully_shard or "
+            "parallelize_module"
         )
-    if isinstance(tensor, QuantizedTensor):
+    if is_shard:
+        check_layout(known(keeps.managed, "a sharded weight"))
+    if isinstance(local, QuantizedTensor):
         raise ValueError(
             f"{name} is a quantized parameter, whose optimizer writes its codes; load with "
             "frozen=False"
@@ -224,6 +236,8 @@ def _check_tensors(
     tensors:  of `Files.described`.
     fmt:      that the scales must have; None: any.
     """
+    if "blocks" in tensors and fmt not in (None, FORMATS["mxfp4"]):
+        raise ValueError(f"{piece.name} is mxfp4 in the files, and its recipe multiplies {fmt}")
     if "blocks" in tensors:
         shape = _shape_of_gpt_oss(piece.name, **tensors)
     elif len(tensors) > 1:
@@ -275,11 +289,17 @@ def _shape_of_gpt_oss(name: str, blocks: Tensor, scales: Tensor) -> tuple[int, .
 
 def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """[E, K, N] of mxfp4 blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
-    experts, rows, groups, size = blocks.shape
-    data, scale = blocks.reshape(experts * rows, -1), scales.reshape(experts * rows, -1)
-    shape = experts * rows, groups * size * 2
-    storage = Storage(FORMATS["mxfp4"], ROWWISE, shape, data, scale, None, dtype)
-    return storage.dequantize().view(experts, rows, -1).mT.contiguous()
+    matrices = _storages_of_gpt_oss(blocks, scales, dtype)
+    return torch.stack([matrix.dequantize() for matrix in matrices]).mT.contiguous()
+
+
+def _storages_of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> list[Storage]:
+    """The codes [N, K] of each expert, over the bytes of the file."""
+    shape = blocks.shape[1], blocks.shape[2] * 32
+    return [
+        Storage(FORMATS["mxfp4"], ROWWISE, shape, data.flatten(1), scale, None, dtype)
+        for data, scale in zip(blocks, scales)
+    ]
 
 
 def _put(source: Source, values: Tensor) -> None:
@@ -288,14 +308,46 @@ def _put(source: Source, values: Tensor) -> None:
     source.owner.load_state_dict({source.attribute: values}, strict=False)
 
 
-def _freeze(source: Source, piece: Slice, named: dict[str, str], files: Files) -> None:
-    """Let the layer multiply the codes of the file."""
-    layer, weight = source.layers[0], source.tensor
-    plan, quantizer = layer.plan.on(weight.dtype, weight.device), layer._weight_state.quantizer
-    fmt, tensors = quantizer.rowwise.fmt, files.of(named)
-    rowwise = read_storage(piece.name, tensors, weight.dtype, weight.device, fmt)
-    columnwise = quantizer.columnwise_of(rowwise)
-    codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
-    operands = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
-    codes = QuantizedTensor(operands[ROWWISE], operands[COLUMNWISE], shape=rowwise.shape)
-    layer.weight = nn.Parameter(codes, requires_grad=False)
+def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:
+    """The codes of the files, [.., N, K], and those of the backward where they do not serve it."""
+    like, quantizer = source.tensor, source.layers[0]._weight_state.quantizer
+    device = local_of(like).device
+    rows: dict[int, list[Storage]] = {}
+    for piece, named in slices:
+        tensors = files.of(named)
+        if "blocks" in tensors:
+            tensors = {role: tensor.to(device) for role, tensor in tensors.items()}
+            matrices = _storages_of_gpt_oss(**tensors, dtype=like.dtype)
+            rows |= {e: [matrix] for e, matrix in enumerate(matrices)}
+        else:
+            fmt = quantizer.rowwise.fmt
+            storage = read_storage(piece.name, tensors, like.dtype, device, fmt)
+            rows.setdefault(piece.matrix or 0, []).append(storage)
+    pairs = []
+    for _, parts in sorted(rows.items()):
+        pairs.append(StoragePair(stacked_rows(source.name, parts)))
+        if not (quantizer.shares_storage or quantizer.is_derived):
+            pairs[-1].put(COLUMNWISE, quantizer.columnwise_of(pairs[-1].first))
+    if like.dim() == 2:
+        return QuantizedTensor(pair=pairs[0])
+    shape = len(pairs), *pairs[0].first.shape
+    return QuantizedTensor(pair=StoragePair(groups=pairs).joined(), shape=shape)
+
+
+def stacked_rows(name: str, parts: list[Storage]) -> Storage:
+    """One storage of the rows of all. Raises ValueError where a scale would be of two."""
+    first, block_rows = parts[0], parts[0].fmt.dims(ROWWISE)[0]
+    if len(parts) == 1:
+        return first
+    of_tensor = [part.scale if block_rows is None else part.tensor_amax for part in parts]
+    is_one = all(a is None or torch.equal(a, known(of_tensor[0], "a scale")) for a in of_tensor)
+    if not is_one or any(part.shape[0] % (block_rows or 1) for part in parts):
+        raise ValueError(
+            f"{name} is {len(parts)} tensors in the files, whose scales of {first.fmt} are not "
+            "those of one matrix; load it with frozen=False, then call fq.freeze"
+        )
+    fields = zip(*(part.buffers().items() for part in parts))
+    buffers = {of[0][0]: torch.cat([t for _, t in of]) for of in fields}
+    buffers |= {} if first.tensor_amax is None else {"tensor_amax": first.tensor_amax}
+    buffers |= {"scale": first.scale} if block_rows is None else {}
+    return first.with_buffers(buffers, shape=(sum(p.shape[0] for p in parts), first.shape[1]))

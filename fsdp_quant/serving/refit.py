@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..options import flag
-from ..storage import Storage
 from .export import Exported, exported
 from .shards import LocalTensors, Piece
 from .writer import in_files, size_of
@@ -88,7 +87,7 @@ def _tensors(checkpoint: Exported) -> Iterator[tuple[str, Tensor]]:
     for source in checkpoint.parts:
         with torch.no_grad():
             weight = checkpoint.gathered(source)
-            aliases = isinstance(weight, Storage) or not source.layers
+            aliases = isinstance(weight, list) or not source.layers
             pairs = checkpoint.tensors(source, weight)
             tensors = [(name, t.clone() if aliases else t.contiguous()) for name, t in pairs]
         del weight, pairs

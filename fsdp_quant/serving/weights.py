@@ -32,6 +32,7 @@ from ..ops import dispatch
 from ..ops.dispatch import Statistics
 from ..scaling import RowCuts
 from ..storage import Storage
+from ..tensor.frozen import gathered_codes
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
@@ -78,8 +79,15 @@ class Source:
     def tensor(self) -> Tensor:
         return getattr(self.owner, self.attribute)
 
-    def shape_of(self, piece: Slice) -> tuple[int, ...]:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values: frozen codes of matrices that are stored transposed are [.., N, K]."""
         shape = tuple(self.tensor.shape)
+        is_turned = self.transposed and isinstance(local_of(self.tensor), QuantizedTensor)
+        return (*shape[:-2], shape[-1], shape[-2]) if is_turned else shape
+
+    def shape_of(self, piece: Slice) -> tuple[int, ...]:
+        shape = self.shape
         if piece.rows is None:
             return shape if piece.matrix is None else shape[1:]
         return (piece.rows[1] - piece.rows[0], *shape[1 if piece.matrix is None else 2 :])
@@ -172,7 +180,7 @@ def _as_transformers_saves(
     numbers."""
     first, numbered = [0], {}
     for source in sources:
-        shape = source.tensor.shape
+        shape = torch.Size(source.shape)
         rows = shape[: 2 if len(shape) == 3 else 1]
         end = first[-1] + rows.numel()
         numbers = torch.arange(first[-1], end, dtype=torch.int64, device="cpu")
@@ -184,7 +192,7 @@ def _as_transformers_saves(
         start, count = int(flat[0]) if len(flat) else 0, len(flat)
         i = bisect.bisect_right(first, start) - 1
         source, start = sources[i], start - first[i]
-        expected, shape = numbered[source.name], source.tensor.shape
+        expected, shape = numbered[source.name], source.shape
         if not torch.equal(flat, expected.flatten()[start : start + count]):
             raise ValueError(
                 f"transformers saves {name} in another form than rows of {source.name}; export it "
@@ -216,19 +224,24 @@ def master_of(source: Source) -> Tensor:
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
-def codes_of(source: Source) -> Storage | None:
-    """The whole rowwise codes of a weight that stores codes; None: quantize its master.
+def codes_of(source: Source) -> list[Storage] | None:
+    """The whole rowwise codes of each matrix of a weight that stores codes; None: quantize its
+    master.
 
     Every rank must call it: it gathers a sharded one.
     """
     weight = local_of(source.tensor)
     if not isinstance(weight, QuantizedTensor):
         return None
+    if weight.dim() == 3:
+        managed = managed_of(weight.state) if isinstance(weight, QuantizedWeight) else None
+        weight = weight if managed is None else gathered_codes(managed)
+        return [matrix.storage_for(ROWWISE) for matrix in weight.unbind()]
     if not isinstance(weight, QuantizedWeight) or weight.state.weight_sync is not None:
-        return weight.storage_for(ROWWISE)
+        return [weight.storage_for(ROWWISE)]
     state, managed = weight.state, managed_of(weight.state)
     if managed is None and not isinstance(source.tensor, DTensor):
-        return weight.storage_for(ROWWISE)
+        return [weight.storage_for(ROWWISE)]
     if managed is None or state.tensor_group is not None:
         return None
     weight.refresh_shard(managed)
@@ -237,15 +250,14 @@ def codes_of(source: Source) -> Storage | None:
     storage = weight.storage_for(ROWWISE)
     sharded = storage_tensors(storage, managed.registered, state.shape[0])
     buffers = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sharded.items()}
-    return storage.with_buffers(buffers, shape=tuple(state.shape), row0=0)
+    return [storage.with_buffers(buffers, shape=tuple(state.shape), row0=0)]
 
 
 def has_codes_alone(source: Source) -> bool:
     """No master is there to be quantized again."""
     weight = local_of(source.tensor)
-    return type(weight) is QuantizedTensor or (
-        isinstance(weight, QuantizedWeight) and weight.state.weight_sync is not None
-    )
+    is_synced = isinstance(weight, QuantizedWeight) and weight.state.weight_sync is not None
+    return is_synced or (isinstance(weight, QuantizedTensor) and weight.is_frozen)
 
 
 @torch.no_grad()
@@ -265,8 +277,8 @@ def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
         is_counted = rank == 0
     if not is_counted or not tensor.is_floating_point() or tensor.element_size() == 1:
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    if has_codes_alone(source) and (codes := codes_of(source)) is not None:
-        values = codes.dequantize()
+    if has_codes_alone(source) and not isinstance(tensor, DTensor):
+        values = local_of(tensor).dequantize()
     else:
         values = local_of(saved_plain(tensor, tensor.detach())).detach()
     is_finite = values.isfinite()

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..formats import Direction
+from ..formats import ROWWISE, Direction
 from ..scaling import RowCuts
 from ..storage import Storage
-from .gathered_weight import cuts_of
+from .gathered_weight import cuts_of, wire_buffers
+from .quantized_tensor import QuantizedTensor
 from .quantized_weight import QuantizedWeight, QuantizedWeightState, frozen_shard, take_codes
 from .refresh import refresh_codes
 from .storage_pair import StoragePair
@@ -44,6 +47,40 @@ def freeze_shards(weights: Sequence[ManagedParam]) -> None:
     refresh_codes(frozen)
     for weight in frozen:
         weight.drop_values()
+
+
+def freeze_shard(managed: ManagedParam, codes: QuantizedTensor) -> None:
+    """Keep this rank's part of the codes of a whole weight, in place of its values."""
+    local, bounds = _local(managed), cuts_of(managed).bounds
+    first, last = bounds[managed.rank], bounds[managed.rank + 1]
+    state: WeightState = getattr(local, "state")
+    part = StoragePair()
+    if first < last or not state.packed:
+        part = codes._narrow(0, first, last - first)._pair.map(lambda s: s.map(torch.clone))
+    part = part.joined() if state.packed else part
+    weight = take_codes(frozen_shard(local, state, local.shape), part)
+    _replace(managed, weight, weight.state)
+
+
+def gathered_codes(managed: ManagedParam) -> QuantizedTensor:
+    """All matrices of a packed weight with their rowwise codes. Every rank must call it."""
+    local, shape = _local(managed), managed.global_shape
+    encoding = getattr(local, "state").matrices[0].quantizer.encodings[ROWWISE]
+    shown = local._pair.shown or {} if isinstance(local, QuantizedWeight) else {}
+    zeros = Storage.zeros(encoding.fmt, ROWWISE, tuple(shape[1:]), local.dtype, local.device)
+    whole = StoragePair(groups=[StoragePair(zeros) for _ in range(shape[0])])
+    gathered: dict[str, Tensor] = {}
+    for buffer in wire_buffers(encoding, cuts_of(managed), shape, local.dtype):
+        name, like = f"rowwise_{buffer.name}", zeros.buffers()[buffer.name]
+        sent = torch.zeros(buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=local.device)
+        if name in shown:
+            mine = shown[name].contiguous().view(torch.uint8).flatten()
+            sent[: len(mine)] = mine
+        parts = [torch.empty_like(sent) for _ in range(managed.world_size)]
+        dist.all_gather(parts, sent, group=managed.process_group)
+        rows = torch.cat(parts)[: shape[0] * like.nbytes].view(like.dtype)
+        gathered[name] = rows.view(shape[0] * like.shape[0], *like.shape[1:])
+    return QuantizedTensor(pair=whole.over(gathered), shape=shape)
 
 
 def unfreeze_shards(weights: Sequence[ManagedParam]) -> None:

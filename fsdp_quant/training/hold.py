@@ -27,7 +27,7 @@ from ..ops.layout import COMPACT
 from ..ops.reference import known
 from ..options import choice, flag, read_all
 from ..tensor import torch_compat
-from ..tensor.frozen import freeze_shards, packed_codes, unfreeze_shards
+from ..tensor.frozen import freeze_shard, freeze_shards, packed_codes, unfreeze_shards
 from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states, set_formats
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -166,17 +166,17 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     weights = _untrained_weights(module)
     for weight in weights:
         _check_can_freeze(weight)
-    changed = set(_layers_of(module, weights))
+    changed = set(layers_of(module, weights))
     for scheduled, (schedule, _) in SCHEDULED.items():
         check_fixed("fq.freeze", schedule, converted_units(scheduled), changed)
     for weight in weights:
         if weight.managed is None and not _is_frozen(weight.parameter):
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
-    layers = _layers_of(module, weights)
+    layers = layers_of(module, weights)
     for layer in layers:
         layer.runtime.frozen = weakref.ref(layer)
     if keep == "codes":
-        _read_rowwise(module, layers, True)
+        read_rowwise(module, layers)
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
     return len(weights)
 
@@ -196,14 +196,14 @@ def _codes_of(weight: ModelWeight, backward: bool, compact: bool) -> QuantizedTe
     return QuantizedTensor(*codes, shape=tuple(values.shape))
 
 
-def _layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
+def layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
     """Return the layers that multiply these weights, also where several modules share one."""
     states = {weight.module._weight_state for weight in weights}
     modules = [m for m in model.modules() if getattr(m, "_weight_state", None) in states]
     return [layer for m in modules for layer in getattr(m, "_matrix_layers")]
 
 
-def _read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool) -> None:
+def read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool = True) -> None:
     """Plan for weights that keep their rowwise codes alone, or have both directions."""
     managed = managed_states()
     for layer in layers:
@@ -213,6 +213,16 @@ def _read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool) -> Non
     for experts in model.modules():
         if isinstance(experts, GroupedLinear):
             experts.prepare()
+
+
+def put_codes(model: nn.Module, weight: ModelWeight, codes: QuantizedTensor) -> None:
+    """Put whole codes [.., N, K] in place of a weight, or this rank's part of them."""
+    if weight.managed is not None:
+        freeze_shard(weight.managed, codes)
+    else:
+        _replace(model, known(weight.parameter, "a parameter"), codes)
+    for layer in weight.layers:
+        layer.runtime.frozen = weakref.ref(layer)
 
 
 def _replace(model: nn.Module, parameter: nn.Parameter, weight: Tensor) -> None:
@@ -314,7 +324,7 @@ def unfreeze(module: nn.Module) -> int:
             values = weight.parameter.dequantize()
             values = values.mT.contiguous() if weight.is_transposed else values
             _replace(module, weight.parameter, values)
-    _read_rowwise(module, _layers_of(module, weights), False)
+    read_rowwise(module, layers_of(module, weights), False)
     return len(weights)
 
 
