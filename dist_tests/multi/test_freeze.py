@@ -113,7 +113,7 @@ def test_a_frozen_base_is_sharded_as_codes():
 
 def _lives(rank: int, world: int, folder: str) -> None:
     recipe = fq.recipes.nvfp4()
-    model = sharded(adapted(recipe, 33))
+    model = sharded(adapted(recipe, 48))
     values = [p.detach().clone() for p in bases(model)]
     codes = fq.state_dict(model)["codes"]
     fq.freeze(model)
@@ -126,7 +126,7 @@ def _lives(rank: int, world: int, folder: str) -> None:
     optimizer.step()
     trained = step(model)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    again = frozen(recipe, 33, before=True)
+    again = frozen(recipe, 48, before=True)
     for a, b in zip(step(again), want, strict=True):
         assert_same_bytes(a, b, "before the load")
     state = {"model": again.state_dict()}
@@ -137,6 +137,14 @@ def _lives(rank: int, world: int, folder: str) -> None:
     state["model"]["0.base.weight"].mul_(2)
     with pytest.raises(RuntimeError, match="0.base.weight is a quantized parameter without values"):
         again.load_state_dict(state["model"])
+    fq.export(model, f"{folder}/codes")
+    read = fq.from_pretrained_quantized(
+        sharded(adapted(recipe, 48)), f"{folder}/codes", frozen=True
+    )
+    for a, b in zip(step(read), trained, strict=True):
+        assert_same_bytes(a, b, "read from the files")
+    for a, b in zip(bases(read), bases(model), strict=True):
+        assert_same_bytes(a.rowwise.data, b.rowwise.data, "codes of the files")
     decoded = [w.dequantize() for w in bases(model)]
     assert fq.unfreeze(model) == 2
     for got, want_, high in zip(bases(model), decoded, values, strict=True):
@@ -180,7 +188,7 @@ def _routed(model: nn.Module) -> list[Tensor]:
     return [y.detach(), x.grad]
 
 
-def _experts_alike(rank: int, world: int) -> None:
+def _experts_alike(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match="experts.gate_up_proj_product.weight is a DTensor"):
         fq.freeze(fully_shard(_experts("gpt_oss", RECIPES["mxfp8"][0])))
     cases = ("uneven", "nvfp4", True), ("mixtral", "mxfp4", False), ("gpt_oss", "mxfp8", True)
@@ -202,6 +210,13 @@ def _experts_alike(rank: int, world: int) -> None:
             assert held <= most * local.numel(), f"{kind} {name}: {held}"
         assert fq.state_dict(model)["codes"] == fq.state_dict(whole)["codes"]
         values = [local.dequantize() for local in packed]
+        if kind == "uneven":
+            fq.export(model, folder)
+            read = fq.from_pretrained_quantized(
+                fully_shard(_experts(kind, recipe)), folder, frozen=True
+            )
+            for a, b in zip(_routed(read), _routed(whole), strict=True):
+                assert_same_bytes(a, b, "read from the files")
         for m, of_whole in zip(managed_params_of(model), whole.parameters(), strict=True):
             if isinstance(of_whole, QuantizedTensor):
                 assert_same_bytes(gathered_codes(m).dequantize(), of_whole.dequantize(), m.fqn)
@@ -216,7 +231,7 @@ def _experts_alike(rank: int, world: int) -> None:
         _routed(model)
 
 
-def test_frozen_experts_are_sharded_as_codes():
+def test_frozen_experts_are_sharded_as_codes(tmp_path):
     """If false, ranks that share frozen experts multiply other codes than one process, or hold
     values of them."""
-    run_ranks(2, _experts_alike)
+    run_ranks(2, _experts_alike, str(tmp_path / "codes"))

@@ -293,6 +293,27 @@ def test_gpt_oss_checkpoints_are_read(tmp_path):
     fq.from_pretrained_quantized(model, tmp_path)
     for name, tensor in want.items():
         laws.assert_same_bytes(model.state_dict()[name], tensor.contiguous(), name)
+    skip = ["*self_attn*", "*router*", "lm_head"]
+    frozen = fq.convert(copy.deepcopy(model), "mxfp4", skip=skip)
+    fq.from_pretrained_quantized(frozen, tmp_path, frozen=True)
+    for name, tensor in want.items():
+        codes = frozen.get_parameter(name)
+        assert type(codes) is fq.QuantizedTensor and not codes.requires_grad
+        laws.assert_same_bytes(codes.dequantize().mT, tensor, name)
+        for e, matrix in enumerate(codes.unbind()):
+            blocks, scales = (state[f"{name}_{part}"][e] for part in ("blocks", "scales"))
+            laws.assert_same_bytes(matrix.rowwise.data, blocks.flatten(1), f"{name} {e}: codes")
+            laws.assert_same_bytes(matrix.rowwise.scale, scales, f"{name} {e}: scales")
+    x = frozen.model.embed_tokens(torch.arange(8)[None]).detach().requires_grad_()
+    frozen(inputs_embeds=x).logits.float().sum().backward()
+    assert x.grad.isfinite().all()
+    fq.export(frozen, tmp_path / "again", "dequantized")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in want.items():
+        laws.assert_same_bytes(again[name], tensor.contiguous(), f"{name}: exported")
+    with pytest.raises(ValueError, match="gate_up_proj is mxfp4 in the files.* multiplies mxfp8"):
+        other = fq.convert(copy.deepcopy(model), "mxfp8", skip=skip)
+        fq.from_pretrained_quantized(other, tmp_path, frozen=True)
     name = "model.layers.0.mlp.experts.down_proj_scales"
     for change in (lambda t: t.mT, lambda t: t.flatten(1), lambda t: t.float(), lambda t: t | 255):
         save_file(state | {name: change(state[name]).contiguous()}, tmp_path / "model.safetensors")
