@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layout/scalars.h"
 
-#include "device/amax.cuh"
 #include "layout/factor.cuh"
 
 namespace fsdp_quant {
@@ -35,15 +34,7 @@ __global__ void record_amax_kernel(float* newest, const float* amax) {
   if (isfinite(*amax)) *newest = fmaxf(*newest, *amax);
 }
 
-constexpr int kBlock = 128, kMostThreads = 1024;
-
-__global__ void largest_kernel(const float* amaxes, int64_t count, float* out) {
-  __shared__ uint32_t of_warp[kMostThreads / 32];
-  uint32_t most = 0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < count; i += kMostThreads) most = max(most, __float_as_uint(fabsf(amaxes[i])));
-  block_max(most, of_warp, [&](uint32_t bits) { *out = __uint_as_float(bits); });
-}
+constexpr int kBlock = 128;
 
 unsigned blocks_of(int32_t count) { return (count + kBlock - 1) / kBlock; }
 
@@ -77,11 +68,6 @@ cudaError_t launch_random_keys(
 
 cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream) {
   decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, tensor_max, count, out);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream) {
-  largest_kernel<<<1, kMostThreads, 0, stream>>>(amaxes, count, out);
   return cudaGetLastError();
 }
 

@@ -28,8 +28,6 @@ cudaError_t launch_random_keys(
     const int64_t* step, const PointerTable<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
 // Decode scales of a two-level spec (tensor_max) from `count` tensor amaxes.
 cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream);
-// *out = max |amaxes|; NaN propagates.
-cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream);
 // *newest = max(*newest, amax) if amax is finite.
 cudaError_t launch_record_amax(float* newest, const float* amax, cudaStream_t stream);
 
