@@ -25,6 +25,18 @@ __global__ void random_keys_kernel(
   if (e < ids.count) make_key(step, ids.at[e], offsets[e + 1] - offsets[e], keys + 5 * e);
 }
 
+__global__ void gradient_keys_kernel(
+    const int64_t* step, const int64_t* idents, int64_t count, int64_t* counted, int64_t* keys) {  // one block
+  const bool again = counted[0] == step[0] && counted[1] == step[1] && counted[2] == step[2];
+  const int64_t before = again ? counted[3] + 1 : 0;
+  __syncthreads();  // all threads have read
+  if (threadIdx.x < 4) counted[threadIdx.x] = threadIdx.x < 3 ? step[threadIdx.x] : before;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    int64_t* const key = keys + 5 * i;
+    key[0] = step[0], key[1] = step[1], key[2] = idents[i], key[3] = step[2] + (before << 16), key[4] = 0;
+  }
+}
+
 __global__ void decode_scales_kernel(const float* amax, float tensor_max, int32_t count, float* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) out[i] = tensor_decode_scale(amax[i], tensor_max);
@@ -63,6 +75,12 @@ cudaError_t launch_collect(const PointerTable<float>& scalars, float* out, cudaS
 cudaError_t launch_random_keys(
     const int64_t* step, const PointerTable<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream) {
   random_keys_kernel<<<blocks_of(ids.count), kBlock, 0, stream>>>(step, ids, offsets, keys);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_gradient_keys(
+    const int64_t* step, const int64_t* idents, int64_t count, int64_t* counted, int64_t* keys, cudaStream_t stream) {
+  gradient_keys_kernel<<<1, kBlock, 0, stream>>>(step, idents, count, counted, keys);
   return cudaGetLastError();
 }
 

@@ -596,6 +596,12 @@ def scalars(emulation: Operators) -> None:
             [made],
             lambda slot=slot: [emulation.random_key(STEP, IDS, slot, 100)],
         )
+    counted, on_gpu = torch.full((4,), -1), on_device(torch.full((4,), -1))
+    for step in (STEP, STEP, STEP + 1):
+        made = [native.gradient_keys(on_device(step), on_device(IDS), on_gpu), on_gpu.clone()]
+        keys = gradient_codes.reference_keys(step, IDS, counted)
+        want = [keys, counted.clone()]
+        run(f"gradient_keys {step[1]}", made, lambda want=want: want)
     for amax in (0.5, 7.0, math.inf, math.nan):
         history = torch.tensor([2.0, 9.0])
         given = on_device(history)
