@@ -17,7 +17,7 @@ struct Sections {
   int64_t row, row_bytes, scale_bytes, amax_bytes;
 
   explicit Sections(const EncodingSpec& s)
-      : row(gradient_row(s)), row_bytes(s.present() ? bytes_of(s, row) : 2 * row),
+      : row(row_of(codes_of(s))), row_bytes(s.present() ? bytes_of(s, row) : 2 * row),
         scale_bytes(!s.present() ? 0 : s.two_level() ? row / 16 : 4), amax_bytes(s.two_level() ? 4 : 0) {}
 
   int64_t rows_of(int64_t length) const { return ceil_div(length, row); }
