@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
       values.load(v, exists ? row * kRow + 16 * lane : values.count);
       uint32_t most = largest(v);
 #pragma unroll
-      for (int by = 1; by < (kCodes == GradientCodes::kBlock32 ? 2 : 8); by *= 2) most = max(most, __shfl_xor_sync(kAll, most, by));
+      for (int by = 1; by < (kCodes == GradientCodes::kBlock32 ? 2 : 8); by *= 2)
+        most = max(most, __shfl_xor_sync(kAll, most, by));
       if (!exists) continue;
       const float amax = __uint_as_float(canonical(most));
       const BlockScale s = kCodes == GradientCodes::kBlock32 ? e8m0_scale(amax, launch.spec) : fp32_scale(amax, launch.spec);

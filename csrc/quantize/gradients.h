@@ -14,11 +14,14 @@ constexpr int kGradientTile = 8192;  // elements per block
 enum class GradientCodes { kValues, kBlock128, kBlock32, kTwoLevel };
 
 inline GradientCodes codes_of(const EncodingSpec& s) {
-  return !s.present() ? GradientCodes::kValues : s.two_level() ? GradientCodes::kTwoLevel : s.byte_scales() ? GradientCodes::kBlock32 : GradientCodes::kBlock128;
+  if (!s.present()) return GradientCodes::kValues;
+  return s.two_level() ? GradientCodes::kTwoLevel : s.byte_scales() ? GradientCodes::kBlock32 : GradientCodes::kBlock128;
 }
 
 // Elements of a row; blocks of a scale do not leave it.
-constexpr int32_t row_of(GradientCodes codes) { return codes == GradientCodes::kValues ? 8 : codes == GradientCodes::kTwoLevel ? 1024 : 128; }
+constexpr int32_t row_of(GradientCodes codes) {
+  return codes == GradientCodes::kValues ? 8 : codes == GradientCodes::kTwoLevel ? 1024 : 128;
+}
 
 struct Gradient {
   const void* x;         // [numel], contiguous (encoding)

@@ -51,7 +51,7 @@ __device__ __forceinline__ void complete_amaxes(const Launch<1>& launch, uint32_
     for (int d = 0; d < 2; ++d) {
       if (launch.parts[d] == nullptr) continue;
       uint32_t most = 0;
-#pragma unroll 8
+#pragma unroll 16
       for (int64_t i = threadIdx.x; i < launch.part_counts[d]; i += kThreads)
         most = max(most, __float_as_uint(fabsf(launch.parts[d][i])));
       block_max(most, smem, [&](uint32_t bits) { *launch.tensors[0].buffers[d].amax = __uint_as_float(canonical(bits)); });
