@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Re-express codes with one exponent E per line, run of a line, tile or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
-// shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), or the largest e of parts of a tensor. The
-// second converts the codes in 128 x 128 tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with
-// kE4M3Exact scales: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
+// shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), or the largest e of each of 32 parts of a
+// tensor. The second converts the codes in 128 x 128 tiles, 8 x 8 per thread, and finds E of tiles and from those parts. Grid
+// y: matrix; z: run; surplus blocks exit. Two-level codes with kE4M3Exact scales: q' = e4m3(q * s / 8), and 8 D for the
+// tensor, both in the second launch.
 #include "device/amax.cuh"
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
@@ -262,7 +263,6 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
   int32_t of_all_lines = 0;
-  if (!TwoLevel && a.whole) of_all_lines = tensor_exponent(a);
   if (!TwoLevel && a.tiles) of_all_lines = tile_exponent(a, row0, col0);
   if (TwoLevel && blockIdx.x + threadIdx.x == 0)
     *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
@@ -273,6 +273,7 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
     v[i] = make_uint2(0, 0);
     if (row + i < a.rows && col < a.cols) v[i] = load_codes<E>(a.data + static_cast<int64_t>(row + i) * bytes, col, bytes, a.vector_load);
   }
+  if (!TwoLevel && a.whole) of_all_lines = tensor_exponent(a);  // after the loads of codes, which take longer
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
