@@ -303,7 +303,8 @@ def test_blocks_that_wait_for_the_amax_of_parts_read_it(names: tuple, dtype: tor
         parts.copy_(x.abs().amax(1, keepdim=True))
 
     fill("gauss")
-    run()
+    # nvfp4 has statistics and an encoding of its own
+    assert expected.launches(run) == (3 if "nvfp4" in names else 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
