@@ -35,7 +35,8 @@ def _of_matrix(codes: QuantizedTensor | None, state: WeightState, e: int) -> Qua
     """The codes of one of this rank's matrices; None of one that another rank has."""
     if codes is None or not state.packed:
         return codes
-    return codes.unbind()[e] if 0 <= e < len(codes) else None
+    matrices = codes._pair.groups
+    return QuantizedTensor(pair=matrices[e]) if 0 <= e < len(matrices) else None
 
 
 @dataclass(frozen=True)

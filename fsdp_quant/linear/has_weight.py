@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.quantized_weight import QuantizedWeightState
+from ..tensor.quantized_weight import QuantizedWeightState, padding
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard
 from ..tensor.weight_state import WeightState, copies_are_weights
@@ -108,7 +108,7 @@ def own_codes(codes: QuantizedTensor, state: WeightState) -> None:
     """Let codes of `fq.freeze` be of this state. Those that FSDP2 gathered have theirs."""
     owner = codes._pair.owner
     if owner is None or owner.gathered is None:
-        codes._pair.owner = state
+        codes._pair.owner, state.padding = state, padding
         for group, matrix in zip(codes._pair.groups, state.packed):
             group.owner = matrix
 

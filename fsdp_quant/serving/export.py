@@ -448,10 +448,11 @@ def _tensor_amax(source: Source, matrix: int | None) -> Tensor | None:
 
 def _decoded_in_one(source: Source, weight: Tensor | list[Storage], dtype: torch.dtype) -> Tensor:
     """Packed matrices that the checkpoint stores as one tensor, dequantized."""
-    storages = weight
     if isinstance(weight, Tensor):
         matrices = enumerate(source.layers)
         storages = [encoded(matrix_of(source, weight, e), layer) for e, layer in matrices]
+    else:
+        storages = weight
     values = [storage.dequantize(dtype) for storage in storages]
     return torch.stack([v.t() if source.transposed else v for v in values])
 

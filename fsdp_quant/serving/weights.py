@@ -236,7 +236,7 @@ def codes_of(source: Source) -> list[Storage] | None:
     if weight.dim() == 3:
         managed = managed_of(weight.state) if isinstance(weight, QuantizedWeight) else None
         weight = weight if managed is None else gathered_codes(managed)
-        return [matrix.storage_for(ROWWISE) for matrix in weight.unbind()]
+        return [matrix.storage(ROWWISE) for matrix in weight._pair.groups]
     if not isinstance(weight, QuantizedWeight) or weight.state.weight_sync is not None:
         return [weight.storage_for(ROWWISE)]
     state, managed = weight.state, managed_of(weight.state)

@@ -43,7 +43,9 @@ def freeze_shards(weights: Sequence[ManagedParam]) -> None:
         if not isinstance(local, QuantizedWeight):
             state = state.as_kind(QuantizedWeightState)
             _replace(managed, state.wrapped(values_of(local).detach()), state)
-        frozen.append(_local(managed))  # FSDP2 moves short shards into padded memory
+        local = managed.local  # FSDP2 moves short shards into padded memory
+        if isinstance(local, QuantizedWeight):
+            frozen.append(local)
     refresh_codes(frozen)
     for weight in frozen:
         weight.drop_values()
@@ -64,13 +66,13 @@ def freeze_shard(managed: ManagedParam, codes: QuantizedTensor) -> None:
 
 def gathered_codes(managed: ManagedParam) -> QuantizedTensor:
     """All matrices of a packed weight with their rowwise codes. Every rank must call it."""
-    local, shape = _local(managed), managed.global_shape
+    local, (experts, rows, cols) = _local(managed), managed.global_shape
     encoding = getattr(local, "state").matrices[0].quantizer.encodings[ROWWISE]
     shown = local._pair.shown or {} if isinstance(local, QuantizedWeight) else {}
-    zeros = Storage.zeros(encoding.fmt, ROWWISE, tuple(shape[1:]), local.dtype, local.device)
-    whole = StoragePair(groups=[StoragePair(zeros) for _ in range(shape[0])])
+    zeros = Storage.zeros(encoding.fmt, ROWWISE, (rows, cols), local.dtype, local.device)
+    whole = StoragePair(groups=[StoragePair(zeros) for _ in range(experts)])
     gathered: dict[str, Tensor] = {}
-    for buffer in wire_buffers(encoding, cuts_of(managed), shape, local.dtype):
+    for buffer in wire_buffers(encoding, cuts_of(managed), (experts, rows, cols), local.dtype):
         name, like = f"rowwise_{buffer.name}", zeros.buffers()[buffer.name]
         sent = torch.zeros(buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=local.device)
         if name in shown:
@@ -78,9 +80,9 @@ def gathered_codes(managed: ManagedParam) -> QuantizedTensor:
             sent[: len(mine)] = mine
         parts = [torch.empty_like(sent) for _ in range(managed.world_size)]
         dist.all_gather(parts, sent, group=managed.process_group)
-        rows = torch.cat(parts)[: shape[0] * like.nbytes].view(like.dtype)
-        gathered[name] = rows.view(shape[0] * like.shape[0], *like.shape[1:])
-    return QuantizedTensor(pair=whole.over(gathered), shape=shape)
+        codes = torch.cat(parts)[: experts * like.nbytes].view(like.dtype)
+        gathered[name] = codes.view(experts * like.shape[0], *like.shape[1:])
+    return QuantizedTensor(pair=whole.over(gathered), shape=(experts, rows, cols))
 
 
 def unfreeze_shards(weights: Sequence[ManagedParam]) -> None:

@@ -65,8 +65,6 @@ class QuantizedTensor(Tensor):
 
     _pair: StoragePair
     _decoded_by = "dequantize()"
-    # the local tensor of a frozen weight that fully_shard cuts (`quantized_weight`)
-    _padding: Callable[[QuantizedTensor, torch.Size], Tensor]
 
     if TYPE_CHECKING:
 
@@ -536,9 +534,10 @@ def _plain_like(func, tensor, size=None, dtype=None, device=None, **ignored):
     """Plain tensors: gradients and optimizer states are never quantized. FSDP2 cuts a weight of
     fq.freeze into memory of new_zeros."""
     shape = tensor.shape if size is None else torch.Size(size)
+    owner = tensor._pair.owner if type(tensor) is QuantizedTensor and tensor.is_frozen else None
     is_cut = func is aten.new_zeros.default and shape[1:] == tensor.shape[1:]
-    if is_cut and type(tensor) is QuantizedTensor and tensor.is_frozen:
-        return tensor._padding(shape)
+    if is_cut and owner is not None and owner.padding is not None:
+        return owner.padding(tensor, shape)
     make = torch.zeros if "zeros" in str(func) else torch.empty
     return make(shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 

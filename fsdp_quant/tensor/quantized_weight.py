@@ -326,16 +326,13 @@ def frozen_shard(frozen: Tensor, state: WeightState, size: torch.Size) -> Quanti
     return QuantizedWeight(content, size, frozen.dtype, frozen.device)
 
 
-def _padding(frozen: QuantizedTensor, size: torch.Size) -> QuantizedWeight:
+def padding(frozen: QuantizedTensor, size: torch.Size) -> QuantizedWeight:
     """Memory of this size for the rows of a frozen weight that FSDP2 cuts; it has no codes yet."""
     state = known(frozen._pair.owner, "the state of a frozen weight")
     weight = frozen_shard(frozen, state, size)
     take_codes(weight, StoragePair() if state.packed else frozen._narrow(0, 0, 0)._pair)
     weight._content.is_padding = True
     return weight
-
-
-QuantizedTensor._padding = _padding
 
 
 @_TABLE.implements(aten.view.default)

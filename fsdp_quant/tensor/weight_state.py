@@ -109,6 +109,8 @@ class WeightState:
     held:          the codes inside `fq.hold`; None outside.
     forward_begins: called before a forward of FSDP2 gathers, with its module, whether a backward
                    may follow, and whether it is the root (else a part is called by itself).
+    padding:       of the codes of `fq.freeze`: makes the local tensor, of a size, into which FSDP2
+                   copies a shard of them.
     statistics:    shared by ranks in the last forward of the root, by matrix and direction; None
                    before one.
     activation_dtype: of the activations that the last eager forward multiplied; None before one.
@@ -117,6 +119,7 @@ class WeightState:
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
 
     forward_begins: Callable[[Any, bool, bool], None] | None = None
+    padding: Callable[[Any, torch.Size], Tensor] | None = None
 
     # Gathers, syncs and holds belong to this process: neither copies nor files have them.
     gathered: Any = None  # gathered_weight.GatheredWeight

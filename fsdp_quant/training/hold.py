@@ -220,12 +220,12 @@ def put_codes(model: nn.Module, weight: ModelWeight, codes: QuantizedTensor) -> 
     if weight.managed is not None:
         freeze_shard(weight.managed, codes)
     else:
-        _replace(model, known(weight.parameter, "a parameter"), codes)
+        _replace(model, weight.parameter, codes)
     for layer in weight.layers:
         layer.runtime.frozen = weakref.ref(layer)
 
 
-def _replace(model: nn.Module, parameter: nn.Parameter, weight: Tensor) -> None:
+def _replace(model: nn.Module, parameter: Tensor, weight: Tensor) -> None:
     """Put a weight that does not train in place of a parameter, in all modules that have it."""
     new = nn.Parameter(weight, requires_grad=False)
     for module in list(model.modules()):
