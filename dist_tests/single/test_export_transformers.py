@@ -240,6 +240,39 @@ def test_frozen_codes_are_those_that_were_exported(fmt, target, tmp_path):
         )
 
 
+def test_experts_keep_the_codes_of_tensors_that_are_their_rows(tmp_path):
+    """If false, a frozen Mixtral multiplies other experts than its file has, or takes the scale of
+    one tensor for that of another."""
+    config = transformers.MixtralConfig(
+        **dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+        **dict(num_key_value_heads=2, vocab_size=8, num_local_experts=3, num_experts_per_tok=2),
+    )
+    for name in ("mxfp8", "nvfp4"):
+        first, second = (
+            fq.convert(transformers.MixtralForCausalLM(config).bfloat16(), name, skip=["lm_head"])
+            for _ in range(2)
+        )
+        fq.export(first.requires_grad_(False), tmp_path / name, share_scales=False)
+        if name == "nvfp4":
+            tensors = load_file(tmp_path / name / "model.safetensors")
+            changed = next(n for n in tensors if n.endswith("experts.1.w3.weight_global_scale"))
+            (tmp_path / "other").mkdir()
+            other = tensors | {changed: tensors[changed] * 2}
+            save_file(other, tmp_path / "other" / "model.safetensors")
+            with pytest.raises(ValueError, match="gate_up_proj is 2 tensors .*frozen=False, then"):
+                fq.from_pretrained_quantized(second, tmp_path / "other", frozen=True)
+            assert not any(isinstance(p, fq.QuantizedTensor) for p in second.parameters())
+        fq.from_pretrained_quantized(second, tmp_path / name, frozen=True)
+        fq.freeze(first)
+        for (label, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+            if isinstance(p, fq.QuantizedTensor):
+                for a, b in zip(p._memory(), q._memory(), strict=True):
+                    if a.dtype is torch.uint8:  # second-level scales may be off by an ulp
+                        laws.assert_same_bytes(b, a, label)
+        got, want = (model(TOKENS % 8).logits for model in (second, first))
+        torch.testing.assert_close(got, want)
+
+
 def test_deepseeks_checkpoints_are_read(tmp_path):
     """If false, scales that are no powers of two, as DeepSeek-V3 has them, are lost, or taken for a
     row's.

@@ -111,17 +111,19 @@ def from_pretrained_quantized(
              modelopt, DeepSeek's `weight_scale_inv` and gpt-oss's `_blocks` and `_scales` have
              them; each says by its tensors which it is.
     frozen:  False: every weight is decoded, rounded to the parameter's dtype, and trains from
-             there. True: quantized `fq.Linear` layers keep the codes of the file, as after
-             `fq.freeze`: their recipe's forward must have the file's format; codes of the backward
-             are encoded from the decoded values. Packed experts are decoded.
+             there. True: quantized layers and experts keep the codes of the file, as after
+             `fq.freeze`: their recipe's forward must have the file's format. Codes of the backward
+             are encoded from the decoded values where those of the forward serve none. Under
+             `fully_shard` each rank keeps its part.
     strict:  every parameter must be in the files, and every tensor of the files in the model.
     names:   names in the checkpoint from names in the model, as of `fq.export`.
 
     Every rank must call it alike, and reads the files itself.
 
     Raises ValueError, naming the tensor, before anything is changed: for what is missing or
-    unexpected, for frozen layers that are sharded or that keep histories, and for shapes, dtypes
-    and scales (transposed, flattened, negative, infinite, NaN) of another format or layout.
+    unexpected, for frozen weights that `fully_shard` gathers in high precision or that keep
+    histories, for tensors of one frozen matrix whose scales are not those of one, and for shapes,
+    dtypes and scales (transposed, flattened, negative, infinite, NaN) of another format or layout.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "codes")
@@ -148,6 +150,8 @@ def from_pretrained_quantized(
         for piece, tensors in stored[source]:
             fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if source in keeps else None
             _check_tensors(source, piece, files.described(tensors), fmt)
+        if source in keeps:
+            _check_rows(source, stored[source], files)
     with torch.no_grad():
         read_rowwise(model, layers_of(model, list(keeps.values())))
         for source, slices in stored.items():
@@ -325,7 +329,7 @@ def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:
             rows.setdefault(piece.matrix or 0, []).append(storage)
     pairs = []
     for _, parts in sorted(rows.items()):
-        pairs.append(StoragePair(stacked_rows(source.name, parts)))
+        pairs.append(StoragePair(_stacked_rows(parts)))
         if not (quantizer.shares_storage or quantizer.is_derived):
             pairs[-1].put(COLUMNWISE, quantizer.columnwise_of(pairs[-1].first))
     if like.dim() == 2:
@@ -334,20 +338,33 @@ def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:
     return QuantizedTensor(pair=StoragePair(groups=pairs).joined(), shape=shape)
 
 
-def stacked_rows(name: str, parts: list[Storage]) -> Storage:
-    """One storage of the rows of all. Raises ValueError where a scale would be of two."""
-    first, block_rows = parts[0], parts[0].fmt.dims(ROWWISE)[0]
+def _stacked_rows(parts: list[Storage]) -> Storage:
+    """One storage of the rows of all; `_check_rows` ran."""
+    first = parts[0]
     if len(parts) == 1:
         return first
-    of_tensor = [part.scale if block_rows is None else part.tensor_amax for part in parts]
-    is_one = all(a is None or torch.equal(a, known(of_tensor[0], "a scale")) for a in of_tensor)
-    if not is_one or any(part.shape[0] % (block_rows or 1) for part in parts):
-        raise ValueError(
-            f"{name} is {len(parts)} tensors in the files, whose scales of {first.fmt} are not "
-            "those of one matrix; load it with frozen=False, then call fq.freeze"
-        )
     fields = zip(*(part.buffers().items() for part in parts))
     buffers = {of[0][0]: torch.cat([t for _, t in of]) for of in fields}
     buffers |= {} if first.tensor_amax is None else {"tensor_amax": first.tensor_amax}
-    buffers |= {"scale": first.scale} if block_rows is None else {}
+    if first.scale is not None and first.fmt.dims(ROWWISE)[0] is None:
+        buffers["scale"] = first.scale
     return first.with_buffers(buffers, shape=(sum(p.shape[0] for p in parts), first.shape[1]))
+
+
+def _check_rows(source: Source, slices: Stored, files: Files) -> None:
+    """Raise ValueError where several tensors are one matrix, and a scale would be of two."""
+    fmt, rows = source.layers[0]._weight_state.quantizer.rowwise.fmt, {}
+    for piece, named in slices:
+        if "blocks" not in named:
+            scales = layouts.read_scales(piece.name, files.described(named), fmt)
+            rows.setdefault(piece.matrix, []).append(scales)
+    block_rows = fmt.dims(ROWWISE)[0]
+    for parts in rows.values():
+        of_tensor = [part.scale if block_rows is None else part.tensor_amax for part in parts]
+        is_one = all(t is None or torch.equal(t, of_tensor[0]) for t in of_tensor)
+        if not is_one or any(part.shape[0] % (block_rows or 1) for part in parts[:-1]):
+            raise ValueError(
+                f"{source.name} is {len(parts)} tensors in the files, such as {slices[0][0].name}, "
+                f"whose scales of {fmt} are not those of one matrix; load it with frozen=False, "
+                "then call fq.freeze"
+            )
