@@ -32,7 +32,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, canonical_text, family_of
+from .formats import FAMILIES, FORMATS, canonical_text, family_of, format_of
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
@@ -51,7 +51,7 @@ from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
 __all__ += ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_row", "hybrid", "identity"]
-__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
+__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4", "qat"]
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
@@ -421,6 +421,7 @@ def by_families(
     rotation: bool | None = None,
     stochastic: bool | None = None,
     square_blocks: bool | None = None,
+    weight: str | None = None,
     **others: str,
 ) -> HybridQuantizer | None:
     """Return the quantizer of a slot of a named recipe of a forward and a backward family.
@@ -429,6 +430,7 @@ def by_families(
     rotation:      of both operands of wgrad; stochastic: rounding of grad_output (None: if the
                    backward has 4 bits).
     square_blocks: of weights (None: if one family that prefers them serves both directions).
+    weight:        format of weights whose rowwise codes serve both directions (None: as above).
     """
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
@@ -441,6 +443,9 @@ def by_families(
         pair = (f.weight, b.weight)
     switches = dict(others, grad_element=grad_element, pow2=pow2, scale_rule=scale_rule)
     switches["scale_rounding"] = scale_rounding
+    if is_weight and weight is not None:
+        codes = Quantizer(with_options(format_of(weight), role.tensor_type, switches))
+        return HybridQuantizer(codes, "mxfp8", columnwise_source="rowwise_dequantized")
     row, column = (
         Quantizer(with_options(fmt, role.tensor_type, switches), scaling=delayed or "current")
         for fmt in pair
@@ -456,14 +461,16 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
     """Return the recipe of two families. Raises ValueError, naming the option or switch, for a
     value that means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
+    weight = arguments.get("weight")
+    values = switches_of(*families, None if weight is None else format_of(weight))
     switches = {k: v for k, v in (options | arguments).items() if k in SWITCHES}
     options = {k: v for k, v in options.items() if k not in SWITCHES}
-    check_names(name, options, f"; switches: {', '.join(switches_of(*families)) or 'none'}")
+    check_names(name, options, f"; switches: {', '.join(values) or 'none'}")
     if options.get("boundary_slots"):
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
     arguments = {k: v for k, v in arguments.items() if k not in SWITCHES}
     label = f"{name}({forward!r}, {backward!r})" if name == "hybrid" else name
-    arguments |= read_switches(label, families, switches)
+    arguments |= read_switches(label, values, switches)
     arguments |= {"forward": forward, "backward": backward}
     return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 
@@ -551,6 +558,40 @@ def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options
     return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
+def qat(
+    weight: str,
+    activations: str = "mxfp8",
+    gradients: str = "mxfp8",
+    scale_rule: str | None = None,
+    **options,
+) -> Recipe:
+    """Return the recipe of quantization-aware training: the forward multiplies the codes of
+    `weight`, which `fq.export` writes, and the backward is straight-through.
+
+    dgrad multiplies the values of the same codes; wgrad, of activations and gradients, goes to the
+    master weight.
+
+    weight:      a format: "mxfp4", "nvfp4", "mxfp6", "fp8_128x128" or another quantized one.
+    activations: family of the input; gradients: of grad_output, and of the input in wgrad.
+                 "identity" leaves them in high precision.
+    scale_rule:  of 4-bit formats with e4m3 scales: "fp8_exact" unless given, so that Hopper
+                 multiplies the decoded values at the rate of fp8; see `nvfp4`.
+
+    Raises ValueError for weights that are not quantized.
+
+    >>> fq.recipes.qat("nvfp4").hybrid(fq.Role("linear", "weight")).rowwise
+    nvfp4(fp8_exact)
+    """
+    fmt = format_of(weight) if isinstance(weight, str) else None
+    if fmt is None or not fmt.is_quantized:
+        names = [name for name, known in FORMATS.items() if known.is_quantized]
+        raise ValueError(
+            f"qat: weight={weight!r} is no quantized format; wanted one of {', '.join(names)}"
+        )
+    rule = scale_rule or ("fp8_exact" if fmt.is_two_level else None)
+    return _named("qat", activations, gradients, options, weight=fmt.name, scale_rule=rule)
+
+
 def custom(qfactory: Callable, **options) -> Recipe:
     """Return a recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer.
 
@@ -567,10 +608,10 @@ def custom(qfactory: Callable, **options) -> Recipe:
 
 
 _WITH_EXPERTS = (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
-_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid)
+_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid, qat)
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
-_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf16": identity}
+_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS[:-2]} | {"bf16": identity}
 
 
 def names() -> list[str]:

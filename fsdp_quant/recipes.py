@@ -29,6 +29,9 @@ def table() -> str:
         if name == "hybrid":
             rows.append(("hybrid(F, B)", "F / B", "F / B", "B", "those of F and B"))
             continue
+        if name == "qat":
+            rows.append(("qat(W)", "mxfp8", "W", "mxfp8", "those of W and mxfp8"))
+            continue
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
         rows.append((f"{name}()", *slots, _shown_switches(recipe)))
