@@ -100,9 +100,7 @@ def check_names(recipe: str, options: Mapping[str, object], switches: str = "") 
         )
 
 
-def read_switches(
-    recipe: str, values: Mapping[str, tuple], given: Mapping[str, object]
-) -> dict:
+def read_switches(recipe: str, values: Mapping[str, tuple], given: Mapping[str, object]) -> dict:
     """Return the switches of a named recipe that are not None.
 
     values: of `switches_of`. Defaults of `_WITHOUT_DEFAULT` are left out: recipes are equal with
