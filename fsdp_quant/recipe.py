@@ -32,7 +32,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, FORMATS, canonical_text, family_of, format_of
+from .formats import FAMILIES, canonical_text, family_of
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
@@ -51,7 +51,7 @@ from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
 __all__ += ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_row", "hybrid", "identity"]
-__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4", "qat"]
+__all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
@@ -421,7 +421,6 @@ def by_families(
     rotation: bool | None = None,
     stochastic: bool | None = None,
     square_blocks: bool | None = None,
-    weight: str | None = None,
     **others: str,
 ) -> HybridQuantizer | None:
     """Return the quantizer of a slot of a named recipe of a forward and a backward family.
@@ -430,7 +429,6 @@ def by_families(
     rotation:      of both operands of wgrad; stochastic: rounding of grad_output (None: if the
                    backward has 4 bits).
     square_blocks: of weights (None: if one family that prefers them serves both directions).
-    weight:        format of weights whose rowwise codes serve both directions (None: as above).
     """
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
@@ -443,9 +441,6 @@ def by_families(
         pair = (f.weight, b.weight)
     switches = dict(others, grad_element=grad_element, pow2=pow2, scale_rule=scale_rule)
     switches["scale_rounding"] = scale_rounding
-    if is_weight and weight is not None:
-        codes = Quantizer(with_options(format_of(weight), role.tensor_type, switches))
-        return HybridQuantizer(codes, "mxfp8", columnwise_source="rowwise_dequantized")
     row, column = (
         Quantizer(with_options(fmt, role.tensor_type, switches), scaling=delayed or "current")
         for fmt in pair
@@ -457,12 +452,11 @@ def by_families(
     return HybridQuantizer(row, column)
 
 
-def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
+def named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     """Return the recipe of two families. Raises ValueError, naming the option or switch, for a
     value that means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
-    weight = arguments.get("weight")
-    values = switches_of(*families, None if weight is None else format_of(weight))
+    values = switches_of(*families, arguments.get("weight"))
     switches = {k: v for k, v in (options | arguments).items() if k in SWITCHES}
     options = {k: v for k, v in options.items() if k not in SWITCHES}
     check_names(name, options, f"; switches: {', '.join(values) or 'none'}")
@@ -470,14 +464,13 @@ def _named(name: str, forward: str, backward: str, options: dict, **arguments) -
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
     arguments = {k: v for k, v in arguments.items() if k not in SWITCHES}
     label = f"{name}({forward!r}, {backward!r})" if name == "hybrid" else name
-    arguments |= read_switches(label, values, switches)
-    arguments |= {"forward": forward, "backward": backward}
+    arguments |= read_switches(label, values, switches) | {"forward": forward, "backward": backward}
     return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 
 
 def identity(**options) -> Recipe:
     """Return the recipe of high precision everywhere: bit for bit the plain module."""
-    return _named("identity", "identity", "identity", options)
+    return named("identity", "identity", "identity", options)
 
 
 bf16 = identity
@@ -485,7 +478,7 @@ bf16 = identity
 
 def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with one fp32 scale per tensor, from its own amax."""
-    return _named(
+    return named(
         "fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2
     )
 
@@ -498,18 +491,18 @@ def fp8_delayed(
     length, margin, use:  of `fq.numerics.DelayedScaling`.
     """
     chosen = {"grad_element": grad_element, "delayed": DelayedScaling(length, margin, use)}
-    return _named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
+    return named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
 
 
 def fp8_row(pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with one fp32 scale per row of each GEMM operand."""
-    return _named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
+    return named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
 
 
 def fp8_block(pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with 1x128 activations and gradients and 128x128 weights; scales are
     powers of two unless pow2=False."""
-    return _named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
+    return named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
 
 
 def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
@@ -517,7 +510,7 @@ def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
 
     Source: OCP Microscaling Formats v1.0.
     """
-    return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
+    return named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
 
 
 def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
@@ -525,7 +518,7 @@ def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **
 
     grad_element:  "e3m2" for gradients of a wider range.
     """
-    return _named(
+    return named(
         "mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element
     )
 
@@ -536,7 +529,7 @@ def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
 
     Source: Tseng et al., Training LLMs with MXFP4, 2025.
     """
-    return _named("mxfp4", "mxfp4", "mxfp4", options, scale_rounding=scale_rounding)
+    return named("mxfp4", "mxfp4", "mxfp4", options, scale_rounding=scale_rounding)
 
 
 def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe:
@@ -550,46 +543,12 @@ def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe
     no token changes what others compute. four_over_six="mse" or "mae" maps the amax of each block
     to 6 or to 4, by the square or absolute error; "mse-weights" or "mae-weights": of weights only.
     """
-    return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
+    return named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
 
 
 def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
     """Return the recipe of a forward and a backward family. scale_rule: see `nvfp4`."""
-    return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
-
-
-def qat(
-    weight: str,
-    activations: str = "mxfp8",
-    gradients: str = "mxfp8",
-    scale_rule: str | None = None,
-    **options,
-) -> Recipe:
-    """Return the recipe of quantization-aware training: the forward multiplies the codes of
-    `weight`, which `fq.export` writes, and the backward is straight-through.
-
-    dgrad multiplies the values of the same codes; wgrad, of activations and gradients, goes to the
-    master weight.
-
-    weight:      a format: "mxfp4", "nvfp4", "mxfp6", "fp8_128x128" or another quantized one.
-    activations: family of the input; gradients: of grad_output, and of the input in wgrad.
-                 "identity" leaves them in high precision.
-    scale_rule:  of 4-bit formats with e4m3 scales: "fp8_exact" unless given, so that Hopper
-                 multiplies the decoded values at the rate of fp8; see `nvfp4`.
-
-    Raises ValueError for weights that are not quantized.
-
-    >>> fq.recipes.qat("nvfp4").hybrid(fq.Role("linear", "weight")).rowwise
-    nvfp4(fp8_exact)
-    """
-    fmt = format_of(weight) if isinstance(weight, str) else None
-    if fmt is None or not fmt.is_quantized:
-        names = [name for name, known in FORMATS.items() if known.is_quantized]
-        raise ValueError(
-            f"qat: weight={weight!r} is no quantized format; wanted one of {', '.join(names)}"
-        )
-    rule = scale_rule or ("fp8_exact" if fmt.is_two_level else None)
-    return _named("qat", activations, gradients, options, weight=fmt.name, scale_rule=rule)
+    return named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
 def custom(qfactory: Callable, **options) -> Recipe:
@@ -608,10 +567,10 @@ def custom(qfactory: Callable, **options) -> Recipe:
 
 
 _WITH_EXPERTS = (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
-_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid, qat)
+_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid)
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
-_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS[:-2]} | {"bf16": identity}
+_BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf16": identity}
 
 
 def names() -> list[str]:

@@ -59,13 +59,11 @@ FOUR_OVER_SIX_SWITCH = (*FOUR_OVER_SIX, *(f"{error}{_OF_WEIGHTS}" for error in F
 GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
 
 
-def switches_of(
-    forward: Family, backward: Family, weight: Format | None = None
-) -> dict[str, tuple]:
+def switches_of(forward: Family, backward: Family, weight: str | None = None) -> dict[str, tuple]:
     """Return the switches that mean something in a recipe of two families, and their values, the
     default first. weight: the format of weights, if the families do not say it."""
     f, b = forward, backward
-    formats = (f.vector, b.vector) if weight is None else (weight, f.vector, b.vector)
+    formats = [*([] if weight is None else [format_of(weight)]), f.vector, b.vector]
     values: dict[str, tuple] = {}
     if b.vector.bits in GRAD_ELEMENTS:
         values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]

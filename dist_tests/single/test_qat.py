@@ -5,6 +5,7 @@ straight-through."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,15 @@ from dist_tests.bench.learning import Language, Model, Size, loss_of
 from dist_tests.bench.rounding import SIMULATIONS
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.multi.nets import recorded_weights
+from dist_tests.single import hopper
 from fsdp_quant import recipes
+from fsdp_quant.checkpoint.verification import _recipes_in
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
+from fsdp_quant.linear.plan import build_plan
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage, to_storage
 
+DOCS = Path(__file__).parents[2] / "docs"
 WEIGHTS = ("mxfp4", "nvfp4", "mxfp6", "fp8_128x128")
 M, K, N = 48, 256, 144
 
@@ -79,9 +84,9 @@ def test_exported_codes_are_those_of_the_last_forward(weight: str, backend: str 
     assert weight == "nvfp4" or (ours.unique().numel() > 8 and torch.equal(theirs, ours))
 
 
-@pytest.mark.parametrize("gradients", ["mxfp8", "identity"])
+@pytest.mark.parametrize("gradients", [None, "identity"])
 @pytest.mark.parametrize("weight", [w for w in WEIGHTS if w != "nvfp4"])
-def test_the_backward_multiplies_the_weight_of_the_forward(weight: str, gradients: str):
+def test_the_backward_multiplies_the_weight_of_the_forward(weight: str, gradients: str | None):
     """If false, dgrad multiplies other values than the forward, so that gradients are of another
     function; or wgrad is not that of the weight as it was before quantization."""
     layer = fq.Linear(K, N, bias=False, recipe=recipes.qat(weight, gradients=gradients))
@@ -91,8 +96,9 @@ def test_the_backward_multiplies_the_weight_of_the_forward(weight: str, gradient
         y = layer(x)
     y.backward(dy)
     w = codes_of(seen).decode().double()
-    inputs = fq.HybridQuantizer("mxfp8", gradients).quantize(x.detach())
-    outputs = Quantizer(gradients).quantize(dy)
+    eight = "fp8_1x128" if weight == "fp8_128x128" else "mxfp8"
+    inputs = fq.HybridQuantizer(eight, gradients or eight).quantize(x.detach())
+    outputs = Quantizer(gradients or eight).quantize(dy)
     decoded = {
         (name, d): getattr(of, d.value).dequantize(torch.float64)
         for name, of in (("x", inputs), ("dy", outputs))
@@ -133,14 +139,20 @@ def test_gradients_are_those_of_fake_quantization(weight: str):
 
 
 def test_weights_are_those_of_the_format_that_was_named():
-    """If false, a switch of the weight is lost, or an activation has it; or a format that quantizes
-    nothing trains in high precision in silence."""
+    """If false, a switch of the weight is lost, or activations have a format that Hopper does not
+    multiply by the weight's; or a format that quantizes nothing trains in high precision in
+    silence; or a saved state does not say which codes it has."""
     role = fq.Role("linear", "weight")
     nearest, exact = recipes.qat("nvfp4", scale_rule="nearest"), recipes.qat("nvfp4")
     assert exact.hybrid(role).rowwise == Quantizer(fq.format_of("nvfp4", scale_rule="fp8_exact"))
     assert nearest.hybrid(role).rowwise == Quantizer("nvfp4")
     floor = recipes.qat("mxfp4", activations="identity", scale_rounding="floor").hybrid(role)
     assert floor.rowwise == Quantizer(fq.format_of("mxfp4", scale_rounding="floor"))
+    assert _recipes_in(f"{exact} | {recipes.mxfp8()}") == [exact, recipes.mxfp8()]
+    with hopper.emulated():
+        for weight in WEIGHTS:
+            plan = build_plan(recipes.qat(weight), "")
+            assert plan.slower_products(torch.bfloat16, "sm_90a") == [], weight
     with pytest.raises(ValueError, match="unknown format 'mxfp5'"):
         recipes.qat("mxfp5")
     for weight in ("identity", 4):
@@ -150,3 +162,12 @@ def test_weights_are_those_of_the_format_that_was_named():
         recipes.qat("mxfp4", scale_rule="fp8_exact")
     with pytest.raises(ValueError, match="square_blocks=True needs"):
         recipes.qat("mxfp4", square_blocks=True)
+
+
+def test_the_page_runs_as_written(tmp_path, monkeypatch):
+    """If false, docs/qat.md shows calls that fail."""
+    pytest.importorskip("transformers")
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "qat.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/qat.md", "exec"), {"__name__": "page"})
+    assert (tmp_path / "served" / "model.safetensors").exists()
