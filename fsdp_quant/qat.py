@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from .formats import FAMILIES, FORMATS, format_of
 from .quantizer import HybridQuantizer, Quantizer
@@ -15,7 +16,7 @@ __all__ = ["FACTORIES", "qat"]
 
 
 def weights_as_codes(
-    role: Role, weight: str, forward: str, backward: str, **switches: str
+    role: Role, weight: str, forward: str, backward: str, **switches: Any
 ) -> HybridQuantizer | None:
     """Return the quantizer of a slot of `qat`: rowwise codes of weights serve both directions;
     other slots are those of `by_families`."""
@@ -24,7 +25,9 @@ def weights_as_codes(
     codes = Quantizer(with_options(format_of(weight), role.tensor_type, switches))
     if codes.fmt.shares_storage:
         return HybridQuantizer(codes, codes)
-    return HybridQuantizer(codes, "mxfp8", columnwise_source="rowwise_dequantized")
+    return HybridQuantizer(
+        codes, Quantizer(FORMATS["mxfp8"]), columnwise_source="rowwise_dequantized"
+    )
 
 
 # By name of a recipe, the function that its text stands for.
