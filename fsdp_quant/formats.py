@@ -315,6 +315,18 @@ class Format:
         """One storage is both the rowwise and the columnwise operand (a byte transpose apart)."""
         return self.block[0] == self.block[1] and not self.rotated
 
+    @functools.cached_property
+    def turned(self) -> Format:
+        """The format of the same codes as the other operand: the sides of its blocks swapped."""
+        return replace(self, block=self.block[::-1])
+
+    @property
+    def is_turned(self) -> bool:
+        """Blocks span more rows of the operand than of its contraction: no quantizer writes such
+        codes, which are those of the other direction."""
+        outer, contraction = (math.inf if length is None else length for length in self.block)
+        return outer > contraction
+
     @property
     def decodes_exactly_to_bf16(self) -> bool:
         """Code times in-block scale fits bf16's 8 significant bits; fp32 scales of a whole row or
@@ -327,7 +339,13 @@ class Format:
     def decodes_exactly_to_e4m3(self) -> bool:
         """Element times block scale is an e4m3 number of one exponent per tensor, down to 2^-11 of
         the largest block."""
-        return self.scale_rule == "fp8_exact" and not self.has_row_scales
+        return self.becomes_e4m3 and self.scale_rule == "fp8_exact"
+
+    @property
+    def becomes_e4m3(self) -> bool:
+        """Element times block scale is rounded to e4m3, with one scale per tensor, where a GEMM has
+        no scales of 16 elements: from six significant bits, or from four (`fp8_exact`)."""
+        return self.tensor_scale and self.element == E2M1 and not self.has_row_scales
 
     @property
     def is_two_level(self) -> bool:
@@ -432,6 +450,7 @@ class Format:
         marks += ["scale per row"] if self.has_row_scales else []
         marks += [f"4over6 {self.four_over_six}"] if self.chooses_by_error else []
         marks += ["RHT"] if self.rotated else []
+        marks += ["turned"] if self.is_turned else []
         return self.name + (f"({', '.join(marks)})" if marks else "")
 
 
@@ -513,7 +532,7 @@ def anchored_format(fmt: Format, run: int | None, whole: bool = False, outer: in
 
     Scales stay powers of two; codes smaller than 8 bits become those of `Element.operand`.
     """
-    if fmt.decodes_exactly_to_e4m3:
+    if fmt.becomes_e4m3:
         return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
     block = (None if whole else outer, run)
     return Format(f"{fmt.name} anchored", fmt.element.operand, block, "fp32", pow2=True)
@@ -523,51 +542,6 @@ def spread_format(fmt: Format) -> Format:
     """The format of codes of `fmt` with each power-of-two scale of 128 elements as four e8m0 scales
     of 32."""
     return Format(f"{fmt.name} spread", fmt.element, (1, 32), "e8m0")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Formats that a recipe uses under one name.
-
-    vector:  for activations and gradients, and for weights paired with another family.
-    weight:  for weights that use the family in both directions.
-    square:  for weights, with one scale per square block; None: there is none.
-    """
-
-    vector: Format
-    weight: Format
-    square: Format | None = None
-
-    @property
-    def rotates_wgrad(self) -> bool:
-        """Whether the operands of wgrad are rotated, and gradients rounded stochastically: 4-bit
-        elements need both, since outliers of a block and rounding to nearest bias the gradient."""
-        return self.vector.element.bits == 4
-
-
-FAMILIES: dict[str, Family] = {
-    name: Family(FORMATS[vector], FORMATS[weight], FORMATS.get(square))
-    for name, vector, weight, square in (
-        ("identity", "identity", "identity", ""),
-        ("fp8_tensor", "fp8_tensor", "fp8_tensor", ""),
-        ("fp8_row", "fp8_row", "fp8_row", ""),
-        ("fp8_block", "fp8_1x128", "fp8_128x128", "fp8_128x128"),
-        ("mxfp8", "mxfp8", "mxfp8", "mxfp8_32x32"),
-        ("mxfp6", "mxfp6", "mxfp6", ""),
-        ("mxfp4", "mxfp4", "mxfp4", ""),
-        ("nvfp4", "nvfp4", "nvfp4_16x16", "nvfp4_16x16"),
-    )
-}
-
-
-def family_of(name: str) -> Family:
-    """The family of that name (aliases: bf16, fp8, fp8_current). Raises ValueError with the known
-    names."""
-    family = FAMILIES.get(ALIASES.get(name, name))
-    if family is None:
-        known = ", ".join(sorted([*FAMILIES, *ALIASES]))
-        raise ValueError(f"unknown format family {name!r}; known families: {known}")
-    return family
 
 
 @value_class

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .formats import FAMILIES, FORMATS, format_of
+from .families import FAMILIES
+from .formats import FORMATS, format_of
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import NAMED, Recipe, by_families, named
 from .recipe_options import with_options
@@ -23,11 +24,7 @@ def weights_as_codes(
     if role.tensor_type != "weight":
         return by_families(role, forward, backward, **switches)
     codes = Quantizer(with_options(format_of(weight), role.tensor_type, switches))
-    if codes.fmt.shares_storage:
-        return HybridQuantizer(codes, codes)
-    return HybridQuantizer(
-        codes, Quantizer(FORMATS["mxfp8"]), columnwise_source="rowwise_dequantized"
-    )
+    return HybridQuantizer(codes, None, columnwise_source="rowwise")
 
 
 # By name of a recipe, the function that its text stands for.

@@ -27,7 +27,7 @@ from .storage import Storage, encoded_matrix, to_layout, to_storage
 from .tensor.quantized_tensor import QuantizedTensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
+COLUMNWISE_SOURCES = ("original", "rowwise_dequantized", "rowwise")
 
 
 @cache
@@ -138,8 +138,9 @@ class HybridQuantizer:
 
     rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (no such direction).
     columnwise_source:    "original": quantize the columnwise storage from the same values as the
-                          rowwise one; "rowwise_dequantized": from the decoded rowwise storage, so
-                          that the backward sees the values that the forward multiplied.
+                          rowwise one; "rowwise_dequantized": from the decoded rowwise storage;
+                          "rowwise": the rowwise codes serve both directions (columnwise: None, or
+                          as rowwise), so that the backward multiplies the values of the forward.
 
     >>> t = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(torch.randn(32, 64))
     >>> t.rowwise.fmt.name, t.columnwise.fmt.name
@@ -164,14 +165,30 @@ class HybridQuantizer:
                 f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got "
                 f"{self.columnwise_source!r}"
             )
+        source = f"columnwise_source={self.columnwise_source!r}"
         if self.columnwise_source == "original":
             return
-        if self.rowwise is None or self.columnwise is None:
-            raise ValueError("columnwise_source='rowwise_dequantized' needs both directions")
+        if self.rowwise is None or (self.columnwise is None and not self.turns):
+            raise ValueError(f"{source} needs both directions")
         if self.rowwise.rotation:
+            raise ValueError(f"{source} needs a rowwise side that is not rotated")
+        if self.turns:
+            self._turn(source)
+
+    def _turn(self, source: str) -> None:
+        """Let the columnwise side be the rowwise codes as the other operand."""
+        rowwise = self.rowwise
+        if rowwise is None or rowwise.fmt.has_row_scales:
+            raise ValueError(f"{source} needs scales of blocks, got {rowwise}")
+        turned = rowwise if rowwise.fmt.shares_storage else replace(rowwise, fmt=rowwise.fmt.turned)
+        if self.columnwise not in (None, rowwise, turned):
             raise ValueError(
-                "columnwise_source='rowwise_dequantized' needs a rowwise side that is not rotated"
+                f"{source} multiplies the codes of {rowwise} in the backward too, got "
+                f"columnwise={self.columnwise}; leave it out"
             )
+        object.__setattr__(self, "columnwise", turned)
+        if turned is rowwise:
+            object.__setattr__(self, "columnwise_source", "original")
 
     @cached_property
     def sides(self) -> dict[Direction, Quantizer]:
@@ -193,12 +210,31 @@ class HybridQuantizer:
     @cached_property
     def shares_storage(self) -> bool:
         """The rowwise storage serves both directions."""
-        return self.rowwise == self.columnwise and self.side(ROWWISE).fmt.shares_storage
+        is_one = self.rowwise == self.columnwise and self.side(ROWWISE).fmt.shares_storage
+        return is_one or self.turns
+
+    @property
+    def turns(self) -> bool:
+        """The columnwise operand is the rowwise codes, whose blocks lie along its other side."""
+        return self.columnwise_source == "rowwise"
+
+    @cached_property
+    def over_rowwise(self) -> HybridQuantizer:
+        """The quantizer of a weight that keeps its rowwise codes alone (`fq.freeze`): the backward
+        multiplies their values. Itself where they serve no backward: they are rotated, or have
+        second-level scales per row, or are in high precision, or the other operand is rotated."""
+        rowwise, columnwise = self.side(ROWWISE), self.side(COLUMNWISE)
+        serves = rowwise.fmt.is_quantized and not rowwise.rotation and not columnwise.rotation
+        if self.shares_storage or self.is_derived or not serves:
+            return self
+        if not columnwise.fmt.is_quantized:
+            return HybridQuantizer(rowwise, columnwise, "rowwise_dequantized")
+        return self if rowwise.fmt.has_row_scales else HybridQuantizer(rowwise, None, "rowwise")
 
     @property
     def is_derived(self) -> bool:
         """The columnwise storage is quantized from the rowwise one."""
-        return self.columnwise_source != "original" and not self.shares_storage
+        return self.columnwise_source == "rowwise_dequantized" and not self.shares_storage
 
     @property
     def decodes_columnwise(self) -> bool:
@@ -282,7 +318,7 @@ class HybridQuantizer:
         returns:     (direction -> matrix, direction of a delayed side -> fp32 [1, 1] amax).
         """
         encodings = self._encodings_for(directions, layouts)
-        written = {} if self.is_derived else layouts
+        written = {} if self.is_derived or self.turns else layouts
         # the direction whose statistics and history scale each one
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}
         encoded = dispatch.encode(
@@ -319,7 +355,7 @@ class HybridQuantizer:
         if COLUMNWISE not in directions or COLUMNWISE not in self.sides or COLUMNWISE in encodings:
             return encodings
         is_laid_out = layouts.get(COLUMNWISE, COMPACT) != COMPACT
-        if self.shares_storage and is_laid_out and not self.is_stochastic:
+        if is_laid_out and self.shares_storage and not (self.is_stochastic or self.turns):
             # the same codes in another layout; random bits would differ
             return encodings | {COLUMNWISE: self.side(COLUMNWISE).encoding(COLUMNWISE)}
         return {ROWWISE: self.encodings[ROWWISE]} | encodings

@@ -32,7 +32,8 @@ from typing import TypeVar, overload
 
 import torch
 
-from .formats import FAMILIES, canonical_text, family_of
+from .families import FAMILIES, family_of
+from .formats import canonical_text
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of

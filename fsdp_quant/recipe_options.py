@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import FOUR_OVER_SIX, SCALE_RULES, SECOND_LEVELS, Family, Format, format_of
+from .families import Family
+from .formats import FOUR_OVER_SIX, SCALE_RULES, SECOND_LEVELS, Format, format_of
 from .migration import with_remedies
 from .options import Option, choice, flag, number, text
 from .quantizer import FLOATING

@@ -8,7 +8,7 @@ True
 """
 
 from . import recipe as _definitions
-from .formats import family_of
+from .families import family_of
 from .qat import qat
 from .recipe import *  # noqa: F403
 from .recipe_options import switches_of

@@ -128,14 +128,16 @@ class Storage(EncodedMatrix):
     def as_direction(self, direction: Direction) -> Storage:
         """The same bytes as the other direction's operand.
 
-        Raises ValueError for a format that quantizes the two directions differently.
+        Raises ValueError for values that are rotated, or have a second-level scale per row.
         """
-        if not self.fmt.shares_storage:
+        if direction is self.direction:
+            return self
+        if self.fmt.rotated or self.fmt.has_row_scales:
             raise ValueError(
-                f"{self.describe()} cannot serve as {direction.value}: its blocks differ by "
-                "direction"
+                f"{self.describe()} cannot serve as {direction.value}: "
+                + ("its rows are rotated" if self.fmt.rotated else "each row has a scale")
             )
-        return replace(self, direction=direction)
+        return replace(self, direction=direction, fmt=self.fmt.turned)
 
     # Reading #
 

@@ -110,10 +110,10 @@ std::optional<AnchorCodes> anchor_of(
   const bool whole = run == kOfTensor;
   const bool e8m0 = spec.scale == ScaleKind::kE8M0Up || spec.scale == ScaleKind::kE8M0Floor;
   const bool powers = spec.scale == ScaleKind::kFp32Pow2 && spec.outer == kTile && whole;
-  const bool exact = spec.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
-  TORCH_CHECK_VALUE(spec.present() && (powers || exact || (e8m0 && spec.contraction == 32)), "side is ", encoding,
+  const bool two_level = spec.two_level() && !spec.by_line && whole && shape.matrices == 1 && tensor_amax.has_value();
+  TORCH_CHECK_VALUE(spec.present() && (powers || two_level || (e8m0 && spec.contraction == 32)), "side is ", encoding,
                     "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128), or 4-bit codes "
-                    "of one matrix with fp8_exact scales and a tensor amax");
+                    "of one matrix with e4m3 scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(spec, columnwise, shape.rows, shape.cols, 0);
   check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * bytes_of(spec, cols));
@@ -125,7 +125,7 @@ std::optional<AnchorCodes> anchor_of(
     return std::nullopt;
   }
   AnchorCodes a = {};
-  if (exact) {
+  if (two_level) {
     check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
     a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = spec.tensor_max;
   }
@@ -141,7 +141,7 @@ std::optional<AnchorCodes> anchor_of(
   a.outer_log2 = spec.outer_log2, a.contraction_log2 = spec.contraction_log2, a.element = spec.element;
   a.run_log2 = runs_of(spec, run).contraction_log2, a.tiles = run == kOfTile;
   a.scale_ld = run > 0 || a.tiles ? static_cast<int32_t>(shape.scale[1]) : 0, a.line_plane = shape.scale[0] * shape.scale[1];
-  a.two_level = exact, a.shift = exact ? 0 : operand_shift(spec);
+  a.two_level = two_level, a.shift = two_level ? 0 : operand_shift(spec);
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
   a.vector_load = is_aligned(a.data, spec.six_bit() ? 2 : spec.bits()) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // holds for every matrix

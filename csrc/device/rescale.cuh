@@ -28,7 +28,8 @@ struct CodeFactor {
       : first(lo.first | hi.first << 16), second(lo.second | hi.second << 16) {}
 };
 
-// Factors of two-level codes: scale / 8. Products have at most 4 significant bits and are at least 2^-13: exact in fp16.
+// Factors of two-level codes: scale / 8. Products have at most 6 significant bits (kE4M3Exact: 4) and are at
+// least 2^-13: exact in fp16.
 template <>
 struct CodeFactor<Element::kE2M1> {
   uint32_t first;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Re-express codes with one exponent E per line, run of a line, tile or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
 // shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128
-// tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run; surplus blocks exit. Two-level codes with
-// kE4M3Exact scales: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
+// tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run; surplus blocks exit. Two-level
+// codes: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
 #include "layout/decode_codes.cuh"

@@ -72,7 +72,7 @@ struct RelayoutLaunch {
 
 // Re-express codes of blocks [rows, cols] with power-of-two scales using one exponent per line of the contraction, per run of
 // a line, per tile of 128 x 128, or per tensor: the largest of its blocks' minus `shift`. Matrices are stacked along the rows. Elements of fewer
-// than 8 bits become e4m3; two-level codes with kE4M3Exact scales become ScaleLayout::kOperand.
+// than 8 bits become e4m3; two-level codes become ScaleLayout::kOperand, which rounds them unless their scales are kE4M3Exact.
 struct AnchorCodes {
   const uint8_t* data;
   const uint8_t* scale;      // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact

@@ -39,7 +39,8 @@ struct OperandSpec {
     return (run >= 0 || (in_groups && run == kOfTile)) && spec.bits() == 8 && spec.outer == 1 && !spec.stochastic;
   }
   bool decodes() const { return is_quantized() && kind == 0; }
-  bool has_tensor_amax() const { return spec.two_level() && !spec.operand(); }  // stored besides data and scale
+  // Stored besides data and scale.
+  bool has_tensor_amax() const { return spec.two_level() && !spec.operand() && run != kOfTensor; }
 };
 
 constexpr int kSpecFields = 5;

@@ -120,8 +120,9 @@ void anchor(Encoded& codes, const OperandSpec& r, Direction d, int64_t rows, int
   const bool columnwise = d == kColumnwise;
   const EncodingSizes<int64_t> sizes =
       encoding_sizes<int64_t>(r.spec, columnwise, rows, cols, 0);  // rotation pads rows or columns
+  const MaybeTensor amax = codes.tensor_amax.defined() ? MaybeTensor(codes.tensor_amax) : std::nullopt;
   std::tie(codes.data, codes.scale) =
-      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, columnwise, columnwise, r.run == kOfTensor, sizes.cols,
+      anchor_codes(codes.data, codes.scale, amax, r.packed, columnwise, columnwise, r.run == kOfTensor, sizes.cols,
                    r.run == kOfTensor ? 0 : r.run);
 }
 

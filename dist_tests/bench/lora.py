@@ -131,7 +131,7 @@ def build(arm: Arm, args, device: torch.device) -> tuple[nn.Module, torch.optim.
     elif kind in OURS:
         fq.convert(net, OURS[kind](), skip=[KEPT_BF16])
         if not args.qat:
-            fq.freeze(net)
+            fq.freeze(net, keep=keep)
     net = net if args.qat else with_adapters(net, args.rank)
     for layer in [] if args.eager else layers:
         layer.compile(backend=args.backend)

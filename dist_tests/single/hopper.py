@@ -542,7 +542,7 @@ class Operators:
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
         powers = whole and fmt.pow2 and fmt.block == (128, 128)
-        if whole and fmt.decodes_exactly_to_e4m3:
+        if whole and fmt.becomes_e4m3:
             refuse(
                 not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None,
                 "data, scale or tensor amax",
@@ -930,16 +930,17 @@ class Operators:
         return bool(reading.side) and reading.kind == 0
 
     def _fields(self, reading) -> int:
-        return self._buffers(reading.side, ROWWISE) if reading.side else 0
+        return self._buffers(reading, ROWWISE) if reading.side else 0
 
     def _is_four_bit(self, reading) -> bool:
         return bool(reading.side) and unpack(reading.side, ROWWISE).encoding.fmt.tensor_scale
 
-    def _buffers(self, packed: int, direction: Direction) -> int:
+    def _buffers(self, reading, direction: Direction) -> int:
         """How many buffers the codes of a side are: the scale of an operand contains the tensor
         amax."""
-        side = unpack(packed, direction)
-        return 2 + (side.encoding.fmt.tensor_scale and side.layout != native.OPERAND)
+        side = unpack(reading.side, direction)
+        is_operand = side.layout == native.OPERAND or reading.run == native.OF_TENSOR
+        return 2 + (side.encoding.fmt.tensor_scale and not is_operand)
 
     def _multiplied(self, reading, buffers) -> tuple:
         """(data, scale, kind): values of codes that are decoded, which lie along the
@@ -1090,7 +1091,7 @@ class Operators:
         Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor
         amaxes [groups].
         """
-        decodes = self._buffers(call.slots[slot][d is COLUMNWISE].side, d) == 3
+        decodes = self._buffers(call.slots[slot][d is COLUMNWISE], d) == 3
         per = 2 if decodes else 1
         rows, cols = (x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape
         codes = x.new_zeros(rows, cols // per, dtype=torch.uint8)
@@ -1197,7 +1198,7 @@ class Operators:
                 ):
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
-            del made[self._buffers(reading.side, d) :]
+            del made[self._buffers(reading._replace(run=-1), d) :]
             result += (
                 made if reading.run == -1 else self._anchors_of(made, reading, d, weight.shape)
             )
@@ -1385,7 +1386,7 @@ class Operators:
         made = self.linear_weight(
             values, call.number, True, dgrad, round_to_bf16, factors, histories
         )
-        fields = 0 if not one.side else self._buffers(one.side, ROWWISE)
+        fields = 0 if not one.side else self._buffers(one, ROWWISE)
         row = made[:fields] if one.side else [values]
         if dgrad:
             call.columnwise = [values] if not other.side else row if other.same else made[fields:]
@@ -1476,10 +1477,12 @@ class Operators:
             d is COLUMNWISE,
             unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1],
         )
+        data, scale, tensor_amax = (*made, None)[:3]
         return list(
             self.anchor_codes(
-                *made,
-                None,
+                data,
+                scale,
+                tensor_amax,
                 reading.side,
                 turned,
                 turned,
@@ -1533,7 +1536,7 @@ class Operators:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, operand_specs, wanted):
                 if there:
-                    fields = self._buffers(reading.side, d)
+                    fields = self._buffers(reading, d)
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             made = self._step_quantize(call, 0, rows, True, col)

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize(
-    "tune, sizes", [("lora", {"mxfp8": 2.0625, "nvfp4": None}), ("full", {"mxfp8": 4.0})]
+    "tune, sizes", [("lora", {"mxfp8": 1.03125, "nvfp4": None}), ("full", {"mxfp8": 4.0})]
 )
 def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeypatch, capsys):
     """If false, the tutorial's commands fail, or a base that should be codes trains in high

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, values
+from fsdp_quant.families import FAMILIES, family_of
 from fsdp_quant.formats import (
     ALIASES,
     COLUMNWISE,
     E4M3,
     ELEMENTS,
-    FAMILIES,
     FORMATS,
     FP8_EXACT_LARGEST,
     FP8_EXACT_OPERAND,
@@ -31,7 +31,6 @@ from fsdp_quant.formats import (
     Format,
     anchored_format,
     check_pair,
-    family_of,
     format_of,
     known_formats,
 )

@@ -24,6 +24,7 @@ from dist_tests.laws import EVERYTHING, assert_same_bytes, kept_step, recorded_s
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import ROWWISE
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
@@ -344,11 +345,14 @@ def test_recipes_that_change_frozen_weights_are_refused():
         model = net(recipes.schedule(mx, (3, None, kept)))
         model[0].weight.requires_grad_(False)
         assert fq.freeze(model) == 1
-    backward = recipes.hybrid("mxfp8", "nvfp4")  # refused before a backward reads the codes
-    for context, run in ((other, model[0]), (backward, model[0]), (other, torch.compile(model[0]))):
+    for context, run in ((other, model[0]), (other, torch.compile(model[0]))):
         with pytest.raises(Exception, match="a weight holds codes of mxfp8.*use fq.set_recipe"):
             with torch.no_grad(), fq.autocast(context):
                 run(batch(0))
+    x = batch(0).requires_grad_()
+    with fq.autocast(recipes.hybrid("mxfp8", "nvfp4")):  # the codes serve any backward
+        model[0](x).sum().backward()
+    assert x.grad is not None
     with fq.quantized_model_init("fp8_current"):
         layer = fq.Linear(64, 32)
     with pytest.raises(ValueError, match="linear.weight holds codes of fp8_tensor.*delayed"):
@@ -366,7 +370,7 @@ def test_frozen_weights_are_codes_with_the_same_bits(name: str):
     fq.begin_step(0)
     want = model(x)
     gradients = torch.autograd.grad(want.square().mean(), [x, model[2].weight])
-    assert fq.freeze(model) == 1
+    assert fq.freeze(model, keep="operands") == 1
     assert isinstance(model[0].weight, QuantizedTensor) and not isinstance(
         model[2].weight, QuantizedTensor
     )
@@ -375,6 +379,40 @@ def test_frozen_weights_are_codes_with_the_same_bits(name: str):
     for a, b in zip(torch.autograd.grad(got.square().mean(), [x, model[2].weight]), gradients):
         assert_same_bytes(a, b, f"{name}: gradient")
     assert [n for n, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight"]
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_frozen_weight_keeps_its_codes_once(name: str, compiles: bool):
+    """If false, a base takes the memory of the operands of both directions, or its backward
+    multiplies other values than its forward."""
+    model = net(RECIPES[name])
+    layer = model[0]
+    quantizer = layer.plan.weight
+    model.requires_grad_(False)
+    fq.begin_step(0)
+    x = batch(0).requires_grad_()
+    want = layer(x)
+    dtype = layer.plan.compute_dtype if name != "identity" else torch.float32
+    forward = quantizer.storages(layer.weight.detach().to(dtype))[0][ROWWISE]
+    assert fq.freeze(model) == 2
+    run = torch.compile(layer, backend="aot_eager") if compiles else layer
+    got = run(x)
+    assert_same_bytes(got, want, "output")
+    frozen = layer.weight
+    for buffer, of in zip(frozen.rowwise.buffers().values(), forward.buffers().values()):
+        assert_same_bytes(buffer, of, "codes")
+    kept = layer.plan.weight
+    assert kept.shares_storage or kept.is_derived, "rows of these recipes are not rotated"
+    assert frozen.columnwise is None and held_bytes(frozen) == forward.nbytes
+    dy = torch.randn(got.shape, generator=torch.Generator().manual_seed(5), dtype=got.dtype)
+    (dx,) = torch.autograd.grad(got, x, dy)
+    if kept.turns and not layer.plan.grad_output.is_stochastic:
+        codes = layer.plan.grad_output.side(ROWWISE).storage(dy, ROWWISE)
+        decoded = codes.dequantize(torch.float64) @ frozen.dequantize(torch.float64)
+        torch.testing.assert_close(dx.double(), decoded, rtol=1e-5, atol=1e-6)
+    assert fq.unfreeze(model) == 2
+    assert layer.plan.weight == quantizer == layer.runtime.weight_state.quantizer
 
 
 def test_freeze_refuses_what_it_cannot_hold():
@@ -425,14 +463,16 @@ def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, ove
     (gradient,) = torch.autograd.grad(want.float().square().mean(), [x])
     forward = model[0].weight.rowwise.nbytes
     inference = copy.deepcopy(model)
-    assert fq.freeze(model) == fq.freeze(inference, backward=False) == 2
+    once = copy.deepcopy(model)
+    assert fq.freeze(model, keep="operands") == 2
+    assert fq.freeze(inference, backward=False, keep="operands") == fq.freeze(once) == 2
     got = model(x)
     assert_same_bytes(got, want, "output")
     assert_same_bytes(
         torch.autograd.grad(got.float().square().mean(), [x])[0], gradient, "gradient"
     )
     assert_same_bytes(inference(x), want, "output of inference")
-    assert held_bytes(inference[0].weight) == forward
+    assert held_bytes(inference[0].weight) == held_bytes(once[0].weight) == forward
     both = {
         "mxfp8": 2 * forward,
         "fp8_block": forward,

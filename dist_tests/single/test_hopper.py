@@ -761,7 +761,7 @@ def test_layouts_that_cannot_be_made_are_refused(gpu):
     identity = Quantizer("identity").storage(x, ROWWISE)
     assert to_layout(identity, layout.NATIVE) is identity
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
-        gemm(compact, Quantizer("nvfp4").storage(x, COLUMNWISE), domain="anchored")
+        gemm(compact, Quantizer("fp8_1x128").storage(x, COLUMNWISE), domain="anchored")
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
         gemm(compact, compact, domain="native")
 
@@ -790,6 +790,7 @@ def test_anchoring_a_shard_is_refused(gpu):
 def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, str]):
     """If false, padding, a layout, alpha, a bias or accumulation is lost on the way to the tensor
     cores."""
+    exact = 0.03 if pair == ("mxfp8", "nvfp4") else 1e-3  # the products of nvfp4 are rounded
     for m, n, k in ((64, 48, 32), (33, 40, 100), (1, 17, 300)):
         for a_side, b_side in ((ROWWISE, ROWWISE), (ROWWISE, COLUMNWISE), (COLUMNWISE, COLUMNWISE)):
             made: list[Storage] = []
@@ -799,15 +800,17 @@ def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, 
             bias, alpha = values(n, seed=9), torch.tensor([-0.375])
             want = made[0].operand().double() @ made[1].operand().double().t()
             what = f"{m} x {n} over {k} {a_side} {b_side}"
-            assert error(gemm(*made, out_dtype=FP32), want) <= 1e-3, what
+            assert error(gemm(*made, out_dtype=FP32), want) <= exact, what
             got = gemm(*made, out_dtype=FP32, bias=bias, alpha=alpha)
-            assert error(got, want * alpha + bias.double()) <= 1e-3, what
+            assert error(got, want * alpha + bias.double()) <= exact, what
             into = torch.full((m, n), 3.0)
             assert (
-                gemm(*made, out=into, accumulate=True) is into and error(into, want + 3) <= 1e-3
+                gemm(*made, out=into, accumulate=True) is into and error(into, want + 3) <= exact
             ), what
             rounded = gemm(*made, bias=bias)
-            assert rounded.dtype is BF16 and error(rounded, want + bias.double()) <= 1e-2, what
+            assert rounded.dtype is BF16 and error(rounded, want + bias.double()) <= max(
+                exact, 1e-2
+            ), what
 
 
 # The guard #

@@ -85,7 +85,7 @@ def test_exported_codes_are_those_of_the_last_forward(weight: str, backend: str 
 
 
 @pytest.mark.parametrize("gradients", [None, "identity"])
-@pytest.mark.parametrize("weight", [w for w in WEIGHTS if w != "nvfp4"])
+@pytest.mark.parametrize("weight", WEIGHTS)
 def test_the_backward_multiplies_the_weight_of_the_forward(weight: str, gradients: str | None):
     """If false, dgrad multiplies other values than the forward, so that gradients are of another
     function; or wgrad is not that of the weight as it was before quantization."""

@@ -223,12 +223,14 @@ def test_dequantize_rounds_once_to_the_dtype_asked():
             assert_same_bytes(storage.dequantize(dtype), exact.to(dtype), name)
 
 
-def test_as_direction_is_for_square_blocks():
-    """Otherwise rowwise blocks are read as columnwise ones."""
+def test_codes_serve_as_the_other_operand():
+    """If false, the blocks of one direction are read as those of the other one."""
     for name, q in WITH_RHT.items():
         storage = q.storage(values(33, 48), ROWWISE)
-        if q.fmt.shares_storage:
+        if not q.fmt.rotated:
             other = storage.as_direction(COLUMNWISE)
+            assert (other.fmt == q.fmt) is (other.as_direction(ROWWISE).fmt.shares_storage)
+            assert other.as_direction(ROWWISE).fmt == q.fmt
             assert_same_bytes(other.dequantize(), storage.dequantize(), name)
             assert_same_bytes(other.operand(), storage.operand().t(), name)
             assert other.data is storage.data

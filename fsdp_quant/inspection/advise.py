@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from ..context import STEP
 from ..counters import counters
-from ..formats import IDENTITY, family_of
+from ..families import family_of
+from ..formats import IDENTITY
 from ..linear.training_steps import begin_step
 from ..models.convert import convert
 from ..models.progress import progress

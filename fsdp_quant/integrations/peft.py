@@ -44,13 +44,15 @@ class _DoraOverCodes(DoraLinearVariant):
         return DoraLinearVariant.forward(layer, active_adapter, x, result, **kwargs)
 
 
-def freeze(model: nn.Module) -> int:
+def freeze(model: nn.Module, keep: str = "codes") -> int:
     """Call `fq.freeze` on a model with adapters; returns the number of weights that are codes.
+
+    keep:  as of `fq.freeze`.
 
     Norms of DoRA decode the base of a layer in each forward. Call `fq.unfreeze(model)` before
     `model.merge_and_unload()`.
     """
-    count = hold.freeze(model)
+    count = hold.freeze(model, keep=keep)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for name, variant in layer.lora_variant.items():

@@ -41,14 +41,20 @@ from .weight_gradient import WeightGradient, main_grad_of, refuse_reduced
 
 
 @functools.cache  # a plan takes half a millisecond, and each call inside fq.autocast has one
-def _plan_of_key(key: str, *of: str) -> GemmPlan:
-    return build_plan(recipe_of(key), *of)
+def _plan_of_key(key: str, over_rowwise: bool, *of: str) -> GemmPlan:
+    plan = build_plan(recipe_of(key), *of)
+    return plan.over_rowwise if over_rowwise else plan
 
 
 @torch.compiler.assume_constant_result
-def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan."""
-    return _plan_of_key(key, name, arch, module_type)
+def plan_of_recipe(
+    key: str, name: str, arch: str, module_type: str, over_rowwise: bool = False
+) -> GemmPlan:
+    """`build_plan` of a recipe by its key. A trace runs it; a graph could register no plan.
+
+    over_rowwise:  for a weight that keeps its rowwise codes alone.
+    """
+    return _plan_of_key(key, over_rowwise, name, arch, module_type)
 
 
 class BaseLinear(HasWeight, nn.Linear):
@@ -298,7 +304,8 @@ class BaseLinear(HasWeight, nn.Linear):
                 "fq.convert and fq.set_recipe"
             )
         arch = arch_of(device)
-        return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type)
+        kept = runtime.reads_rowwise
+        return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type, kept)
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""

@@ -108,7 +108,8 @@ def _reasons_of_products(
     for slot, layouts in resolved.layouts.items():
         for direction, layout in layouts.items():
             fmt = plan.operand(slot, direction)
-            if is_anchored_of_codes(fmt, layout) and not fmt.shares_storage:
+            is_stacked = fmt.shares_storage and not fmt.tensor_scale
+            if is_anchored_of_codes(fmt, layout) and not is_stacked:
                 yield (
                     f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor "
                     "at a time"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,9 +110,11 @@ def gathered_storage(
     """Return the codes of a gathered, frozen or held weight, or of a quantized parameter, for a
     GEMM."""
     _check_codes(weight, plan)
-    if direction is COLUMNWISE and plan.weight.is_derived and weight.columnwise is None:
+    follows = plan.weight.is_derived or plan.weight.shares_storage
+    if direction is COLUMNWISE and follows and weight.columnwise is None:
         rowwise = weight.matrix_for(ROWWISE)
-        return to_layout(plan.weight.derive_columnwise(rowwise, plan.compute_dtype), layout)
+        of_rowwise = plan.weight.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
+        return to_layout(of_rowwise, layout)
     _lay_out_frozen(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
@@ -154,10 +156,11 @@ def weight_storages(
     plan: GemmPlan,
     state: WeightState | None,
     dtype: torch.dtype,
+    layouts: Mapping[Direction, str] | None = None,
 ) -> dict[Direction, EncodedMatrix]:
     """Return `weight_operands` with the histories of the weight's state."""
     if isinstance(weight, QuantizedTensor):
-        return weight_operands(weight, directions, plan, dtype)
+        return weight_operands(weight, directions, plan, dtype, layouts=layouts)
     state = state_for(state, plan, values_of(weight))
     histories = weight_histories(state, plan, weight.device)
     return weight_operands(
@@ -169,6 +172,7 @@ def weight_storages(
         [h.encode_scale for h in histories],
         [h.amaxes for h in histories],
         state.tensor_group if state.spans_parts else None,
+        layouts=layouts,
     )
 
 
@@ -182,6 +186,7 @@ def weight_operands(
     histories: Sequence[Tensor] = (),
     group: dist.ProcessGroup | None = None,
     statistics: dict[Direction, Statistics] | None = None,
+    layouts: Mapping[Direction, str] | None = None,
 ) -> dict[Direction, EncodedMatrix]:
     """Return the operands of a weight [N, K] for GEMMs of `dtype` activations: of the codes that it
     holds, or encoded here; inside `fq.hold` those of the first use.
@@ -191,8 +196,9 @@ def weight_operands(
     histories:   tensors in which their amaxes are recorded; empty: nowhere.
     group:       ranks that share the amax of the whole weight; None: they do not.
     statistics:  of the whole weight, which are added, for a direction that is encoded later.
+    layouts:     None: those in which the GEMMs read them.
     """
-    layouts = plan.resolved(dtype, weight.device).layouts["weight"]
+    layouts = layouts or plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         record_activations(weight, dtype)
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
@@ -227,7 +233,8 @@ def weight_operands(
         rowwise = None if rowwise is None or rowwise.layout in ANCHORS else rowwise
         is_encoded = hybrid.shares_storage and is_laid_out and rowwise is None
         if is_encoded or direction in hybrid.encodings:
-            written = layout if is_laid_out and not hybrid.is_derived else COMPACT
+            follows = hybrid.is_derived or hybrid.turns
+            written = layout if is_laid_out and not follows else COMPACT
             matrices[direction] = encoded(direction, written)
             return to_layout(matrices[direction], layout)
         if rowwise is None:

@@ -54,37 +54,12 @@ from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import Recipe, Role
 from ..roles import QUANTIZED_TYPES
 from .boundary import OutputQuantization, boundaries
+from .products import EXACT, LADDER_OVER_TOKENS, PRODUCTS, Product, ladder_of
 
+_OF_GROUPS = (ANCHORED_TILE, ANCHORED_TILE, ANCHORED_TILE)
 _PLANS: dict[str, GemmPlan] = {}
 # Number of a compiled step -> (its plan, domains, whether it encodes transposed weights).
 _CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str], bool]] = {}
-
-
-class Product(NamedTuple):
-    """One GEMM: which slot and direction each operand comes from."""
-
-    name: str
-    a: tuple[str, Direction]
-    b: tuple[str, Direction]
-
-
-PRODUCTS = (
-    Product("fprop", ("input", ROWWISE), ("weight", ROWWISE)),
-    Product("dgrad", ("grad_output", ROWWISE), ("weight", COLUMNWISE)),
-    Product("wgrad", ("grad_output", COLUMNWISE), ("input", COLUMNWISE)),
-)
-
-
-# Granularities of anchors, fastest first; EXACT: none. `linear.guard` moves a GEMM down if its
-# operands need it. Those that contract over tokens continue with runs (`ops.layout.OVER_TOKENS`).
-EXACT = "exact"
-LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
-LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
-_OF_GROUPS = (ANCHORED_TILE, ANCHORED_TILE, ANCHORED_TILE)
-
-
-def ladder_of(product: Product) -> tuple[str, ...]:
-    return LADDER_OVER_TOKENS if product.name == "wgrad" else LADDER
 
 
 class Resolved(NamedTuple):
@@ -274,7 +249,14 @@ class GemmPlan:
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
         in_rows = in_rows and not is_anchored_of_codes(fmt, ANCHORED_TENSOR)
-        if slot == "weight" or hybrid.is_derived or side.is_stochastic or side.eps or not in_rows:
+        if (
+            slot == "weight"
+            or hybrid.is_derived
+            or hybrid.turns
+            or side.is_stochastic
+            or side.eps
+            or not in_rows
+        ):
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
 
@@ -408,6 +390,12 @@ class GemmPlan:
         return call
 
     @cached_property
+    def over_rowwise(self) -> GemmPlan:
+        """This plan for a weight that keeps its rowwise codes alone."""
+        weight = self.weight.over_rowwise
+        return self if weight == self.weight else replace(self, weight=weight)
+
+    @cached_property
     def turns_wgrad(self) -> bool:
         """Whether grouped GEMMs compute dw transposed. Not for e5m2: kernels do not accept it as
         the second operand of groups that cut the contraction."""
@@ -428,7 +416,7 @@ class GemmPlan:
         for slot in QUANTIZED_TYPES:
             hybrid = self.hybrid(slot)
             distinct, delayed = set(layouts[slot].values()), hybrid.delayed_directions
-            if hybrid.is_derived:
+            if hybrid.is_derived or hybrid.turns:
                 return None
             # a columnwise copy of stochastic codes is no rounding of its own
             is_copied = COMPACT in distinct or hybrid.is_stochastic

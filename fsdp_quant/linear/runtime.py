@@ -53,6 +53,7 @@ class LayerRuntime(Runtime):
     schedule:      of the recipes of its model, which ranks compare; None: it follows none.
     frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
                    that has references).
+    reads_rowwise: the weight keeps its rowwise codes alone, and the backward multiplies them.
     last_run:      `counters.epoch` of the last forward in eager mode.
     chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
     waiting:       wgrads that wait for `backward_dw`.
@@ -60,6 +61,7 @@ class LayerRuntime(Runtime):
 
     schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
+    reads_rowwise = False
     last_run = -1
     chosen = True
 
@@ -100,12 +102,22 @@ class LayerRuntime(Runtime):
 
     def plan_of(self, recipe: Recipe, device: torch.device) -> GemmPlan:
         """The plan that the layer would have of a recipe. Raises as `build_plan`."""
-        return build_plan(recipe, self.name, arch_of(device), self.module_type)
+        plan = build_plan(recipe, self.name, arch_of(device), self.module_type)
+        return plan.over_rowwise if self.reads_rowwise else plan
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Plan the GEMMs on `device`, on their first rungs. `GraphTensors.prepare` follows."""
         self.recipe, self.chosen = recipe, True
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
+
+    def keep_rowwise(self, kept: bool, device: torch.device) -> None:
+        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has its values."""
+        self.reads_rowwise, state = kept, self.weight_state
+        plan = replace(self.plan_of(self.recipe, device), alone=self.plan.alone)
+        if plan.weight != state.quantizer:
+            state = WeightState(state.name, plan.weight, state.shape, state.compute_dtype)
+            self.set_weight_state(state)
+        self.set_plan(plan.moved_to(self.plan.moved))
 
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""

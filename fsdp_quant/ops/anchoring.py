@@ -34,15 +34,15 @@ def e4m3_operand(
     direction: Direction,
     cols: int,
 ) -> tuple[Tensor, Tensor]:
-    """Convert codes of a format that `decodes_exactly_to_e4m3` to e4m3 codes with one scale per
-    tensor.
+    """Convert codes of a format that `becomes_e4m3` to e4m3 codes with one scale per tensor.
 
     data:     compact codes [rows, row bytes] of cols columns.
     scale:    uint8 [block rows, block cols].
     returns:  (uint8 [rows, cols], fp32 [1]).
 
     A code becomes e4m3(element * scale * 2^-3), and the tensor's scale 8 D, with D the tensor's
-    decode scale. Blocks whose scale is 2^-3 or more are exact; smaller ones lose bits below 2^-9.
+    decode scale. With `fp8_exact` scales, blocks whose scale is 2^-3 or more are exact, and smaller
+    ones lose bits below 2^-9. Others are rounded from six significant bits to four.
     """
     codes = cast_codes(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
     decode_scale = tensor_decode_scale(known(tensor_amax, "the tensor amax"), fmt)

@@ -91,6 +91,8 @@ def unsupported_reason(fmt: Format) -> str | None:
     """Return the reason that no kernel encodes this format, in one clause; None if one does."""
     if not fmt.is_quantized:
         return "not quantized"
+    if fmt.is_turned:
+        return unsupported_reason(fmt.turned)
     blocks = (None, 128) if fmt.has_fp32_scales else (16, 32)
     outer, contraction = fmt.block
     if contraction not in blocks or outer not in (1, contraction):
@@ -165,7 +167,8 @@ def anchors(fmt: Format) -> bool:
 
 def anchors_tensor(fmt: Format) -> bool:
     """Return whether existing codes can be re-expressed against one exponent per tensor."""
-    return anchors(fmt) or (fmt.pow2 and fmt.block == _128X128) or fmt.decodes_exactly_to_e4m3
+    in_blocks = anchors(fmt.turned if fmt.is_turned else fmt)
+    return in_blocks or (fmt.pow2 and fmt.block == _128X128) or fmt.becomes_e4m3
 
 
 def scales_tensor(fmt: Format) -> bool:
@@ -173,16 +176,25 @@ def scales_tensor(fmt: Format) -> bool:
     return fmt.has_fp32_scales and fmt.block == _TENSOR
 
 
+# Beside 8-bit codes, nvfp4's products may be rounded to e4m3: their error, .1, becomes .102.
+def _converts(fmt: Format, other: Format) -> bool:
+    """Return whether codes become an operand with one exponent a tensor, line or run, beside
+    operands of `other`."""
+    if fmt.becomes_e4m3 and not fmt.decodes_exactly_to_e4m3:
+        return other.bits == 8
+    return anchors(fmt) or fmt.decodes_exactly_to_e4m3 or (fmt.is_turned and anchors_tensor(fmt))
+
+
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:
     anchors_here = arch in ARCHITECTURES and ARCHITECTURES[arch].anchors
     if not anchors_here or a.element.name == b.element.name == "e5m2" or not _are_encoded(a, b):
         return False
-    in_blocks = [anchors(f) or f.decodes_exactly_to_e4m3 for f in (a, b)]
+    in_blocks = [_converts(a, b), _converts(b, a)]
     lines = [
         block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE))
         for f, block in zip((a, b), in_blocks)
     ]
-    of_tensors = any(scales_tensor(f) and anchors_tensor(other) for f, other in ((a, b), (b, a)))
+    of_tensors = any(scales_tensor(f) and anchors_tensor(g) for f, g in ((a, b), (b, a)))
     return of_tensors or (all(lines) and any(in_blocks))
 
 

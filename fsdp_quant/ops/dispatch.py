@@ -474,14 +474,14 @@ def anchor_codes(
     target: str,
 ) -> tuple[Tensor, Tensor]:
     """Compact codes of cols columns as an operand [outer, contraction] in a layout of ANCHORS, and
-    its fp32 scales: `anchoring.anchored_codes`; `anchoring.e4m3_operand` for codes that decode
-    exactly to e4m3."""
+    its fp32 scales: `anchoring.anchored_codes`; `anchoring.e4m3_operand` for two-level
+    codes."""
     transposed = direction is not ROWWISE
     if native.is_available_for(data):
         return native.anchor_codes(
             data, scale, tensor_amax, cols, fmt, direction, transposed, native.anchor_run(target)
         )
-    if fmt.decodes_exactly_to_e4m3:
+    if fmt.becomes_e4m3:
         codes, scale = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
         of_tensor, run = target == ANCHORED_TENSOR, ANCHOR_RUNS.get(target)

@@ -56,7 +56,7 @@ OVER_TOKENS = ANCHORED_512
 def is_exact_operand(fmt: Format, layout: str) -> bool:
     """Quantizers write codes of this format in this layout, one scale per tensor, without losing
     bits."""
-    return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+    return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3 and not fmt.is_turned
 
 
 def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
@@ -79,6 +79,8 @@ def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
 def is_encoded_as(fmt: Format, layout: str) -> bool:
     """Quantizers write codes of this format in this layout, with the bytes that converting compact
     codes gives."""
+    if fmt.is_turned:
+        return False
     return (
         layout in (COMPACT, *LAID_OUT)
         or is_exact_operand(fmt, layout)

@@ -19,4 +19,4 @@ _COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3
 
 def counted_as(fmt: Format) -> int:
     """How `product_error` counts an anchored operand of codes of this format."""
-    return COUNTED_E2M1 if fmt.decodes_exactly_to_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)
+    return COUNTED_E2M1 if fmt.becomes_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)

@@ -22,6 +22,8 @@ from ..linear.operands import weight_storages
 from ..linear.passes import SCHEDULED
 from ..models.set_recipe import check_fixed, converted_units
 from ..models.steps import converted_modules
+from ..ops.layout import COMPACT
+from ..options import choice, flag, read_all
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.model_weights import quantized_weights
@@ -30,6 +32,8 @@ from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import refresh_codes
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState
+
+_OPTIONS = {"backward": flag(), "keep": choice("codes", "operands")}
 
 
 @contextlib.contextmanager
@@ -124,21 +128,27 @@ def _place_of_entry() -> str:
 
 
 @torch.no_grad()
-def freeze(module: nn.Module, backward: bool = True) -> int:
+def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int:
     """Replace the weights of `module` that do not train by their codes; return their number.
 
-    backward:  False: keep only the codes of the forward; a backward through them raises.
+    backward:  False: keep only what forwards read; a backward may raise.
+    keep:      "codes": the compact codes of the forward, once (mxfp8 1.03 bytes per weight, mxfp4
+               .53, nvfp4 .56). GEMMs convert them when they run, by one kernel. The backward
+               multiplies the values of the forward, where the recipe has other codes for it: dx is
+               that of the function that the forward computed. Rotated codes are kept by direction.
+               "operands": what GEMMs read, as they read it: no conversion, and on a Hopper a byte
+               per weight and direction. Bits of outputs and gradients do not change.
 
-    Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`, with
-    the codes that its GEMMs read, in the layout in which they read them. It replaces the
-    high-precision weight, or a quantized parameter and its values. Bits of outputs and gradients do
-    not change. `weight.dequantize()` returns the values of the codes; the values that were
+    Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`. It
+    replaces the high-precision weight, or a quantized parameter and its values.
+    `weight.dequantize()` returns the values of the codes; the values that were
     quantized are lost, also in the state dict. A quantized parameter under `fully_shard` drops its
     values; every rank must call `freeze`. Packed experts and transposed weights do not change.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
-    Raises ValueError too, for a sharded high-precision weight, one with amax histories, and one
-    whose formats a schedule changes. Later `fq.set_recipe` refuses to change them.
+    Raises ValueError too, for another `keep`, a sharded high-precision weight, one with amax
+    histories, and one whose formats a schedule changes. Later `fq.set_recipe` refuses to change
+    them.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
     >>> fq.freeze(model)
@@ -146,6 +156,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     >>> isinstance(model[0].weight, fq.QuantizedTensor)
     True
     """
+    read_all(_OPTIONS, backward=backward, keep=keep)
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()  # an evaluation leaves the root gathered
@@ -167,7 +178,7 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
     for layer in [layer for layer in layers.values() if layer not in sharded]:
         weight, state = layer.weight, layer.runtime.weight_state
         if id(weight) not in frozen:
-            codes = _encode_weight(layer, backward, weight.dtype).values()
+            codes = _encode_weight(layer, backward, weight.dtype, keep == "codes").values()
             tensor = QuantizedTensor(*codes, shape=tuple(weight.shape))
             frozen[id(weight)] = nn.Parameter(tensor, requires_grad=False)
         if state.holds_codes:
@@ -176,20 +187,28 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
             )
         layer.weight = frozen[id(weight)]
         layer.runtime.frozen = weakref.ref(layer)
+        if keep == "codes":
+            layer.runtime.keep_rowwise(True, layer.weight.device)
+            layer.prepare_graphs()
     return len(layers)
 
 
 def _encode_weight(
-    layer: Linear, backward: bool, dtype: torch.dtype
+    layer: Linear, backward: bool, dtype: torch.dtype, compact: bool = False
 ) -> dict[Direction, EncodedMatrix]:
-    """Return the codes of a layer's weight [N, K], in the layout in which its GEMMs of `dtype`
-    activations read them: rowwise, and if backward columnwise too, unless they are derived from the
-    rowwise ones."""
+    """Return the codes of a layer's weight [N, K]: rowwise, and if backward columnwise too, unless
+    they follow from the rowwise ones.
+
+    compact:  not in the layouts in which GEMMs of `dtype` activations read them, and columnwise
+              only where rowwise codes serve no backward.
+    """
     plan = layer.plan.on(dtype, layer.weight.device)
-    both = backward and not plan.weight.is_derived
-    directions = [ROWWISE, COLUMNWISE] if both else [ROWWISE]
+    quantizer = plan.weight.over_rowwise if compact else plan.weight
+    follows = quantizer.is_derived or (compact and quantizer.shares_storage)
+    directions = [ROWWISE, COLUMNWISE] if backward and not follows else [ROWWISE]
+    layouts = dict.fromkeys(Direction, COMPACT) if compact else None
     state = layer.runtime.weight_state
-    return weight_storages(layer.weight, directions, plan, state, dtype)
+    return weight_storages(layer.weight, directions, plan, state, dtype, layouts)
 
 
 def _untrained_layers(module: nn.Module) -> dict[str, Linear]:
@@ -250,4 +269,6 @@ def unfreeze(module: nn.Module) -> int:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")
     for layer in layers:
         layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+        layer.runtime.keep_rowwise(False, layer.weight.device)
+        layer.prepare_graphs()
     return len(layers)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import ROWWISE, Encoding, Format
+from ...formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from .. import extension, opaque
 from ..capability import ARCHITECTURES, arch_of, unsupported_reason
 
@@ -51,6 +51,14 @@ def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = CO
         fmt.four_over_six,
         fmt.scale_per,
     )
+
+
+def pack_codes(fmt: Format, direction: Direction) -> tuple[int, bool]:
+    """Return the packed encoding of existing codes, and whether its blocks lie along columns: of a
+    turned format those of the direction that was quantized."""
+    if fmt.is_turned:
+        fmt, direction = fmt.turned, COLUMNWISE if direction is ROWWISE else ROWWISE
+    return pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE
 
 
 def _pack(*fields: str | int | bool) -> int:
@@ -132,9 +140,10 @@ def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) ->
     whole_tiles:  the first row begins a tile of the global tensor, so that this rank holds all rows
                   that a rotation mixes.
     """
-    if dtype not in FLOATING or unsupported_reason(encoding.fmt) is not None:
+    fmt = encoding.fmt
+    if dtype not in FLOATING or fmt.is_turned or unsupported_reason(fmt) is not None:
         return False
-    return whole_tiles or not (encoding.fmt.rotated and encoding.direction is not ROWWISE)
+    return whole_tiles or not (fmt.rotated and encoding.direction is not ROWWISE)
 
 
 def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:

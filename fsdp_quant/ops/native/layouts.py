@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from ..layout import ANCHOR_RUNS, ANCHORED_TENSOR
-from .encoding import TILE, TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, pack_encoding
+from .encoding import TILE, TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, pack_codes, pack_encoding
 from .gemms import TokenGroups
 
 _ops = torch.ops.fsdp_quant
@@ -30,10 +30,8 @@ def dequantize(
 ) -> Tensor:
     """Decode codes to [rows, cols]: element * scale (* tensor scale) in fp32, rounded once to
     `dtype`."""
-    packed = pack_encoding(Encoding(fmt, direction))
-    return _ops.dequantize(
-        data, scale, tensor_amax, packed, direction is not ROWWISE, cols, row0, dtype
-    )
+    packed, columnwise = pack_codes(fmt, direction)
+    return _ops.dequantize(data, scale, tensor_amax, packed, columnwise, cols, row0, dtype)
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
@@ -152,13 +150,13 @@ def anchor_codes(
                  a line, a tile or a tensor.
     transposed:  store the codes as [cols, rows].
     """
-    packed = pack_encoding(Encoding(fmt, direction))
+    packed, columnwise = pack_codes(fmt, direction)
     return _ops.anchor_codes(
         data,
         scale,
         tensor_amax,
         packed,
-        direction is not ROWWISE,
+        columnwise,
         transposed,
         run == OF_TENSOR,
         cols,
@@ -179,7 +177,7 @@ def multi_tensor_anchor(
 ) -> list[tuple[Tensor, Tensor]]:
     """Anchor the codes of each tensor (`anchor_codes`), in one call, which is appended to `calls`
     for replay."""
-    columnwise = direction is not ROWWISE
+    packed, columnwise = pack_codes(fmt, direction)
     shapes = [(len(d), c) for d, c in zip(data, cols)]
     codes = [d.new_empty(shape[::-1] if transposed else shape) for d, shape in zip(data, shapes)]
     lines = [
@@ -187,7 +185,6 @@ def multi_tensor_anchor(
         for d, shape in zip(data, shapes)
     ]
     amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
-    packed = pack_encoding(Encoding(fmt, direction))
     arguments = (
         list(data),
         list(scale),
