@@ -25,7 +25,8 @@ from dist_tests.laws import assert_same_bytes, recorded_saves, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import COLUMNWISE, FAMILIES, ROWWISE, Direction
+from fsdp_quant.families import FAMILIES
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.ops.norm import ACTIVATIONS, GATED
 from fsdp_quant.ops.rng import tensor_id
@@ -75,7 +76,7 @@ NAMED: dict[str, Callable[..., fq.Recipe]] = {
         "mxfp4",
         "nvfp4",
     )
-}
+} | {"qat(W)": lambda **options: recipes.qat("nvfp4", **options)}
 HYBRIDS: dict[str, Callable[..., fq.Recipe]] = {
     f"hybrid({f}, {b})": lambda f=f, b=b, **options: recipes.hybrid(f, b, **options)
     for f in FAMILIES
