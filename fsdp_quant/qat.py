@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .families import FAMILIES
-from .formats import FORMATS, format_of
+from .formats import FORMATS, Format, format_of
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import NAMED, Recipe, by_families, named
 from .recipe_options import with_options
@@ -31,6 +31,12 @@ def weights_as_codes(
 FACTORIES = dict.fromkeys(NAMED, by_families) | {"qat": weights_as_codes}
 
 
+def _serves(fmt: Format) -> bool:
+    """Whether GEMMs multiply the codes of a weight's rows in both directions; with a scale per row
+    no GEMM contracts over rows."""
+    return fmt.is_quantized and (fmt.shares_storage or not fmt.scale_leaves_contraction)
+
+
 def qat(
     weight: str,
     activations: str | None = None,
@@ -51,16 +57,16 @@ def qat(
     scale_rule:  of 4-bit formats with e4m3 scales: "fp8_exact" unless given, so that Hopper
                  multiplies the decoded values at the rate of fp8; see `nvfp4`.
 
-    Raises ValueError for weights that are not quantized.
+    Raises ValueError for weights that are not quantized, or have a scale per row (fp8_row).
 
     >>> fq.recipes.qat("nvfp4").hybrid(fq.Role("linear", "weight")).rowwise
     nvfp4(fp8_exact)
     """
     fmt = format_of(weight) if isinstance(weight, str) else None
-    if fmt is None or not fmt.is_quantized:
-        known = (name for name, of in FORMATS.items() if of.is_quantized)
+    if fmt is None or not _serves(fmt):
         raise ValueError(
-            f"qat: weight={weight!r} is no quantized format; wanted one of {', '.join(known)}"
+            f"qat: weight={weight!r} has no codes that GEMMs of both directions multiply; wanted "
+            f"one of {', '.join(name for name, known in FORMATS.items() if _serves(known))}"
         )
     rule = scale_rule or ("fp8_exact" if fmt.is_two_level else None)
     own = next(n for n, f in FAMILIES.items() if fmt in (f.vector, f.weight, f.square))

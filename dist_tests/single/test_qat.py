@@ -155,7 +155,7 @@ def test_weights_are_those_of_the_format_that_was_named():
             assert plan.slower_products(torch.bfloat16, "sm_90a") == [], weight
     with pytest.raises(ValueError, match="unknown format 'mxfp5'"):
         recipes.qat("mxfp5")
-    for weight in ("identity", 4):
+    for weight in ("identity", "fp8_row", 4):
         with pytest.raises(ValueError, match=f"qat: weight={weight!r} .* wanted one of .*mxfp4"):
             recipes.qat(weight)
     with pytest.raises(ValueError, match="scale_rule='fp8_exact' needs a 4-bit format"):
