@@ -7,8 +7,7 @@ The three GEMMs of y = x W^T read six storages; a recipe names the quantizer of 
     dgrad  dx = grad_output.rowwise    weight.columnwise
     wgrad  dW = grad_output.columnwise x.columnwise
 
-`fq.recipes.table` returns the named recipes, the quantizers of their slots and their switches. A
-switch has one name and one meaning in all of them:
+`fq.recipes.table` returns the named recipes, their quantizers and their switches, alike in all:
 
     grad_element    element of grad_output
     pow2            fp32 scales are powers of two

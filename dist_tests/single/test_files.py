@@ -137,7 +137,7 @@ def test_every_storage_is_rebuilt():
             layer = fq.Linear(
                 256, 384, dtype=torch.bfloat16, recipe=recipes.by_name(name)
             ).requires_grad_(False)
-            fq.freeze(layer)
+            fq.freeze(layer, keep="operands")
             for storage in (layer.weight.rowwise, layer.weight.columnwise):
                 assert storage.layout != "compact"
                 rebuild_storage(storage.facts(), storage.buffers(), 0, storage.layout)

@@ -33,7 +33,7 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
 from fsdp_quant.linear import fused, guard, shared_input
 from fsdp_quant.linear import plan as plans
-from fsdp_quant.linear.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
+from fsdp_quant.linear.products import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
 from fsdp_quant.ops.capability import anchors
 from fsdp_quant.ops.product_error import PROBED_STEPS

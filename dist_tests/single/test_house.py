@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 # Imports point from a later floor to an earlier one, or stay on a floor.
 FLOORS = (
     ("options", "migration"),
-    ("formats", "counters"),
+    ("formats", "families", "counters"),
     ("ops",),
     ("scaling", "encoded_matrix", "storage"),
     ("gemm",),

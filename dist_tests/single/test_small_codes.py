@@ -15,7 +15,8 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
 from fsdp_quant.gemm import gemm
 from fsdp_quant.linear import grouped
-from fsdp_quant.linear.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
+from fsdp_quant.linear.plan import GemmPlan, build_plan
+from fsdp_quant.linear.products import LADDER, LADDER_OVER_TOKENS, PRODUCTS
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.product_error import NOT_COUNTED, counted_as
 from fsdp_quant.quantizer import Quantizer

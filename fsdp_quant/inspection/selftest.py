@@ -41,6 +41,7 @@ LARGE = (8192, 8192)
 # Tensor cores accumulate 8-bit products in about 13 bits: error 2e-4 on gaussian data. Shared
 # exponents of anchored layouts add less than that.
 BOUND = 1e-3
+ROUNDED = 2e-2  # the products of nvfp4's elements and nearest scales, which are rounded to e4m3
 RUNS = 10
 
 
@@ -180,7 +181,12 @@ def compare_products(report: Report, device: torch.device) -> None:
         try:
             y = gemm(left, right, out_dtype=torch.float32).double()
             error = float((y - exact).norm() / exact.norm())
-            difference = None if error <= BOUND else f"error {error:.1e}, wanted {BOUND} at most"
+            becomes = [f for f in (q_a.fmt, q_b.fmt) if f.becomes_e4m3]
+            is_rounded = domain == "anchored" and not all(
+                f.decodes_exactly_to_e4m3 for f in becomes
+            )
+            bound = ROUNDED if is_rounded else BOUND
+            difference = None if error <= bound else f"error {error:.1e}, wanted {bound} at most"
         except Exception as fault:  # of any kind: the report lists it
             difference = f"{type(fault).__name__}: {fault}".splitlines()[0]
         report.add("products", f"{q_a} x {q_b} ({domain})", difference)
