@@ -2,7 +2,7 @@
 """LoRA over a frozen base, each format over bf16, on one GPU: speed, and memory of the base.
 
     python -m dist_tests.bench.lora [--layers 16] [--tokens 2x4096] [--eager] [--rank 16]
-        [--arms bf16,mxfp8,...] [--keep codes,operands] [--profile] [--json out.json]
+        [--arms mxfp8,nf4,...] [--keep codes,operands] [--profile] [--json out.json]
     python -m dist_tests.bench.lora --qat           # every weight trains: quantization-aware
     python -m dist_tests.bench.lora --size tiny     # a smoke test, on a CPU too
 
@@ -216,7 +216,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--qat", action="store_true", help="train every weight, without adapters")
-    add("--arms", type=listed(str, {*LORA_ARMS, *QAT_ARMS}), help="default: all")
+    add("--arms", type=listed(str, LORA_ARMS), help="default: all")
     add("--keep", type=listed(str, KEEP), default=[*KEEP], help="what fq.freeze keeps")
     add("--size", choices=("full", "tiny"), default="full", help="4096 x 14336, or 64 x 128")
     add("--layers", type=int, help="default 16, tiny 2")
