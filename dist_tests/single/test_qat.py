@@ -43,6 +43,8 @@ def decoded_by_compressed_tensors(folder: Path, layer: str) -> Tensor:
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    inputs, bits = scheme.input_activations, scheme.weights.num_bits
+    assert (inputs is None) is (bits == 4), "inputs of 8 bits in training have 4 in the server"
     tensors = load_file(folder / "model.safetensors").items()
     of_layer = {n.removeprefix(f"{layer}."): t for n, t in tensors if n.startswith(f"{layer}.")}
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
