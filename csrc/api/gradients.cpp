@@ -17,7 +17,7 @@ struct Sections {
   int64_t row, row_bytes, scale_bytes, amax_bytes;
 
   explicit Sections(const EncodingSpec& s)
-      : row(gradient_row(s)), row_bytes(s.present() ? bytes_of(s, row) : 2 * row),
+      : row(row_of(codes_of(s))), row_bytes(s.present() ? bytes_of(s, row) : 2 * row),
         scale_bytes(!s.present() ? 0 : s.two_level() ? row / 16 : 4), amax_bytes(s.two_level() ? 4 : 0) {}
 
   int64_t rows_of(int64_t length) const { return ceil_div(length, row); }
@@ -66,6 +66,20 @@ void launch_gradients(const char* name, GradientLaunch&& arguments, const at::Te
   launch.flush();
 }
 
+// Keys int64 [idents, 5] of a reduction, which is counted. step: int64 [5]. counted: int64 [4].
+at::Tensor gradient_keys(const at::Tensor& step, const at::Tensor& idents, at::Tensor& counted) {
+  check_cuda(step, "step");
+  check_buffer(step, "step", step, at::kLong, 5);
+  check_buffer(idents, "idents", step, at::kLong, idents.numel());
+  check_buffer(counted, "counted", step, at::kLong, 4);
+  const c10::cuda::CUDAGuard guard(step.device());
+  const at::Tensor keys = new_empty(step, {idents.numel(), 5}, at::kLong);
+  check_launch(launch_gradient_keys(step.const_data_ptr<int64_t>(), idents.const_data_ptr<int64_t>(), idents.numel(),
+                                    counted.mutable_data_ptr<int64_t>(), keys.mutable_data_ptr<int64_t>(),
+                                    c10::cuda::getCurrentCUDAStream()), "gradient_keys");
+  return keys;
+}
+
 // Codes of all owners. grads: one dtype, contiguous. keys: int64 [grads, 5]. buffer: uint8 [owners, bytes].
 void encode_gradients(at::TensorList grads, int64_t encoding, const MaybeTensor& keys, at::Tensor& buffer) {
   TORCH_CHECK_VALUE(!grads.empty(), "there is no gradient");
@@ -109,6 +123,8 @@ void decode_gradients(const at::Tensor& buffer, at::IntArrayRef lengths, int64_t
 }  // namespace
 
 void register_gradients(torch::Library& m) {
+  m.def("gradient_keys(Tensor step, Tensor idents, Tensor(a!) counted) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, gradient_keys), compliant());
   m.def("encode_gradients(Tensor[] grads, int encoding, Tensor? keys, Tensor(a!) buffer) -> ()",
         torch::dispatch(c10::DispatchKey::CUDA, encode_gradients), compliant());
   m.def("decode_gradients(Tensor buffer, int[] lengths, int encoding, float factor, Tensor(a!) sum) -> ()",

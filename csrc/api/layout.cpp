@@ -103,8 +103,7 @@ int32_t operand_shift(const EncodingSpec& spec) { return spec.bits() == 8 ? 0 : 
 // Kernel arguments for one tensor; none if it is empty.
 std::optional<AnchorCodes> anchor_of(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
-    bool transposed, int64_t run, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
-    std::vector<at::Tensor>& temporaries) {
+    bool transposed, int64_t run, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale, uint8_t* parts) {
   const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
   const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
   const bool whole = run == kOfTensor;
@@ -131,10 +130,11 @@ std::optional<AnchorCodes> anchor_of(
   }
   if (powers) {
     TORCH_CHECK_VALUE(shape.matrices == 1, "one matrix of (128, 128) blocks at a time is anchored");
-    temporaries.push_back(new_empty(data, {scale.numel()}, at::kByte));
-    a.powers = scale.const_data_ptr<float>(), a.exponents = temporaries.back().mutable_data_ptr<uint8_t>();
+    a.powers = scale.const_data_ptr<float>();
+  } else {
+    a.scale = scale.const_data_ptr<uint8_t>();
   }
-  a.data = data.const_data_ptr<uint8_t>(), a.scale = powers ? a.exponents : scale.const_data_ptr<uint8_t>();
+  a.data = data.const_data_ptr<uint8_t>(), a.parts = parts;
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
   a.matrices = static_cast<int32_t>(shape.matrices);
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
@@ -159,9 +159,9 @@ void anchor_group(
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
   if (whole) run = kOfTensor;
-  if (run != 0) at::_foreach_zero_(line_scale);
+  if (run > 0 || run == kOfTile) at::_foreach_zero_(line_scale);
   AnchorMultiTensor group = {};
-  std::vector<at::Tensor> temporaries;
+  const at::Tensor parts = new_empty(data[0], {static_cast<int64_t>(whole ? n * kExponentParts : 0)}, at::kByte);
   auto flush = [&] {
     if (group.count > 0) check_launch(launch_anchor_multi_tensor(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
     group.count = 0;
@@ -170,7 +170,7 @@ void anchor_group(
     TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, row bytes]");
     const MaybeTensor amax = tensor_amax.empty() ? MaybeTensor() : MaybeTensor(tensor_amax[i]);
     const auto one = anchor_of(data[i], scale[i], amax, encoding, columnwise, transposed, run, cols[i], out[i], line_scale[i],
-                               temporaries);
+                               whole ? parts.mutable_data_ptr<uint8_t>() + i * kExponentParts : nullptr);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -194,11 +194,11 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const at::Tensor line_scale =
       is_grid ? new_empty(data, at::IntArrayRef(lines + !stacked, lines + 3), at::kFloat)
               : new_empty(data, stacked ? at::IntArrayRef({lines[0], lines[2]}) : at::IntArrayRef({lines[2]}), at::kFloat);
-  if (run != 0 && line_scale.numel() > 0)
+  if (is_grid && line_scale.numel() > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
-  std::vector<at::Tensor> temporaries;
-  const auto a =
-      anchor_of(data, scale, tensor_amax, encoding, columnwise, transposed, run, cols, out, line_scale, temporaries);
+  const at::Tensor parts = new_empty(data, {whole ? shape.matrices * kExponentParts : 0}, at::kByte);
+  const auto a = anchor_of(data, scale, tensor_amax, encoding, columnwise, transposed, run, cols, out, line_scale,
+                           whole ? parts.mutable_data_ptr<uint8_t>() : nullptr);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes", data.sizes(), " bytes");
   return {out, line_scale};
 }

@@ -154,13 +154,19 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
     EncodingBuffers& b = t.buffers[d];
     set_geometry(b, g[d], d);
     if (tokens != nullptr && (d ? s.whole() : s.whole_tensor())) g[d].scale_rows *= tokens->groups, g[d].scale_numel *= tokens->groups;
-    b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
+    const bool in_parts = tokens == nullptr && s.whole_tensor() && known[d].amax.has_value() && known[d].amax->numel() > 1;
+    b.amax = optional_buffer<float>(known[d].amax, "amax", x, in_parts ? known[d].amax->numel() : g[d].scale_rows * g[d].scale_cols);
     const int64_t groups = tokens != nullptr ? tokens->groups : 1;
     seconds[d] = s.by_line ? b.lines : groups;
     b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, seconds[d]);
     b.enc = optional_buffer<float>(known[d].enc, "enc", x, groups);
     b.key = optional_buffer<int64_t>(known[d].key, "key", x, 5 * groups);
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
+    if (in_parts) {
+      const bool is_shared = d == 1 && b.amax == launch.parts[0];
+      amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(1);
+      launch.parts[d] = is_shared ? nullptr : b.amax, launch.part_counts[d] = known[d].amax->numel();
+    }
     TORCH_CHECK_VALUE(!s.stochastic || b.key != nullptr, "stochastic rounding needs a random key, got None");
     TORCH_CHECK_VALUE(b.enc == nullptr || s.whole_tensor(), "enc (delayed scaling) goes with one scale a tensor");
     for (const at::Tensor& record : known[d].records) check_buffer(record, "record", x, at::kFloat, record.numel());
@@ -180,10 +186,14 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
       amax_at[d] = is_shared ? amax_at[0] : workspace.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = workspace.reserve(seconds[d]);
   }
-  const auto crosses = [](const EncodingSpec& s) { return s.present() && (s.whole() || s.two_level()); };
-  const int64_t barrier_at = crosses(row) || crosses(col) ? workspace.reserve(2) : -1;
+  const bool in_parts = launch.part_counts[0] + launch.part_counts[1] > 0;
+  const auto crosses = [](const EncodingSpec& s, const EncodingBuffers& b) {
+    return s.present() && ((s.whole() && !b.amax_given) || (s.two_level() && !b.tensor_amax_given));
+  };
+  const int64_t barrier_at = crosses(row, t.buffers[0]) || crosses(col, t.buffers[1]) || in_parts ? workspace.reserve(4) : -1;
   workspace.allocate(x, stream);
   if (barrier_at >= 0) launch.barrier = reinterpret_cast<uint32_t*>(workspace.at(barrier_at));
+  if (in_parts) launch.arrivals = launch.barrier + 2;
   check_tokens(launch);
 
   auto output_buffer = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype,
@@ -250,30 +260,15 @@ at::Tensor column_sums(const at::Tensor& x) {
 
 namespace {
 
-// The amax [1, 1] of a whole-tensor scale from the amaxes [parts, 1] of x's parts; others unchanged.
-MaybeTensor max_over_parts(const at::Tensor& x, const EncodingSpec& spec, const MaybeTensor& amax) {
-  if (!amax.has_value() || !spec.whole_tensor() || amax->numel() <= 1) return amax;
-  check_buffer(*amax, "amax", x, at::kFloat, amax->numel());
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor largest = new_empty(x, {1, 1}, at::kFloat);
-  check_launch(launch_largest(amax->const_data_ptr<float>(), amax->numel(), largest.mutable_data_ptr<float>(),
-                              c10::cuda::getCurrentCUDAStream()), "largest");
-  return largest;
-}
-
 // Returns data and scale per direction, with the tensor amax (two-level formats) and amax (scales that span the contraction)
-// unless given. A given whole-tensor amax may be several, of parts of x.
+// unless given.
 std::vector<at::Tensor> quantize(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool round_to_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
     const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
     const MaybeTensor& col_enc, const MaybeTensor& col_key) {
   const EncodingSpec specs[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
-  const MaybeTensor row_max = max_over_parts(x, specs[0], row_amax);
-  const bool is_same = row_amax.has_value() && col_amax.has_value() && specs[0].whole_tensor() && specs[1].whole_tensor() &&
-                       row_amax->is_same(*col_amax);
-  const MaybeTensor col_max = is_same ? row_max : max_over_parts(x, specs[1], col_amax);
-  const GivenAmaxes known[2] = {{row_max, row_tensor_amax, row_enc, row_key}, {col_max, col_tensor_amax, col_enc, col_key}};
+  const GivenAmaxes known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
   std::vector<at::Tensor> result;
   result.reserve(8);
   for (Encoded& one : encode(x, specs[0], specs[1], known, row0, round_to_bf16, true, nullptr))

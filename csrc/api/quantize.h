@@ -18,7 +18,8 @@ struct Geometry : EncodingSizes<int64_t> {
   Grid compact, stored;  // strides over (lines, blocks) of amax and of scale
 };
 
-// Values that the caller already has for one direction. record: fp32 amax history to update, with enc (delayed scaling).
+// Values that the caller already has for one direction. amax: of a whole tensor, also several, of parts of it: the largest
+// counts. record: fp32 amax history to update, with enc (delayed scaling).
 // Grouped tokens have one entry per group in each field, and `records`, one per group or none.
 struct GivenAmaxes {
   const MaybeTensor &amax, &tensor_amax, &enc, &key;

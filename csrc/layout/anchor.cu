@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Re-express codes with one exponent E per line, run of a line, tile or tensor: q' = operand(q * 2^(e - E)), E = max(0, max(e) -
-// shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), the second converts the codes in 128 x 128
-// tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run; surplus blocks exit. Two-level
-// codes: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
+// shift) over the line, run, tile or tensor. The first launch writes 2^(E - 127), or the largest e of parts of a tensor. The
+// second converts the codes in 128 x 128 tiles, 8 x 8 per thread; E of tiles is found by the second. Grid y: matrix; z: run;
+// surplus blocks exit. Two-level codes: q' = e4m3(q * s / 8), and 8 D for the tensor, both in the second launch.
+#include "device/amax.cuh"
 #include "device/register_tile.cuh"
 #include "device/rescale.cuh"
 #include "layout/decode_codes.cuh"
@@ -41,7 +42,7 @@ struct RunBlocks {
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y;
   a.data += i * a.rows * row_bytes(a.element, a.cols), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
-  a.line_scale += i * a.line_plane;
+  a.line_scale += i * a.line_plane, a.parts += i * kExponentParts;
   return a;
 }
 
@@ -121,49 +122,56 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
     out[i] = power_of_two(tops[i >> a.outer_log2]);
 }
 
-// Raise a tensor scale to 2^(exponent - 127): positive floats order like their bits, NaN last.
-__device__ __forceinline__ void raise(float* scale, uint32_t exponent) {
-  atomicMax(reinterpret_cast<uint32_t*>(scale), __float_as_uint(power_of_two(exponent)));
-}
-
-// Largest exponent of a tensor.
-template <typename Of>
-__global__ void __launch_bounds__(kThreads) tensor_exponent_kernel(const __grid_constant__ Of of_all) {
-  const AnchorCodes a = matrix_of(of_all);
-  const int64_t count = static_cast<int64_t>(scale_rows(a)) * scale_cols(a);
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
-  if (first - threadIdx.x % 32 * 8 >= count) return;  // uniform per warp
-  uint2 top = make_uint2(0, 0);
-  if (first < count)
-    top = load8(a.scale + first, count - first < 8 ? static_cast<int32_t>(count - first) : 8, is_aligned(a.scale + first, 8));
-  uint32_t exponent = 0;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
-  exponent = __reduce_max_sync(~0u, exponent);
-  if (threadIdx.x % 32 == 0) raise(a.line_scale, below(exponent, a));
-}
-
-// Exponents of fp32 scales and their maximum, one block of threads. A block of zeros has scale 1, unrelated to its magnitude,
-// and counts as the least exponent.
-template <typename Of>
-__global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_constant__ Of of_all) {
-  const AnchorCodes a = matrix_of(of_all);
-  const int32_t blocks = scale_cols(a), row0 = blockIdx.x / blocks * kTile, col0 = blockIdx.x % blocks * kTile;
-  if (row0 >= a.rows) return;
-  const float scale = a.powers[blockIdx.x];
-  bool is_zero = scale == 1.0f;
-  if (is_zero) {
+// Exponent of block i of a table of fp32 scales. A block of zeros has scale 1, unrelated to its magnitude, and counts as the
+// least exponent. All lanes call it, with consecutive blocks.
+__device__ __forceinline__ uint32_t exponent_of_power(const AnchorCodes& a, int32_t i) {
+  const int32_t width = scale_cols(a), lane = threadIdx.x % 32;
+  const bool exists = i < scale_rows(a) * width;
+  const float scale = exists ? __ldg(a.powers + i) : 0.0f;
+  uint32_t exponent = __float_as_uint(scale) >> 23 & 0xFF;
+  for (uint32_t rest = __ballot_sync(~0u, scale == 1.0f); rest != 0; rest &= rest - 1) {
+    const int32_t which = i - lane + __ffs(rest) - 1, row0 = which / width * kTile, col0 = which % width * kTile;
     uint32_t any = 0;
-    for (int32_t i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-      const int32_t row = row0 + i / kTile, col = col0 + i % kTile;
+    for (int32_t e = lane; e < kTile * kTile; e += 32) {
+      const int32_t row = row0 + e / kTile, col = col0 + e % kTile;
       if (row < a.rows && col < a.cols) any |= a.data[static_cast<int64_t>(row) * a.cols + col] & 0x7Fu;
     }
-    is_zero = !__syncthreads_or(any);
+    if (!__any_sync(~0u, any) && i == which) exponent = 0;
   }
-  if (threadIdx.x != 0) return;
-  const uint32_t exponent = is_zero ? 0 : __float_as_uint(scale) >> 23 & 0xFF;
-  a.exponents[blockIdx.x] = static_cast<uint8_t>(exponent);
-  raise(a.line_scale, exponent);
+  return exponent;
+}
+
+// Largest exponent of a tensor, in parts: of the blocks that a block of threads reads.
+constexpr int kPartThreads = 1024;
+
+template <typename Of>
+__global__ void __launch_bounds__(kPartThreads) tensor_exponent_kernel(const __grid_constant__ Of of_all) {
+  const AnchorCodes a = matrix_of(of_all);
+  __shared__ uint32_t of_warps[kPartThreads / 32];
+  const int64_t count = static_cast<int64_t>(scale_rows(a)) * scale_cols(a);
+  const int32_t thread = blockIdx.x * kPartThreads + threadIdx.x;
+  uint32_t exponent = 0;
+  if (a.powers != nullptr) {
+    for (int64_t i = thread; i - threadIdx.x % 32 < count; i += kExponentParts * kPartThreads)  // uniform per warp
+      exponent = max(exponent, exponent_of_power(a, static_cast<int32_t>(i)));
+  } else {
+    uint2 top = make_uint2(0, 0);
+    const bool vectors = is_aligned(a.scale, 8);
+#pragma unroll 8
+    for (int64_t i = thread * int64_t{8}; i < count; i += kExponentParts * kPartThreads * 8)
+      top = larger(top, load8(a.scale + i, static_cast<int32_t>(min(count - i, int64_t{8})), vectors));
+#pragma unroll
+    for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
+  }
+  block_max(exponent, of_warps, [&](uint32_t most) { a.parts[blockIdx.x] = static_cast<uint8_t>(most); });
+}
+
+// E of the tensor; one thread writes its scale.
+__device__ __forceinline__ int32_t tensor_exponent(const AnchorCodes& a) {
+  static_assert(kExponentParts == 32, "a lane reads one");
+  const uint32_t exponent = below(__reduce_max_sync(~0u, static_cast<uint32_t>(__ldg(a.parts + threadIdx.x % 32))), a);
+  if (blockIdx.x + threadIdx.x == 0) *a.line_scale = power_of_two(exponent);
+  return static_cast<int32_t>(exponent);
 }
 
 // Factor of codes: a power of two, or for two-level codes (e2m1) the scale of their block.
@@ -188,12 +196,6 @@ __device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const Anc
   const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
   const int64_t run = (Columnwise ? row : col) >> a.run_log2;
   const auto* at = reinterpret_cast<const uint32_t*>(a.line_scale) + run * a.scale_ld + line;
-  if (a.whole) {
-    const uint32_t e = __ldg(at - line) >> 23;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) out[k] = e;
-    return;
-  }
   if (line + 8 <= lines) {
     const uint4 lo = __ldg(reinterpret_cast<const uint4*>(at)), hi = __ldg(reinterpret_cast<const uint4*>(at) + 1);
     const uint32_t bits[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
@@ -213,7 +215,8 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
   const int64_t width = scale_cols(a);
   if (a.outer_log2 > 0) {  // one block covers all 8
     const int32_t which = line >> a.outer_log2;
-    const uint32_t e = __ldg(a.scale + (Columnwise ? block * width + which : which * width + block));
+    const int64_t i = Columnwise ? block * width + which : which * width + block;
+    const uint32_t e = a.powers != nullptr ? __float_as_uint(__ldg(a.powers + i)) >> 23 & 0xFF : __ldg(a.scale + i);
 #pragma unroll
     for (int k = 0; k < 8; ++k) out[k] = e;
   } else if (Columnwise) {
@@ -258,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
-  int32_t of_tile = 0;
-  if (!TwoLevel && a.tiles) of_tile = tile_exponent(a, row0, col0);
+  int32_t of_all_lines = 0;
+  if (!TwoLevel && a.tiles) of_all_lines = tile_exponent(a, row0, col0);
   if (TwoLevel && blockIdx.x + threadIdx.x == 0)
     *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
   const int32_t bytes = row_bytes(E, a.cols);
@@ -269,13 +272,14 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
     v[i] = make_uint2(0, 0);
     if (row + i < a.rows && col < a.cols) v[i] = load_codes<E>(a.data + static_cast<int64_t>(row + i) * bytes, col, bytes, a.vector_load);
   }
+  if (!TwoLevel && a.whole) of_all_lines = tensor_exponent(a);  // after the loads of codes, which take longer
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
     if constexpr (!TwoLevel) {
-      if (a.tiles) {
+      if (a.whole || a.tiles) {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) line[k] = of_tile;
+        for (int k = 0; k < 8; ++k) line[k] = of_all_lines, own[k] = a.powers != nullptr ? min(own[k], line[k]) : own[k];
       } else {
         read_line_exponents<Columnwise>(line, a, row, col);
       }
@@ -324,9 +328,8 @@ Blocks blocks_of(const AnchorCodes& a) {
   const int64_t each = a.columnwise ? kTile : kThreads / kLanes;
   const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
   const int64_t length = a.columnwise ? a.rows : a.cols;
-  if (!a.whole) return {(line_blocks + each - 1) / each, tiles, a.run_log2 == 31 ? 1 : ((length - 1) >> a.run_log2) + 1};
-  const int64_t blocks = line_blocks * (((length - 1) >> a.contraction_log2) + 1);
-  return {a.powers != nullptr ? tiles : (blocks + kThreads * 8 - 1) / (kThreads * 8), tiles};
+  if (a.whole) return {kExponentParts, tiles};
+  return {(line_blocks + each - 1) / each, tiles, a.run_log2 == 31 ? 1 : ((length - 1) >> a.run_log2) + 1};
 }
 
 template <Element E, bool TwoLevel = false, typename Of>
@@ -359,10 +362,8 @@ cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int3
   const dim3 blocks(static_cast<unsigned>(most.exponents), matrices, static_cast<unsigned>(most.runs));
   if (first.two_level) return launch_codes<Element::kE2M1, true>(of_all, first, tiles, stream);
   if (first.tiles) return launch_elements(of_all, first, tiles, stream);
-  if (first.powers != nullptr) {
-    block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
-  } else if (first.whole) {
-    tensor_exponent_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  if (first.whole) {
+    tensor_exponent_kernel<<<blocks, kPartThreads, 0, stream>>>(of_all);
   } else if (first.columnwise) {
     col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(of_all);
   } else {

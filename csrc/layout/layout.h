@@ -78,10 +78,10 @@ struct AnchorCodes {
   const uint8_t* scale;      // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
   const float* tensor_amax;  // two-level: [1]
   float tensor_max;          // of the spec
-  const float* powers;       // null, or fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
-  uint8_t* exponents;        // equal to `scale` if powers is set
+  const float* powers;       // null, or fp32 scales of (128, 128) blocks of one matrix, in place of `scale`
+  uint8_t* parts;            // whole: [kExponentParts], written by the first launch
   uint8_t* out;              // [rows, cols], or [cols, rows] when transposed
-  float* line_scale;         // [lines], aligned to 16; whole: [1], initially 0; runs: [runs, scale_ld], initially 0;
+  float* line_scale;         // [lines], aligned to 16; whole: [1]; runs: [runs, scale_ld], initially 0;
                              // tiles: [lines / 128, scale_ld], initially 0
   int64_t line_plane;        // of a matrix's line scales to the next one's
   int32_t matrices;          // 1 to 65535
@@ -97,7 +97,7 @@ struct AnchorCodes {
   bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 codes and 8 bytes; transposed stores: for 16
 };
 
-constexpr int kAnchorCapacity = 32;
+constexpr int kAnchorCapacity = 32, kExponentParts = 32;
 
 // Tensors of one element and direction, one matrix each.
 struct AnchorMultiTensor {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layout/scalars.h"
 
-#include "device/amax.cuh"
 #include "layout/factor.cuh"
 
 namespace fsdp_quant {
@@ -26,6 +25,18 @@ __global__ void random_keys_kernel(
   if (e < ids.count) make_key(step, ids.at[e], offsets[e + 1] - offsets[e], keys + 5 * e);
 }
 
+__global__ void gradient_keys_kernel(
+    const int64_t* step, const int64_t* idents, int64_t count, int64_t* counted, int64_t* keys) {  // one block
+  const bool again = counted[0] == step[0] && counted[1] == step[1] && counted[2] == step[2];
+  const int64_t before = again ? counted[3] + 1 : 0;
+  __syncthreads();  // all threads have read
+  if (threadIdx.x < 4) counted[threadIdx.x] = threadIdx.x < 3 ? step[threadIdx.x] : before;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    int64_t* const key = keys + 5 * i;
+    key[0] = step[0], key[1] = step[1], key[2] = idents[i], key[3] = step[2] + (before << 16), key[4] = 0;
+  }
+}
+
 __global__ void decode_scales_kernel(const float* amax, float tensor_max, int32_t count, float* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) out[i] = tensor_decode_scale(amax[i], tensor_max);
@@ -35,15 +46,7 @@ __global__ void record_amax_kernel(float* newest, const float* amax) {
   if (isfinite(*amax)) *newest = fmaxf(*newest, *amax);
 }
 
-constexpr int kBlock = 128, kMostThreads = 1024;
-
-__global__ void largest_kernel(const float* amaxes, int64_t count, float* out) {
-  __shared__ uint32_t of_warp[kMostThreads / 32];
-  uint32_t most = 0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < count; i += kMostThreads) most = max(most, __float_as_uint(fabsf(amaxes[i])));
-  block_max(most, of_warp, [&](uint32_t bits) { *out = __uint_as_float(bits); });
-}
+constexpr int kBlock = 128;
 
 unsigned blocks_of(int32_t count) { return (count + kBlock - 1) / kBlock; }
 
@@ -75,13 +78,14 @@ cudaError_t launch_random_keys(
   return cudaGetLastError();
 }
 
-cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream) {
-  decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, tensor_max, count, out);
+cudaError_t launch_gradient_keys(
+    const int64_t* step, const int64_t* idents, int64_t count, int64_t* counted, int64_t* keys, cudaStream_t stream) {
+  gradient_keys_kernel<<<1, kBlock, 0, stream>>>(step, idents, count, counted, keys);
   return cudaGetLastError();
 }
 
-cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream) {
-  largest_kernel<<<1, kMostThreads, 0, stream>>>(amaxes, count, out);
+cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream) {
+  decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, tensor_max, count, out);
   return cudaGetLastError();
 }
 

@@ -26,10 +26,11 @@ cudaError_t launch_collect(const PointerTable<float>& scalars, float* out, cudaS
 // Write keys[groups, 5]; group e is a tensor of rows [offsets[e], offsets[e + 1]).
 cudaError_t launch_random_keys(
     const int64_t* step, const PointerTable<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
+// Count a reduction in counted[4] and write its keys[count, 5]: see `gradient_keys` in fsdp_quant/ops/gradient_codes.py.
+cudaError_t launch_gradient_keys(
+    const int64_t* step, const int64_t* idents, int64_t count, int64_t* counted, int64_t* keys, cudaStream_t stream);
 // Decode scales of a two-level spec (tensor_max) from `count` tensor amaxes.
 cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream);
-// *out = max |amaxes|; NaN propagates.
-cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream);
 // *newest = max(*newest, amax) if amax is finite.
 cudaError_t launch_record_amax(float* newest, const float* amax, cudaStream_t stream);
 

@@ -52,6 +52,12 @@ struct RandomBlocks {
   uint32_t k0, k1, step, stream, line, block;
   int offset;  // of the blocks in the random stream; nonzero only for shards that start at an unaligned row
 
+  // Draw for block n of line k, at offset 0.
+  __device__ __forceinline__ uint4 draw_one(uint32_t k, uint32_t n) const {
+    uint4 random[1] = {make_uint4(block + n, line + k, step, stream)};
+    philox4x32(random, k0, k1);
+    return random[0];
+  }
   // Draw for lines k and k + 1.
   __device__ __forceinline__ void draw(uint4 (&random)[2], int k) const {
 #pragma unroll

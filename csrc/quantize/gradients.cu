@@ -4,10 +4,9 @@
 //
 // Encoding: a thread has 16 elements of a row, the 16 that share a counter of the random bits. 8 threads have a row of 128; a
 // warp has a row of 1024, two blocks of 16 a thread. Decoding: a thread has 8 elements and visits the senders in order.
-#include "device/philox.cuh"
-#include "device/register_tile.cuh"
 #include "device/values.cuh"
 #include "layout/decode_codes.cuh"
+#include "quantize/fp4_block.cuh"
 #include "quantize/gradients.h"
 
 namespace fsdp_quant {
@@ -15,11 +14,6 @@ namespace fsdp_quant {
 namespace {
 
 constexpr uint32_t kAll = 0xFFFFFFFFu;
-
-// What a launch of one kind encodes to.
-enum class Codes { kValues, kBlock128, kBlock32, kTwoLevel };
-
-constexpr int32_t row_of(Codes codes) { return codes == Codes::kValues ? 8 : codes == Codes::kTwoLevel ? 1024 : 128; }
 
 // Load N values; those beyond the first `count` are zero.
 template <class T, int N>
@@ -58,23 +52,6 @@ struct PieceValues {
   }
 };
 
-// Random bytes of 16 elements of a row.
-struct RandomRow {
-  uint32_t k0, k1, step, stream;
-  int64_t row0;
-
-  __device__ explicit RandomRow(const int64_t* memory) {
-    const RandomKey key(memory);
-    k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
-    step = static_cast<uint32_t>(key.step), stream = stream_of(key, false), row0 = key.row0;
-  }
-  __device__ __forceinline__ uint4 draw(int64_t row, uint32_t block) const {
-    uint4 c[1] = {make_uint4(block, static_cast<uint32_t>(row0 + row), step, stream)};
-    philox4x32(c, k0, k1);
-    return c[0];
-  }
-};
-
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ uint4 codes8(const float (&v)[16], float enc, const uint4& random, const EncodingSpec& spec) {
@@ -103,7 +80,7 @@ __device__ __forceinline__ uint2 codes4(const float (&v)[16], float enc, const u
   return make_uint2(w[0], w[1]);
 }
 
-template <class T, Codes kCodes>
+template <class T, GradientCodes kCodes>
 __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_constant__ GradientLaunch launch) {
   constexpr int kRow = row_of(kCodes), kRows = kGradientTile / kRow;
   const Gradient& g = launch.tensors[index_of_tile(launch, blockIdx.x)];
@@ -111,7 +88,7 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
   const PieceValues<T> values(g, owner);
   const int64_t first = static_cast<int64_t>(blockIdx.x - g.first_tile) * kRows;  // row of the piece
   uint8_t* const part = launch.buffer + owner * launch.bytes;
-  if constexpr (kCodes == Codes::kValues) {
+  if constexpr (kCodes == GradientCodes::kValues) {
 #pragma unroll
     for (int it = 0; it < kRows / 256; ++it) {
       const int64_t row = first + it * 256 + thread;
@@ -120,8 +97,8 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
       values.load(v, row * 8);
       Eight<__nv_bfloat16>::round(v).store(reinterpret_cast<__nv_bfloat16*>(part) + (g.first_row + row) * 8);
     }
-  } else if constexpr (kCodes == Codes::kTwoLevel) {
-    const RandomRow random(g.key);
+  } else if constexpr (kCodes == GradientCodes::kTwoLevel) {
+    const RandomBlocks random = random_blocks(g.key, false, owner * static_cast<int32_t>(g.rows), 0);
     const int64_t row = first + thread / 32, at = g.first_row + row;  // a row a warp
     if (row >= g.rows) return;
     const int lane = thread % 32;
@@ -139,12 +116,12 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
       const int block = 32 * k + lane;
       const BlockScale s = two_level_scale(__uint_as_float(canonical(most[k])), level, true, false);
       *reinterpret_cast<uint2*>(part + at * (kRow / 2) + block * 8) =
-          codes4(v[k], s.enc, random.draw(owner * g.rows + row, block));
+          codes4(v[k], s.enc, random.draw_one(static_cast<uint32_t>(row), block));
       part[launch.scale_offset + at * (kRow / 16) + block] = static_cast<uint8_t>(s.stored);
     }
     if (lane == 0) reinterpret_cast<float*>(part + launch.amax_offset)[at] = amax;
   } else {
-    const RandomRow random(g.key);
+    const RandomBlocks random = random_blocks(g.key, false, owner * static_cast<int32_t>(g.rows), 0);
     const int lane = thread % 8;  // of a row
 #pragma unroll
     for (int it = 0; it < kRows / 32; ++it) {
@@ -154,35 +131,36 @@ __global__ void __launch_bounds__(256) encode_gradients_kernel(const __grid_cons
       values.load(v, exists ? row * kRow + 16 * lane : values.count);
       uint32_t most = largest(v);
 #pragma unroll
-      for (int by = 1; by < (kCodes == Codes::kBlock32 ? 2 : 8); by *= 2) most = max(most, __shfl_xor_sync(kAll, most, by));
+      for (int by = 1; by < (kCodes == GradientCodes::kBlock32 ? 2 : 8); by *= 2)
+        most = max(most, __shfl_xor_sync(kAll, most, by));
       if (!exists) continue;
       const float amax = __uint_as_float(canonical(most));
-      const BlockScale s = kCodes == Codes::kBlock32 ? e8m0_scale(amax, launch.spec) : fp32_scale(amax, launch.spec);
+      const BlockScale s = kCodes == GradientCodes::kBlock32 ? e8m0_scale(amax, launch.spec) : fp32_scale(amax, launch.spec);
       *reinterpret_cast<uint4*>(part + at * kRow + 16 * lane) =
-          codes8(v, s.enc, random.draw(owner * g.rows + row, lane), launch.spec);
+          codes8(v, s.enc, random.draw_one(static_cast<uint32_t>(row), lane), launch.spec);
       uint8_t* const scale = part + launch.scale_offset + at * 4;
-      if (kCodes == Codes::kBlock32 && lane % 2 == 0) scale[lane / 2] = static_cast<uint8_t>(s.stored);
-      if (kCodes == Codes::kBlock128 && lane == 0) *reinterpret_cast<uint32_t*>(scale) = s.stored;
+      if (kCodes == GradientCodes::kBlock32 && lane % 2 == 0) scale[lane / 2] = static_cast<uint8_t>(s.stored);
+      if (kCodes == GradientCodes::kBlock128 && lane == 0) *reinterpret_cast<uint32_t*>(scale) = s.stored;
     }
   }
 }
 
 // Elements `at` to at + 7 of a row that a sender encoded.
-template <Codes kCodes>
+template <GradientCodes kCodes>
 __device__ __forceinline__ void decode8(float (&v)[8], const uint8_t* part, int64_t row, int32_t at, const GradientLaunch& a) {
-  if constexpr (kCodes == Codes::kValues) {
+  if constexpr (kCodes == GradientCodes::kValues) {
     return Eight<__nv_bfloat16>::cached(reinterpret_cast<const __nv_bfloat16*>(part) + row * 8).widen(v);
   } else {
-    constexpr Element E = kCodes == Codes::kTwoLevel ? Element::kE2M1 : Element::kE4M3;
+    constexpr Element E = kCodes == GradientCodes::kTwoLevel ? Element::kE2M1 : Element::kE4M3;
     constexpr int kRow = row_of(kCodes), kBytes = row_bytes(E, kRow);
     const uint2 codes = load_codes<E>(part + row * kBytes, at, kBytes, true);
     const uint8_t* const scales = part + a.scale_offset;
     float scale, outer = 1.0f;
-    if constexpr (kCodes == Codes::kTwoLevel) {
+    if constexpr (kCodes == GradientCodes::kTwoLevel) {
       const uint32_t code = __ldg(scales + row * (kRow / 16) + at / 16);
       scale = (code & 0x7F) == 0x7F ? quiet_nan() : e4m3_value(code);
       outer = tensor_decode_scale(__ldg(reinterpret_cast<const float*>(part + a.amax_offset) + row), a.spec.tensor_max);
-    } else if constexpr (kCodes == Codes::kBlock32) {
+    } else if constexpr (kCodes == GradientCodes::kBlock32) {
       scale = power_of_two(__ldg(scales + row * 4 + at / 32));
     } else {
       scale = __ldg(reinterpret_cast<const float*>(scales) + row);
@@ -192,14 +170,14 @@ __device__ __forceinline__ void decode8(float (&v)[8], const uint8_t* part, int6
       const float2 pair = __half22float2(halves_of<E>(codes, k));
       v[2 * k] = __fmul_rn(pair.x, scale), v[2 * k + 1] = __fmul_rn(pair.y, scale);
     }
-    if constexpr (kCodes == Codes::kTwoLevel) {
+    if constexpr (kCodes == GradientCodes::kTwoLevel) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(v[e], outer);
     }
   }
 }
 
-template <class T, Codes kCodes>
+template <class T, GradientCodes kCodes>
 __global__ void __launch_bounds__(256) decode_gradients_kernel(const __grid_constant__ GradientLaunch launch) {
   constexpr int kRow = row_of(kCodes);
   const Gradient& g = launch.tensors[index_of_tile(launch, blockIdx.x)];
@@ -234,25 +212,21 @@ __global__ void __launch_bounds__(256) decode_gradients_kernel(const __grid_cons
   }
 }
 
-Codes codes_of(const EncodingSpec& s) {
-  return !s.present() ? Codes::kValues : s.two_level() ? Codes::kTwoLevel : s.byte_scales() ? Codes::kBlock32 : Codes::kBlock128;
-}
-
-// Call launch(T{}, integral_constant<Codes>) for the kind of codes.
+// Call launch(T{}, integral_constant<GradientCodes>) for the kind of codes.
 template <class T, class Launch>
 cudaError_t with_codes(const EncodingSpec& s, Launch launch) {
   switch (codes_of(s)) {
-    case Codes::kValues:
-      launch(T{}, std::integral_constant<Codes, Codes::kValues>());
+    case GradientCodes::kValues:
+      launch(T{}, std::integral_constant<GradientCodes, GradientCodes::kValues>());
       break;
-    case Codes::kBlock128:
-      launch(T{}, std::integral_constant<Codes, Codes::kBlock128>());
+    case GradientCodes::kBlock128:
+      launch(T{}, std::integral_constant<GradientCodes, GradientCodes::kBlock128>());
       break;
-    case Codes::kBlock32:
-      launch(T{}, std::integral_constant<Codes, Codes::kBlock32>());
+    case GradientCodes::kBlock32:
+      launch(T{}, std::integral_constant<GradientCodes, GradientCodes::kBlock32>());
       break;
-    case Codes::kTwoLevel:
-      launch(T{}, std::integral_constant<Codes, Codes::kTwoLevel>());
+    case GradientCodes::kTwoLevel:
+      launch(T{}, std::integral_constant<GradientCodes, GradientCodes::kTwoLevel>());
       break;
   }
   return cudaGetLastError();

@@ -10,8 +10,18 @@ namespace fsdp_quant {
 
 constexpr int kGradientTile = 8192;  // elements per block
 
+// What gradients are encoded to.
+enum class GradientCodes { kValues, kBlock128, kBlock32, kTwoLevel };
+
+inline GradientCodes codes_of(const EncodingSpec& s) {
+  if (!s.present()) return GradientCodes::kValues;
+  return s.two_level() ? GradientCodes::kTwoLevel : s.byte_scales() ? GradientCodes::kBlock32 : GradientCodes::kBlock128;
+}
+
 // Elements of a row; blocks of a scale do not leave it.
-inline int32_t gradient_row(const EncodingSpec& s) { return !s.present() ? 8 : s.two_level() ? 1024 : 128; }
+constexpr int32_t row_of(GradientCodes codes) {
+  return codes == GradientCodes::kValues ? 8 : codes == GradientCodes::kTwoLevel ? 1024 : 128;
+}
 
 struct Gradient {
   const void* x;         // [numel], contiguous (encoding)

@@ -29,6 +29,7 @@ struct Path {
   static constexpr Work kWork = W;
   static constexpr int kBlock = Block;
   static constexpr bool kEncodes = W >= Work::kPlain;
+  static constexpr bool kReadsAmax = kEncodes && Block == 0;
   static constexpr bool kSharedCodes = W == Work::kSharedCodes || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
   static constexpr bool kInTile = kAnchored && Block == 128;
@@ -46,7 +47,7 @@ struct Path {
     return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales());
   }
   template <class Buffers>
-  __device__ static bool reads_amax(const EncodingSpec& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
+  __device__ static bool reads_amax(const EncodingSpec& s, const Buffers& b) { return kReadsAmax && (b.amax_given || s.whole()); }
 };
 using Absent = Path<Work::kAbsent>;
 using Statistics = Path<Work::kStatistics>;

@@ -140,6 +140,9 @@ struct Launch {
                                  // groups, the columnwise ones)
   int32_t tiles;
   uint32_t* barrier;  // [2], cooperative launches only
+  const float* parts[2];  // null, or amaxes of parts of the tensor: the first block that comes writes the largest to `amax`
+  int64_t part_counts[2];
+  uint32_t* arrivals;  // [2], initially 0: blocks that came, whether the amaxes are written
   const void* up;     // values are act(x) * up; null: x
   int64_t up_stride;
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped

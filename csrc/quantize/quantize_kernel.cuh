@@ -42,6 +42,31 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
   __syncthreads();
 }
 
+// Write the amaxes that are given as those of parts. The first block that comes does it, and the others wait for it: it runs,
+// so it ends, whatever the order of blocks.
+__device__ __forceinline__ void complete_amaxes(const Launch<1>& launch, uint32_t (&smem)[kTile]) {
+  uint32_t *const came = launch.arrivals, *const written = came + 1;
+  const bool is_first = threadIdx.x == 0 && ptx::ld_acquire(written) == 0 && atomicAdd(came, 1u) == 0;
+  if (__syncthreads_or(is_first)) {
+    for (int d = 0; d < 2; ++d) {
+      if (launch.parts[d] == nullptr) continue;
+      uint32_t most = 0;
+#pragma unroll 16
+      for (int64_t i = threadIdx.x; i < launch.part_counts[d]; i += kThreads)
+        most = max(most, __float_as_uint(fabsf(launch.parts[d][i])));
+      block_max(most, smem, [&](uint32_t bits) { *launch.tensors[0].buffers[d].amax = __uint_as_float(canonical(bits)); });
+      __syncthreads();  // smem is free again
+    }
+    if (is_first) {
+      __threadfence();
+      atomicExch(written, 1u);
+    }
+  } else if (threadIdx.x == 0) {
+    while (ptx::ld_acquire(written) == 0) __nanosleep(20);
+  }
+  __syncthreads();
+}
+
 // Select a token group's scales, amaxes, factors and keys, which are stored per group.
 template <bool Columnwise>
 __device__ __forceinline__ void select_group(EncodingBuffers& b, const EncodingSpec& s, int32_t group) {
@@ -137,6 +162,9 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   if constexpr (!kOnlyStatistics) {
     if constexpr (Row::kFull || Col::kFull) {
       if (launch.barrier != nullptr) grid_barrier(launch.barrier, gridDim.x);
+    }
+    if constexpr (Capacity == 1 && (Row::kReadsAmax || Col::kReadsAmax)) {
+      if (launch.arrivals != nullptr) complete_amaxes(launch, smem.lines[0]);
     }
     if constexpr (Row::kTakes4 || Col::kTakes4) {
       fill_factors(launch.spec, t.buffers[0], t.buffers[1], smem.factors);

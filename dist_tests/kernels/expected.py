@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -292,6 +292,17 @@ def encode(
             f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
         )
     return dispatch.encode(x, encodings, stats, row0, [key] * len(encodings), encs, dtype)
+
+
+def launches(run: Callable[[], object]) -> int:
+    """How many kernels a call launches, ours and torch's, after a first one."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.key_averages() if "fsdp_quant::" in e.key or "at::" in e.key]
+    return sum(e.count for e in kernels)
 
 
 def both(name: str) -> list[Encoding]:

@@ -67,9 +67,10 @@ def quantize(
     row0=0,
     given=False,
     tensor_given=False,
+    in_parts=False,
 ) -> None:
     """Codes and scales of one or both directions; factor: of a history; given: statistics that are
-    the caller's, or the tensor's amax alone."""
+    the caller's, or the tensor's amax alone; in_parts: amaxes of parts of the tensor."""
     x = values(shape, dtype)
     seen = x.to(BF16) if round_to_bf16 else x
     encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
@@ -82,10 +83,10 @@ def quantize(
         if given or tensor_given
         else None
     )
-    passed = stats and [
-        (on_device(None if tensor_given else amax), on_device(tensor_amax))
-        for amax, tensor_amax in stats
-    ]
+    amaxes = [None if tensor_given else amax for amax, _ in stats or ()]
+    if in_parts:
+        amaxes = [torch.cat([amax / 2, amax, amax / 4]) for amax in amaxes]
+    passed = stats and [(on_device(a), on_device(t)) for a, (_, t) in zip(amaxes, stats)]
     made = native.quantize(
         on_device(x),
         encodings,
@@ -119,7 +120,7 @@ def quantize(
                 else scale_of(e, w.scale, (rows, cols), scale_layout)
             )
             wanted += [w.tensor_amax] if e.fmt.tensor_scale else []
-            wanted += [w.amax] if e.fmt.scale_leaves_contraction else []
+            wanted += [amaxes[i] if in_parts else w.amax] if e.fmt.scale_leaves_contraction else []
         return wanted
 
     through = " through bf16" if round_to_bf16 else ""
@@ -596,6 +597,12 @@ def scalars(emulation: Operators) -> None:
             [made],
             lambda slot=slot: [emulation.random_key(STEP, IDS, slot, 100)],
         )
+    counted, on_gpu = torch.full((4,), -1), on_device(torch.full((4,), -1))
+    for step in (STEP, STEP, STEP + 1):
+        made = [native.gradient_keys(on_device(step), on_device(IDS), on_gpu), on_gpu.clone()]
+        keys = gradient_codes.reference_keys(step, IDS, counted)
+        want = [keys, counted.clone()]
+        run(f"gradient_keys {step[1]}", made, lambda want=want: want)
     for amax in (0.5, 7.0, math.inf, math.nan):
         history = torch.tensor([2.0, 9.0])
         given = on_device(history)
@@ -816,6 +823,9 @@ def every_instance() -> None:
             ("nvfp4", "mxfp8"),
         ):
             quantize(names, shape)
+        for name in ("fp8_tensor", "fp8_tensor_sr"):
+            for names in ((name, None), (None, name), (name, name)):
+                quantize(names, shape, given=True, in_parts=True)
         # statistics behind a grid barrier
         for name in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht"):
             for names in ((name, None), (None, name), (name, name)):

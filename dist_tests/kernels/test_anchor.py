@@ -24,6 +24,7 @@ from fsdp_quant.formats import (
 )
 from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
 from fsdp_quant.ops import anchoring, native
+from fsdp_quant.ops.dispatch import Encoded
 from fsdp_quant.ops.layout import pack
 from fsdp_quant.ops.product_error import PROBED_STEPS
 
@@ -319,6 +320,47 @@ def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
     assert_group_anchors(
         [(w.data, w.scale, shape[1]) for w, shape in zip(made, SHAPES)], fmt, direction
     )
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_128x128"])
+@pytest.mark.parametrize("direction", Direction)
+def test_exponents_of_many_and_of_large_tensors_are_the_references(name: str, direction: Direction):
+    """If false, a weight takes the exponent of its neighbour in the group, of a part of itself, or
+    what memory held before."""
+    fmt = MADE[name].fmt
+    encoding, run = Encoding(fmt, direction), native.OF_TENSOR
+    shapes = [(1 + 37 * i % 200, 32 * (1 + i % 5)) for i in range(70)]  # of three launches
+    shapes += [(16392, 2080)]  # more scales than one read of all threads
+    kinds = ("outliers", "gauss", "nan", "zeros", "wide range")
+    made = [
+        encoded(inputs(*s, kinds[i % 5], seed=i) * 2.0 ** (i % 9 - 4), encoding)
+        for i, s in enumerate(shapes)
+    ]
+    empty = torch.empty(0, 64, dtype=torch.uint8, device=expected.DEVICE)
+    scales = fmt.scale_shape(empty.shape, direction)
+    made.insert(7, Encoded(empty, empty.new_empty(scales, dtype=fmt.scale_dtype), None, None))
+    shapes.insert(7, tuple(empty.shape))
+    if name == "mxfp8":
+        made[-1].scale.flatten()[-1] = 200  # the last block is the largest
+    data, scale = [w.data for w in made], [w.scale for w in made]
+    for transposed in (False, True):
+        calls: list[native.RecordedLaunch] = []
+        cols = [s[1] for s in shapes]
+        out = native.multi_tensor_anchor(
+            data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls
+        )
+        for t in calls[0].out:
+            t.fill_(0x7F)
+        assert expected.launches(calls[0]) == 2 * 3 + 1  # exponents and codes; of nothing: a fill
+        for one, (codes, line), shape in zip(made, out, shapes):
+            want, want_line = anchoring.anchored_codes(
+                one.data, one.scale, fmt, direction, True, shape[1]
+            )
+            what = f"{name} {direction} {shape}, transposed {transposed}"
+            expected.assert_same(line, want_line, f"{what}: scale")
+            want = want.t().contiguous() if transposed else want
+            expected.assert_same(codes, want, f"{what}: codes")
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -13,6 +13,7 @@ from fsdp_quant.ops.gradient_codes import (
     GradientLayout,
     decode_gradients,
     encode_gradients,
+    gradient_keys,
 )
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -35,6 +36,31 @@ def gradients(dtype: torch.dtype, special: bool) -> list[torch.Tensor]:
 
 def keys_of(count: int) -> torch.Tensor:
     return torch.tensor([[2**40 + 7, 3, 1000 + i, i << 16, 0] for i in range(count)])
+
+
+@pytest.mark.parametrize("count", (1, 5, 128, 300))
+def test_keys_and_their_count_are_those_of_the_reference(count: int):
+    """If false, ranks with kernels round other gradients alike than the definition does, or a
+    captured step repeats the bits of its capture."""
+    idents = torch.arange(count) * 2**33 + 7
+    counted, on_gpu = (torch.full((4,), -1, device=d) for d in ("cpu", "cuda"))
+    steps = [(2**40, 3, 0), (2**40, 3, 0), (2**40, 3, 1), (2**40, 4, 1), (-1, -1, -1), (-1, -1, -1)]
+    field, ids = torch.zeros(5, dtype=torch.int64, device="cuda"), idents.cuda()
+    assert expected.launches(lambda: gradient_keys(field, ids, on_gpu)) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradient_keys(field, ids, on_gpu)
+    on_gpu.fill_(-1)
+    for i, step in enumerate(steps):
+        now = torch.tensor([*step, 7, 1])
+        field.copy_(now)
+        want = gradient_keys(now, idents, counted)
+        if i % 2:
+            got = gradient_keys(field, ids, on_gpu)
+        else:
+            graph.replay()
+            got = captured
+        assert torch.equal(got.cpu(), want) and torch.equal(on_gpu.cpu(), counted), step
 
 
 @pytest.mark.parametrize("special", (False, True), ids=("finite", "special"))

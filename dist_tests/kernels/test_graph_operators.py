@@ -42,6 +42,7 @@ WRITES = {
     "adam": {"master", "first", "second", "rounded", "first_scale", "second_scale"},
     "adam_group": {"master", "first", "second", "out"},
     "adam_count": {"step"},
+    "gradient_keys": {"counted"},
     "encode_gradients": {"buffer"},
     "decode_gradients": {"sum"},
 }

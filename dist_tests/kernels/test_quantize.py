@@ -266,6 +266,58 @@ def test_amaxes_of_rows_serve_a_scale_of_the_whole(rows: int):
                 expected.assert_encoded(got, encoded(x, e), e, f"{kind} [{rows}, 48] {e.direction}")
 
 
+PARTS_WITH = (
+    ("fp8_tensor", "fp8_tensor"),
+    ("fp8_tensor", None),
+    (None, "fp8_tensor_e5m2_sr"),
+    ("fp8_tensor_e5m2_sr", "fp8_tensor"),
+    ("fp8_tensor", "mxfp8"),
+    ("nvfp4", "fp8_tensor"),
+)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("names", PARTS_WITH, ids=str)
+def test_blocks_that_wait_for_the_amax_of_parts_read_it(names: tuple, dtype: torch.dtype):
+    """If false, blocks scale by what memory held before: more of them than run at once, in a graph
+    that is replayed on other values, or in a launch of one direction after that of the other."""
+    encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
+    rows, cols = 4001, 2056
+    x = torch.empty(rows, cols, dtype=dtype, device=expected.DEVICE)
+    parts, key = torch.empty(rows, 1, device=expected.DEVICE), key_of()
+
+    def run() -> list:
+        given = [
+            dispatch.Statistics(parts, None) if e.fmt.block == (None, None) else None
+            for e in encodings
+        ]
+        return encode(x, encodings, stats=given, key=key)
+
+    def check(made: list, kind: str, what: str) -> None:
+        for e, got in zip(encodings, made):
+            got = got._replace(amax=parts.amax().view(1, 1)) if e.fmt.block[0] is None else got
+            expected.assert_encoded(got, encoded(x, e, key=key), e, f"{kind}, {what}")
+
+    def fill(kind: str) -> None:
+        x.copy_(inputs(rows, cols, kind, dtype, seed=len(kind)))
+        parts.copy_(x.abs().amax(1, keepdim=True))
+
+    fill("gauss")
+    # nvfp4 has statistics and an encoding of its own
+    assert expected.launches(run) == (3 if "nvfp4" in names else 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for kind in ("gauss", "outliers", "nan", "zeros", "inf", "tiny"):
+        fill(kind)
+        for _ in range(3):  # workspaces that hold other bits
+            torch.full((1 << 16,), -1, device=expected.DEVICE)
+            check(run(), kind, "alone")
+        graph.replay()
+        graph.replay()
+        check(captured, kind, "captured")
+
+
 def shard_statistics(
     whole: dispatch.Statistics, e: Encoding, start: int, stop: int
 ) -> dispatch.Statistics:

@@ -85,7 +85,8 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                     monkeypatch.setattr(fused, "_is_one_call", lambda *args: False)
                 module, (x, dy) = layer(name, shape, bias), batch(shape)
                 # twice: nothing is kept
-                assert is_compiled(module(x)) == is_compiled(module(x)) == one_call
+                compiles = one_call and name != "nvfp4 row"  # scales per row have no step
+                assert is_compiled(module(x)) == is_compiled(module(x)) == compiles
                 counters.reset()
                 # whose counts leave for the host at times of their own
                 if module.runtime.guard is not None:

@@ -828,6 +828,10 @@ class Operators:
         packed = {native.packed_gradients(layout.encoding): layout for layout in named}
         return packed[encoding]
 
+    def gradient_keys(self, step, idents, counted):
+        self.calls.append(Call("gradient_keys", idents.data_ptr()))
+        return gradient_codes.reference_keys(step, idents, counted)
+
     def encode_gradients(self, grads, encoding, keys, buffer):
         self.calls.append(Call("encode_gradients", grads[0].data_ptr()))
         layout = self._layout(tuple(tuple(g.shape) for g in grads), len(buffer), encoding)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_tests import laws
+from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE, Encoding
 from fsdp_quant.ops import gradient_codes, reference, rng
 from fsdp_quant.ops.gradient_codes import (
@@ -214,4 +215,7 @@ def test_each_reduction_has_its_own_random_bits():
     assert seen[0] == [[0, 0, 5, 0, 0], [0, 0, 6, 0, 0]]
     assert len({tuple(key) for each in seen for key in each}) == 10
     assert keys(0, 0, 0) == seen[0]  # a step that is repeated has its bits
+    with hopper.emulated() as operators:
+        assert keys(0, 0, 0) == seen[1]
+    assert operators.count("gradient_keys") == 1  # one launch, not one for each field
     assert set(gradient_codes.GRADIENT_FORMATS) == {"bf16", "fp8_1x128", "mxfp8", "nvfp4"}

@@ -159,7 +159,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 # In graphs, amaxes are torch operators, which a compiler fuses with what writes x: by rows, since
 # inductor splits a reduction of all values where it likes, and fuses it with no loop over rows and
-# columns. `quantize` computes the largest: its launch from C++ is cheaper than inductor's.
+# columns. The kernel of `quantize` computes the largest, without a launch of its own.
 def _fusible_statistics(
     hybrid: HybridQuantizer,
     x: Tensor,

@@ -182,6 +182,13 @@ def gradient_keys(step: Tensor, idents: Tensor, counted: Tensor) -> Tensor:
 
     All that changes is on the device, so that a captured step rounds differently at each replay.
     """
+    if native.is_available_for(step):
+        return native.gradient_keys(step, idents, counted)
+    return reference_keys(step, idents, counted)
+
+
+def reference_keys(step: Tensor, idents: Tensor, counted: Tensor) -> Tensor:
+    """Define `gradient_keys`."""
     now = step[:3]
     count = torch.where((counted[:3] == now).all(), counted[3:] + 1, 0)
     counted.copy_(torch.cat((now, count)))

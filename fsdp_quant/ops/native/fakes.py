@@ -94,6 +94,7 @@ FAKES = {
     ),
     "random_key": lambda step, ids, slot, rows: step.new_empty(5),
     "random_key.after": lambda step, ids, slot, rows, after: step.new_empty(5),
+    "gradient_keys": lambda step, idents, counted: step.new_empty((idents.numel(), 5)),
     "tensor_decode_scale": lambda tensor_amax, packed: _floats(tensor_amax, tensor_amax.numel()),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty(
         (cols, ceil_div(rows, 2) if bits == 4 else rows)

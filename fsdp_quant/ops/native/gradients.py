@@ -20,6 +20,11 @@ def packed_gradients(encoding: Encoding) -> int:
     return pack_encoding(encoding) if encoding.fmt.is_quantized else 0
 
 
+def gradient_keys(step: Tensor, idents: Tensor, counted: Tensor) -> Tensor:
+    """Count a reduction in `counted`, int64 [4], and return its keys, int64 [len(idents), 5]."""
+    return _ops.gradient_keys(step, idents, counted)
+
+
 def encode_gradients(
     grads: Sequence[Tensor], encoding: Encoding, keys: Tensor | None, buffer: Tensor
 ) -> None:
