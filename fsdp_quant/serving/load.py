@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.files import installed
-from ..formats import FORMATS, ROWWISE, Format
+from ..formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format
 from ..linear.linear import Linear
+from ..linear.operands import weight_storages
 from ..options import flag, function, read_all
 from ..storage import Storage
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -108,8 +109,8 @@ def from_pretrained_quantized(
              them; each says by its tensors which it is.
     frozen:  False: every weight is decoded, rounded to the parameter's dtype, and trains from
              there. True: quantized `fq.Linear` layers keep the codes of the file, as after
-             `fq.freeze`: their recipe's forward must have the file's format, and the backward
-             multiplies the same codes. Packed experts are decoded.
+             `fq.freeze`: their recipe's forward must have the file's format; codes of the backward
+             are encoded from the decoded values. Packed experts are decoded.
     strict:  every parameter must be in the files, and every tensor of the files in the model.
     names:   names in the checkpoint from names in the model, as of `fq.export`.
 
@@ -288,14 +289,13 @@ def _put(source: Source, values: Tensor) -> None:
 
 
 def _freeze(source: Source, piece: Slice, named: dict[str, str], files: Files) -> None:
-    """Let the layer multiply the codes of the file, in both directions where they serve both."""
+    """Let the layer multiply the codes of the file."""
     layer, weight = source.layers[0], source.tensor
-    layer.runtime.keep_rowwise(True, weight.device)
-    quantizer, tensors = layer._weight_state.quantizer, files.of(named)
-    fmt = quantizer.rowwise.fmt
+    plan, quantizer = layer.plan.on(weight.dtype, weight.device), layer._weight_state.quantizer
+    fmt, tensors = quantizer.rowwise.fmt, files.of(named)
     rowwise = read_storage(piece.name, tensors, weight.dtype, weight.device, fmt)
-    follows = quantizer.shares_storage or quantizer.is_derived
-    columnwise = None if follows else quantizer.columnwise_of(rowwise)
+    columnwise = quantizer.columnwise_of(rowwise)
     codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
+    operands = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
+    codes = QuantizedTensor(operands[ROWWISE], operands[COLUMNWISE], shape=rowwise.shape)
     layer.weight = nn.Parameter(codes, requires_grad=False)
-    layer.prepare_graphs()
