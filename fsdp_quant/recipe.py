@@ -452,25 +452,25 @@ def by_families(
     return HybridQuantizer(row, column)
 
 
-def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
+def named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     """Return the recipe of two families. Raises ValueError, naming the option or switch, for a
     value that means nothing in them."""
     families = family_of(forward), family_of(backward)  # refuses unknown names
+    values = switches_of(*families, arguments.get("weight"))
     switches = {k: v for k, v in (options | arguments).items() if k in SWITCHES}
     options = {k: v for k, v in options.items() if k not in SWITCHES}
-    check_names(name, options, f"; switches: {', '.join(switches_of(*families)) or 'none'}")
+    check_names(name, options, f"; switches: {', '.join(values) or 'none'}")
     if options.get("boundary_slots"):
         raise ValueError(f"boundary_slots=True is for fq.CustomRecipe; {name} has no such slots")
     arguments = {k: v for k, v in arguments.items() if k not in SWITCHES}
     label = f"{name}({forward!r}, {backward!r})" if name == "hybrid" else name
-    arguments |= read_switches(label, families, switches)
-    arguments |= {"forward": forward, "backward": backward}
+    arguments |= read_switches(label, values, switches) | {"forward": forward, "backward": backward}
     return Recipe(name, by_families, tuple(sorted(arguments.items())), **options)
 
 
 def identity(**options) -> Recipe:
     """Return the recipe of high precision everywhere: bit for bit the plain module."""
-    return _named("identity", "identity", "identity", options)
+    return named("identity", "identity", "identity", options)
 
 
 bf16 = identity
@@ -478,7 +478,7 @@ bf16 = identity
 
 def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with one fp32 scale per tensor, from its own amax."""
-    return _named(
+    return named(
         "fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2
     )
 
@@ -491,18 +491,18 @@ def fp8_delayed(
     length, margin, use:  of `fq.numerics.DelayedScaling`.
     """
     chosen = {"grad_element": grad_element, "delayed": DelayedScaling(length, margin, use)}
-    return _named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
+    return named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, **chosen)
 
 
 def fp8_row(pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with one fp32 scale per row of each GEMM operand."""
-    return _named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
+    return named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
 
 
 def fp8_block(pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with 1x128 activations and gradients and 128x128 weights; scales are
     powers of two unless pow2=False."""
-    return _named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
+    return named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
 
 
 def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
@@ -510,7 +510,7 @@ def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
 
     Source: OCP Microscaling Formats v1.0.
     """
-    return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
+    return named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
 
 
 def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
@@ -518,7 +518,7 @@ def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **
 
     grad_element:  "e3m2" for gradients of a wider range.
     """
-    return _named(
+    return named(
         "mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element
     )
 
@@ -529,7 +529,7 @@ def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
 
     Source: Tseng et al., Training LLMs with MXFP4, 2025.
     """
-    return _named("mxfp4", "mxfp4", "mxfp4", options, scale_rounding=scale_rounding)
+    return named("mxfp4", "mxfp4", "mxfp4", options, scale_rounding=scale_rounding)
 
 
 def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe:
@@ -543,12 +543,12 @@ def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe
     no token changes what others compute. four_over_six="mse" or "mae" maps the amax of each block
     to 6 or to 4, by the square or absolute error; "mse-weights" or "mae-weights": of weights only.
     """
-    return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
+    return named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
 
 
 def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
     """Return the recipe of a forward and a backward family. scale_rule: see `nvfp4`."""
-    return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
+    return named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
 def custom(qfactory: Callable, **options) -> Recipe:

@@ -60,11 +60,11 @@ FOUR_OVER_SIX_SWITCH = (*FOUR_OVER_SIX, *(f"{error}{_OF_WEIGHTS}" for error in F
 GRAD_ELEMENTS = {8: ("e4m3", "e5m2"), 6: ("e2m3", "e3m2")}
 
 
-def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
+def switches_of(forward: Family, backward: Family, weight: str | None = None) -> dict[str, tuple]:
     """Return the switches that mean something in a recipe of two families, and their values, the
-    default first."""
+    default first. weight: the format of weights, if the families do not say it."""
     f, b = forward, backward
-    formats = f.vector, b.vector
+    formats = [*([] if weight is None else [format_of(weight)]), f.vector, b.vector]
     values: dict[str, tuple] = {}
     if b.vector.bits in GRAD_ELEMENTS:
         values["grad_element"] = GRAD_ELEMENTS[b.vector.bits]
@@ -80,7 +80,7 @@ def switches_of(forward: Family, backward: Family) -> dict[str, tuple]:
         values["rotation"] = True, False
     if b.vector.is_quantized:
         values["stochastic"] = _default_first(b.rotates_wgrad)
-    if f.square is not None and b.square is not None:
+    if weight is None and f.square is not None and b.square is not None:
         values["square_blocks"] = _default_first(f == b and f.weight == f.square)
     return values
 
@@ -99,15 +99,13 @@ def check_names(recipe: str, options: Mapping[str, object], switches: str = "") 
         )
 
 
-def read_switches(
-    recipe: str, families: tuple[Family, Family], given: Mapping[str, object]
-) -> dict:
+def read_switches(recipe: str, values: Mapping[str, tuple], given: Mapping[str, object]) -> dict:
     """Return the switches of a named recipe that are not None.
 
-    Defaults of `_WITHOUT_DEFAULT` are left out: recipes are equal with them and without. Raises
-    ValueError, naming the switch, for a value that means nothing in the families.
+    values: of `switches_of`. Defaults of `_WITHOUT_DEFAULT` are left out: recipes are equal with
+    them and without. Raises ValueError, naming the switch, for a value that means nothing here.
     """
-    values, switches = switches_of(*families), {}
+    switches = {}
     for name, value in given.items():
         is_off = value is False and name in _TOGGLES
         if value is None or (is_off and name not in values):

@@ -9,11 +9,12 @@ True
 
 from . import recipe as _definitions
 from .families import family_of
+from .qat import qat
 from .recipe import *  # noqa: F403
 from .recipe_options import switches_of
 from .roles import QUANTIZED_TYPES, Role
 
-__all__ = ["table"]
+__all__ = ["qat", "table"]
 __all__ += _definitions.__all__
 
 
@@ -32,6 +33,7 @@ def table() -> str:
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
         rows.append((f"{name}()", *slots, _shown_switches(recipe)))
+    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", "those of W and mxfp8"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)

@@ -212,6 +212,8 @@ ARMS = {
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "nvfp4 fp8_exact": recipes.nvfp4(scale_rule="fp8_exact"),
     "mxfp8/nvfp4 fp8_exact": recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
+    "qat mxfp4": recipes.qat("mxfp4"),
+    "qat nvfp4": recipes.qat("nvfp4"),
     "broken: a scale a tensor": fq.CustomRecipe(tensor_scaled_e2m1),
     "broken: a scale a row": fq.CustomRecipe(row_scaled_e2m1),
     "broken: inputs rounded": fq.CustomRecipe(nvfp4_rounded_inputs),

@@ -379,13 +379,22 @@ def flops_of_token(net: nn.Module, length: int) -> float:
     return 6.0 * (weights + config.num_hidden_layers * length * config.hidden_size)
 
 
-def measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
+def measure(
+    arm: Arm,
+    tokens: int,
+    args,
+    device: torch.device,
+    say: Callable[[str], None],
+    build: Callable[..., tuple[nn.Module, torch.optim.Optimizer]] = build,
+) -> dict:
     """Build one arm and measure all columns. Every rank calls it."""
     with two_rungs(arm.two_rungs):
-        return _measure(arm, tokens, args, device, say)
+        return _measure(arm, tokens, args, device, say, build)
 
 
-def _measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
+def _measure(
+    arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None], build: Callable
+) -> dict:
     begin = time.perf_counter()
     torch._dynamo.reset()  # graphs of the arm before, which hold its model
     counters.clear()

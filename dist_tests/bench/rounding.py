@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roundings of gradients that no recipe has, simulated in fp32: python -m dist_tests.bench.rounding
-prints their noise; arms of `dist_tests.bench.learning` train with them.
+prints their noise; arms of `dist_tests.bench.learning` train with them. Fake quantization, which
+`recipes.qat` is held to.
 
 MS-EDEN (Quartet II): both operands of a GEMM are rotated by a Hadamard matrix with random signs
 along the contraction and rounded to nearest in blocks of 16; the scale of a block is multiplied by
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import StudentT
 
-from fsdp_quant.formats import E2M1, format_of
+from fsdp_quant.formats import E2M1, Format, format_of
 from fsdp_quant.numerics import Quantizer
 from fsdp_quant.ops import reference
 from fsdp_quant.ops.layout import pack
@@ -75,7 +77,7 @@ class Simulation:
     weight ("forward": the codes of the forward, not rotated); of wgrad's gradient and input. Inputs
     of the forward are nvfp4."""
 
-    weight: str = "nvfp4_16x16"
+    weight: str | Format = "nvfp4_16x16"
     dgrad: tuple[str, str] = ("stochastic", "forward")
     wgrad: tuple[str, str] = ("stochastic", "nvfp4")
     rotation: int = 16
@@ -88,6 +90,26 @@ class Simulation:
             else:
                 self.replace_layers(child)
 
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [M, K] times weight [N, K] transposed."""
+        return _Linear.apply(x, weight, self)
+
+
+@dataclass(frozen=True)
+class FakeQuantization(Simulation):
+    """Decoded weights and inputs in the products of the forward, whose gradients autograd takes as
+    if nothing were rounded."""
+
+    inputs: str = "mxfp8"
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(straight_through(x, self.inputs), straight_through(weight, self.weight))
+
+
+def straight_through(x: Tensor, fmt: str | Format) -> Tensor:
+    """The decoded codes of x; its gradient is theirs."""
+    return x + (Quantizer(fmt).quantize(x.detach()).dequantize() - x).detach()
+
 
 class SimulatedLinear(nn.Module):
     """A linear layer without bias, with simulated codes."""
@@ -97,9 +119,8 @@ class SimulatedLinear(nn.Module):
         self.weight, self.simulation = linear.weight, simulation
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x.flatten(0, -2), self.weight, self.simulation).unflatten(
-            0, x.shape[:-1]
-        )
+        y = self.simulation.multiply(x.flatten(0, -2), self.weight)
+        return y.unflatten(0, x.shape[:-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -127,6 +148,8 @@ SIMULATIONS = {
     "simulated: exact gradients": Simulation(dgrad=("exact", "forward"), wgrad=("exact", "nvfp4")),
     "simulated: MS-EDEN": EDEN(),
     "simulated: MS-EDEN, weights 1 x 16": EDEN("nvfp4"),
+    "fake mxfp4": FakeQuantization("mxfp4"),
+    "fake nvfp4": FakeQuantization(format_of("nvfp4", scale_rule="fp8_exact")),
 }
 
 

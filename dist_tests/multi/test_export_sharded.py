@@ -33,6 +33,7 @@ RECIPES = {
     "nvfp4": fq.recipes.nvfp4(),
     "mxfp4/fp8_block": fq.recipes.hybrid("mxfp4", "fp8_block"),
     "fp8_block": fq.recipes.fp8_block(),
+    "qat": fq.recipes.qat("nvfp4"),
 }
 
 
@@ -99,6 +100,7 @@ def trained(model: nn.Module, make=None) -> nn.Module:
 def cases() -> dict[str, nn.Module]:
     """Models before they are sharded, and what trains them, by name."""
     made = {name: (lambda name=name: built(name), lambda model: model) for name in RECIPES}
+    made["qat"] = lambda: built("qat"), trained
     made["trained"] = lambda: built("fp8_delayed"), trained
     made["parameters"] = lambda: built("mxfp8", True), lambda model: model
     made["optimizer gone"] = (
@@ -157,7 +159,7 @@ def test_sharded_exports_have_the_bytes_of_one_process(tmp_path):
     assert writer.INDEX in files(tmp_path / "one" / "mxfp8")
 
 
-PARTS = ("fp8_current", "fp8_row", "mxfp8", "nvfp4")
+PARTS = ("fp8_current", "fp8_row", "mxfp8", "qat", "nvfp4")
 
 
 def _export_parts(rank: int, world: int, folder: Path) -> None:

@@ -36,6 +36,7 @@ from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 D, FFN = 64, 128
 RECIPES = ("identity", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "hybrid")
+RECIPES += ("qat",) * laws.EVERYTHING
 # fp32 sums of up to 1024 products in another order: 1024 * 2^-24 = 6e-5 of the norm at worst, and
 # codes are the same. Sums of fp8 tensor cores keep 13 bits behind the largest of 32 products, so
 # four in a row are off by 4 * 2^-13 = 5e-4; where that crosses the middle between codes, of which
@@ -44,6 +45,8 @@ TOLERANCE = 6e-5 if DEVICE == "cpu" else 5e-3
 
 
 def recipe_of(name: str, **options) -> fq.Recipe:
+    if name == "qat":
+        return fq.recipes.qat("nvfp4", **options)
     return (
         fq.recipes.hybrid("mxfp8", "fp8_block")
         if name == "hybrid"

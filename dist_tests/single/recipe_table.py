@@ -76,7 +76,7 @@ NAMED: dict[str, Callable[..., fq.Recipe]] = {
         "mxfp4",
         "nvfp4",
     )
-}
+} | {"qat(W)": lambda **options: recipes.qat("nvfp4", **options)}
 HYBRIDS: dict[str, Callable[..., fq.Recipe]] = {
     f"hybrid({f}, {b})": lambda f=f, b=b, **options: recipes.hybrid(f, b, **options)
     for f in FAMILIES

@@ -28,7 +28,7 @@ FLOORS = (
     ("gemm",),
     ("tensor",),
     ("quantizer",),
-    ("roles", "recipe_options", "recipe", "checkpoint"),
+    ("roles", "recipe_options", "recipe", "qat", "checkpoint"),
     ("context", "optim"),
     ("linear",),
     ("models",),

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import fsdp_quant.recipe as recipes
 
+from ..qat import FACTORIES
 from ..scaling import DelayedScaling, RowCuts
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import Piece, WeightState
@@ -240,14 +241,14 @@ def _recipes_in(text: str) -> list[recipes.Recipe]:
     for part in text.split(" | "):
         try:
             name, keywords = _call(ast.parse(part, mode="eval").body)
-            if name not in recipes.NAMED:
+            if name not in FACTORIES:
                 return []
             values = {keyword: _value(node) for keyword, node in keywords.items()}
             options: dict[str, Any] = {"backward_override": None}
             for option in values.keys() & recipes.Recipe.__dataclass_fields__.keys():
                 options[option] = values.pop(option)
             arguments = tuple(sorted(values.items()))
-            parsed.append(recipes.Recipe(name, recipes.by_families, arguments, **options))
+            parsed.append(recipes.Recipe(name, FACTORIES[name], arguments, **options))
         except (SyntaxError, TypeError, ValueError):
             return []
     return parsed

@@ -336,11 +336,12 @@ def _quantized_part(
 
 
 def _scheme(source: Source, part: Part, kind: Kind) -> Scheme:
-    """How a layer is quantized. Inputs of nvfp4 need a scale of the checkpoint."""
+    """How a layer is quantized. Inputs of nvfp4 need a scale of the checkpoint; those that had more
+    bits in training than the weight are not quantized to its format."""
     if part.input_amax:
         return Scheme(kind, "static")
     inputs = source.layer_of(part.slice).plan.hybrid("input").side(ROWWISE)
-    is_dynamic = inputs.fmt.is_quantized and not kind.is_two_level
+    is_dynamic = inputs.fmt.bits <= kind.format.bits and not kind.is_two_level
     return Scheme(kind, "dynamic" if is_dynamic else "none")
 
 
