@@ -114,8 +114,6 @@ def packed_codes(
         for pair, piece, codes in zip(pairs, pieces, encode_shards(shards, values.device)):
             shape = piece.values.shape
             pair.put(direction, Storage.of(codes, encoding, shape, values.dtype))
-    for pair in pairs if quantizer.shares_storage else ():
-        pair.share_rowwise()
     return StoragePair(owner=state, groups=pairs).joined()
 
 
