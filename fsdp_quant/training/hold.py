@@ -135,15 +135,17 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     keep:      "codes": the compact codes of the forward, once (mxfp8 1.03 bytes per weight, mxfp4
                .53, nvfp4 .56). GEMMs convert them when they run, by one kernel. The backward
                multiplies the values of the forward, where the recipe has other codes for it: dx is
-               that of the function that the forward computed. Rotated codes are kept by direction.
+               that of the function that the forward computed. Codes with fp32 scales per row or of
+               1 x 128, and rotated ones, are kept by direction. On Blackwell the backward of other
+               blocks is in bf16.
                "operands": what GEMMs read, as they read it: no conversion, and on a Hopper a byte
                per weight and direction. Bits of outputs and gradients do not change.
 
     Use it for the base model under LoRA. A frozen `fq.Linear` then holds a `QuantizedTensor`. It
     replaces the high-precision weight, or a quantized parameter and its values.
-    `weight.dequantize()` returns the values of the codes; the values that were
-    quantized are lost, also in the state dict. A quantized parameter under `fully_shard` drops its
-    values; every rank must call `freeze`. Packed experts and transposed weights do not change.
+    `weight.dequantize()` returns the values of the codes; the values that were quantized are lost,
+    also in the state dict. A quantized parameter under `fully_shard` drops its values; every rank
+    must call `freeze`. Packed experts and transposed weights do not change.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights.
     Raises ValueError too, for another `keep`, a sharded high-precision weight, one with amax
