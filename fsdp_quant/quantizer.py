@@ -19,6 +19,7 @@ from .encoded_matrix import EncodedMatrix
 from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of, value_class
 from .migration import answers_keywords
 from .ops import dispatch
+from .ops.capability import anchors_tensor
 from .ops.dispatch import Statistics
 from .ops.layout import COMPACT
 from .options import check, choice, flag, number
@@ -221,15 +222,16 @@ class HybridQuantizer:
     @cached_property
     def over_rowwise(self) -> HybridQuantizer:
         """The quantizer of a weight that keeps its rowwise codes alone (`fq.freeze`): the backward
-        multiplies their values. Itself where they serve no backward: they are rotated, or have
-        second-level scales per row, or are in high precision, or the other operand is rotated."""
+        multiplies their values. Itself where no GEMM would read them as codes: they are rotated, or
+        have scales per row or fp32 scales of 1 x 128, or the other operand is rotated."""
         rowwise, columnwise = self.side(ROWWISE), self.side(COLUMNWISE)
         serves = rowwise.fmt.is_quantized and not rowwise.rotation and not columnwise.rotation
         if self.shares_storage or self.is_derived or not serves:
             return self
         if not columnwise.fmt.is_quantized:
             return HybridQuantizer(rowwise, columnwise, "rowwise_dequantized")
-        return self if rowwise.fmt.has_row_scales else HybridQuantizer(rowwise, None, "rowwise")
+        becomes_one_scale = anchors_tensor(rowwise.fmt)
+        return HybridQuantizer(rowwise, None, "rowwise") if becomes_one_scale else self
 
     @property
     def is_derived(self) -> bool:

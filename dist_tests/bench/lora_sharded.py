@@ -2,7 +2,7 @@
 """LoRA over a frozen base that no GPU holds whole: codes are sharded by `fully_shard`.
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.lora_sharded [--size 70b|8b|tiny]
-        [--recipe nvfp4] [--tokens 2048] [--steps 4]
+        [--recipe "qat(nvfp4)"] [--tokens 2048] [--steps 4]
 
 A Llama with random weights, built a layer at a time on the device: converted, frozen by
 `fq.freeze`, adapters of rank 16 on all seven linear layers, then `fully_shard`. Layers are
@@ -28,8 +28,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import fsdp_quant as fq
+from dist_tests.bench.llama import GIB
+from dist_tests.bench.lora import OURS
 
-GIB = 2**30
 SIZES = {  # width, hidden, heads, key and value heads, layers, vocabulary
     "70b": (8192, 28672, 64, 8, 80, 128256),
     "8b": (4096, 14336, 32, 8, 32, 128256),
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="70b")
-    parser.add_argument("--recipe", default="nvfp4")
+    parser.add_argument("--recipe", choices=OURS, default="qat(nvfp4)")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args(argv)
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     began = time.time()
-    model = Model(args.size, fq.recipes.by_name(args.recipe), device)
+    model = Model(args.size, OURS[args.recipe](), device)
     held = torch.cuda.memory_allocated() if cuda else 0
     others = sum(p.nbytes for p in (model.embed.weight, model.head.weight))
     adapters = [p for p in model.parameters() if p.requires_grad]
@@ -130,12 +131,12 @@ def main(argv: list[str] | None = None) -> int:
         ms = (time.time() - start) * 1e3
     if rank == 0:
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        name = torch.cuda.get_device_name() if cuda else "cpu"
+        name, base = torch.cuda.get_device_name() if cuda else "cpu", held - others
         print(
             f"{world} x {name}, {args.size}, {args.recipe}, {args.tokens} tokens per GPU: "
-            f"{model.weights / 1e9:.1f} G frozen weights, {(held - others) / GIB:.2f} GiB per rank, "
-            f"{(held - others) * world / model.weights:.3f} bytes per weight; peak "
-            f"{peak / GIB:.2f} GiB; built in {built:.0f} s; last step {ms:.0f} ms; losses "
+            f"{model.weights / 1e9:.1f} G frozen weights, {base / GIB:.2f} GiB per rank, "
+            f"{base * world / model.weights:.3f} bytes per weight; peak {peak / GIB:.2f} GiB; "
+            f"built in {built:.0f} s; last step {ms:.0f} ms; losses "
             + ", ".join(f"{loss:.4f}" for loss in losses)
         )
     dist.destroy_process_group()

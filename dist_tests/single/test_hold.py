@@ -416,6 +416,16 @@ def test_frozen_weights_are_codes_with_the_same_bits(name: str):
     assert [n for n, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight"]
 
 
+@pytest.mark.parametrize("fmt", ["fp8_row", "fp8_1x128"])
+def test_codes_that_no_gemm_reads_turned_are_kept_by_direction(fmt: str):
+    """If false, dgrad of a frozen base decodes its weight to fp32."""
+    quantizer = fq.HybridQuantizer(fmt, fmt)
+    assert quantizer.over_rowwise == quantizer
+    layer = fq.convert(nn.Sequential(nn.Linear(64, 96)), recipes.fp8_row()).requires_grad_(False)
+    fq.freeze(layer)
+    assert layer[0].weight.columnwise is not None
+
+
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_frozen_weight_keeps_its_codes_once(name: str, compiles: bool):

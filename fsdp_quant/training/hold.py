@@ -136,7 +136,9 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     keep:      "codes": the compact codes of the forward, once (mxfp8 1.03 bytes per weight, mxfp4
                .53, nvfp4 .56). GEMMs convert them when they run, by one kernel. The backward
                multiplies the values of the forward, where the recipe has other codes for it: dx is
-               that of the function that the forward computed. Rotated codes are kept by direction.
+               that of the function that the forward computed. Codes with fp32 scales per row or of
+               1 x 128, and rotated ones, are kept by direction. On Blackwell the backward of other
+               blocks is in bf16.
                "operands": what GEMMs read, as they read it: no conversion, and on a Hopper a byte
                per weight and direction. Bits of outputs and gradients do not change.
 
