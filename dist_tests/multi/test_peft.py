@@ -174,6 +174,7 @@ def _sharded(rank: int, world: int) -> None:
         if frozen:
             for net in (model, reference):
                 fq.integrations.peft.freeze(net)
+        if frozen and not dora:  # DoRA below: shards of codes
             ignored = {layer.weight for layer in converted_modules(model).values()}
         for part in (*model.base_model.model.model.layers, model):
             fully_shard(part, ignored_params=ignored)
