@@ -147,11 +147,7 @@ def from_pretrained_quantized(
     _check_names(model, files, stored, strict)
     for source in sources:
         _check_weight(source, stored[source], keeps.get(source))
-        for piece, tensors in stored[source]:
-            fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if source in keeps else None
-            _check_tensors(source, piece, files.described(tensors), fmt)
-        if source in keeps:
-            _check_rows(source, stored[source], files)
+        _check_slices(source, stored[source], source in keeps, files)
     with torch.no_grad():
         read_rowwise(model, layers_of(model, list(keeps.values())))
         for source, slices in stored.items():
@@ -349,6 +345,15 @@ def _stacked_rows(parts: list[Storage]) -> Storage:
     if first.scale is not None and first.fmt.dims(ROWWISE)[0] is None:
         buffers["scale"] = first.scale
     return first.with_buffers(buffers, shape=(sum(p.shape[0] for p in parts), first.shape[1]))
+
+
+def _check_slices(source: Source, slices: Stored, keeps: bool, files: Files) -> None:
+    """Raise ValueError unless the tensors are the model's weight. keeps: their codes stay."""
+    fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if keeps else None
+    for piece, tensors in slices:
+        _check_tensors(source, piece, files.described(tensors), fmt)
+    if keeps:
+        _check_rows(source, slices, files)
 
 
 def _check_rows(source: Source, slices: Stored, files: Files) -> None:
