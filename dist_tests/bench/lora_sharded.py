@@ -72,7 +72,7 @@ class Model(nn.Module):
             for name, p in layer.named_parameters():
                 if "lora_" in name:
                     p.data = p.data.bfloat16().to(device)
-            self.layers.append(fully_shard(layer))
+            self.layers.append(fully_shard(layer, reshard_after_forward=True))  # a root of its own
         self.head = nn.Linear(width, vocabulary, bias=False, **made).requires_grad_(False)
         nn.init.normal_(self.head.weight, std=0.02)
 

@@ -516,14 +516,15 @@ def test_freeze_refuses_what_it_cannot_hold():
         fq.freeze(delayed)
 
 
-def held_bytes(tensor: QuantizedTensor) -> int:
-    """Of all memory behind a weight, each storage once."""
-    content = getattr(tensor, "_content", None)
-    slots = tensor._pair
-    sides = [s for pair in (slots, *slots.groups) for s in (pair.rowwise, pair.columnwise)]
-    held = [b for side in sides if side is not None for b in side.buffers().values()]
-    held += [b for s in slots.operands.values() for b in s.buffers().values()]
-    held += [content.values] if content is not None and content.values is not None else []
+def held_bytes(*tensors: QuantizedTensor) -> int:
+    """Of all memory behind weights, each storage once."""
+    held: list[Tensor] = []
+    for tensor in tensors:
+        content, slots = getattr(tensor, "_content", None), tensor._pair
+        sides = [s for pair in (slots, *slots.groups) for s in (pair.rowwise, pair.columnwise)]
+        held += [b for side in sides if side is not None for b in side.buffers().values()]
+        held += [b for s in slots.operands.values() for b in s.buffers().values()]
+        held += [content.values] if content is not None and content.values is not None else []
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values()
     )
