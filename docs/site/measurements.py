@@ -21,7 +21,7 @@ PAGE, PICTURE = DOCS / "reference" / "measurements.md", DOCS / "comparison.svg"
 
 SECTIONS = {
     "Training steps": ["llama_one_gpu", "llama_fully_shard", "llama3_8b", "other_models",
-                       "lora", "fsdp2_8192", "fsdp2_2048", "mlp"],
+                       "lora", "qat", "fsdp2_8192", "fsdp2_2048", "mlp"],
     "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
     "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "gradient_codes",
                 "saved_by_layer", "activation_memory"],
