@@ -28,6 +28,7 @@ from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.linear import fused
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.model_weights import quantized_weights
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
@@ -633,6 +634,45 @@ def test_a_frozen_weight_follows_gemms_that_the_guard_moves(compiles: bool):
             for a, b in zip(want, got):
                 off = float((a - b).norm() / a.norm())
                 assert off <= (0 if step == 0 else 1e-3), f"{product} {rung} {step}: {off:.1e}"
+
+
+LATE = {
+    **{name: RECIPES[name] for name in ("fp8_current", "fp8_block", "mxfp8", "nvfp4")},
+    "fp8_row": recipes.fp8_row(),
+    "qat": recipes.qat("nvfp4"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_frozen_layer_is_one_call_and_holds_no_operand_between_passes(name: str, monkeypatch):
+    """If false, LoRA in eager mode pays for each operator of a layer, or a step holds the operands
+    of the backward of all layers."""
+
+    def run(one_call: bool) -> list[Tensor]:
+        if not one_call:
+            monkeypatch.setattr(fused, "_is_one_call", lambda *args: False)
+        layer = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+        layer.weight.data.copy_(values(96, 64, seed=1))
+        layer = fq.convert(nn.Sequential(layer).requires_grad_(False), LATE[name])
+        fq.freeze(layer)
+        x, results = values(32, 64).bfloat16().requires_grad_(), []
+        for _ in range(2):
+            y = layer(x)
+            late = [
+                each.operand.data for each in fused._LATE.get(layer[0].weight._pair, {}).values()
+            ]
+            for retain in (True, False):
+                assert all(t.untyped_storage().nbytes() == 0 for t in late)
+                results += torch.autograd.grad(y, x, y.detach(), retain_graph=retain)
+            assert len(late) == (one_call and name != "nvfp4")  # which is decoded
+            results.append(y.detach())
+        return results
+
+    with hopper.emulated() as operators:
+        whole = run(True)
+        assert operators.count("linear_step_backward") == 4
+        for a, b in zip(whole, run(False), strict=True):
+            assert_same_bytes(a, b, name)
 
 
 @pytest.mark.parametrize("override", [None, "dequantized"])

@@ -5,6 +5,7 @@ that no ranks share."""
 from __future__ import annotations
 
 import functools
+import weakref
 
 import torch
 from torch import Tensor
@@ -14,11 +15,15 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
 from ..ops import native
-from ..ops.native import WeightOperand
+from ..ops.layout import COMPACT
+from ..ops.native import RecordedLaunch, WeightOperand
 from ..ops.reference import known
+from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check, torch_compat
+from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.storage_pair import StoragePair
 from ..tensor.weight_state import values_of
 from . import program
 from .call import Call
@@ -28,17 +33,76 @@ from .operands import (
     gathered_storage,
     lies_transposed,
     record_activations,
+    weight_state,
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
 from .shared_input import Handed
 
 
+class LateCodes:
+    """The columnwise operand of a frozen weight, whose memory holds codes only during a backward.
+
+    operand:   of `source`, compact codes, in a layout.
+    can_fill:  its launches can be replayed.
+    """
+
+    def __init__(self, source: Storage, layout: str):
+        self.source, self._launches = source, list[RecordedLaunch]()
+        (self.operand,) = to_gemm_operands([(source, layout)], self._launches)
+        written = [t.data_ptr() for launch in self._launches for t in launch.out]
+        self.can_fill = self.operand.data.data_ptr() in written
+        self.free()
+
+    def serve(self, y: Tensor) -> None:
+        """Fill the memory before the node of y runs, and free it behind it."""
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(self.fill)
+        y.grad_fn.register_hook(self.free)
+
+    def fill(self, *gradients: object) -> None:
+        torch_compat.alloc_storage(self.operand.data)
+        for launch in self._launches:
+            launch()
+
+    def free(self, *gradients: object) -> None:
+        torch_compat.free_storage(self.operand.data)
+
+
+_LATE: weakref.WeakKeyDictionary[StoragePair, dict[str, LateCodes]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _late_codes(weight: Tensor, plan: GemmPlan, resolved: Resolved) -> LateCodes | None:
+    """Return the columnwise operand of a weight whose compact codes `fq.freeze` kept, if its GEMM
+    reads them in another layout; None for others."""
+    layout = resolved.layouts["weight"][COLUMNWISE]
+    is_coded = plan.operand("weight", COLUMNWISE).is_quantized and resolved.call is not None
+    if type(weight) is not QuantizedTensor or layout == COMPACT or not is_coded:
+        return None
+    pair, state = weight._pair, weight_state(weight)
+    kept = pair.rowwise if pair.columnwise is None else pair.columnwise
+    if kept is None or kept.layout != COMPACT or pair.operands:
+        return None
+    if state is not None and managed_of(state) is not None:
+        return None
+    late = _LATE.setdefault(pair, {}).get(layout)
+    if late is None or late.source.data is not kept.data:
+        source = to_storage(gathered_storage(weight, COLUMNWISE, plan, COMPACT))
+        late = _LATE[pair][layout] = LateCodes(source, layout)
+    return late if late.can_fill else None
+
+
 def _weight_operand(
-    weight: Tensor, call: Call, resolved: Resolved, dtype: torch.dtype, dgrad: bool
+    weight: Tensor,
+    call: Call,
+    resolved: Resolved,
+    dtype: torch.dtype,
+    dgrad: bool,
+    late: LateCodes | None,
 ) -> WeightOperand | None:
     """Return None if the compiled call cannot be handed what the backward reads.
 
-    dgrad:  the backward computes dx.
+    dgrad:  the backward computes dx. late: what it reads of the weight.
     """
     plan = call.plan
     directions = [ROWWISE, *([COLUMNWISE] if dgrad else [])]
@@ -46,7 +110,11 @@ def _weight_operand(
         layouts = resolved.layouts["weight"]
         record_activations(weight, dtype)
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-        columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if dgrad else []
+        columnwise: list[Tensor] | None = []
+        if dgrad and late is not None:
+            columnwise = buffers_of(late.operand)
+        elif dgrad:
+            columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE])
         if columnwise is None:
             return None
         return WeightOperand(None, False, buffers_of(rowwise), columnwise)
@@ -56,7 +124,8 @@ def _weight_operand(
         plan.weight.side(d).fmt.is_quantized for d in Direction
     )
     is_held = state is not None and state.held is not None
-    if is_held or call.weight_group is not None or code_check.checking or is_cast:
+    is_made_here = is_held or call.weight_group is not None or code_check.checking or is_cast
+    if is_made_here or plan.weight.turns:
         codes = call.weight_operands(weight, directions, dtype, {})
         columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else ()
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
@@ -83,6 +152,8 @@ def _columnwise_buffers(
     kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
         return buffers_of(kept)
+    if kept is None and layout == COMPACT and plan.weight.shares_storage:
+        return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
     if kept is None or kept.is_freed:
         return None
     return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
@@ -93,8 +164,10 @@ def _lacks_columnwise(weight: Tensor, plan: GemmPlan, x: Tensor) -> bool:
     since the weight was gathered."""
     if not isinstance(weight, QuantizedTensor) or not torch.is_grad_enabled():
         return False
-    layout = plan.resolved(x.dtype, x.device).layouts["weight"][COLUMNWISE]
-    return _columnwise_buffers(weight, plan, layout) is None
+    resolved = plan.resolved(x.dtype, x.device)
+    if _late_codes(weight, plan, resolved) is not None:
+        return False
+    return _columnwise_buffers(weight, plan, resolved.layouts["weight"][COLUMNWISE]) is None
 
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
@@ -151,12 +224,15 @@ def linear(
     The backward raises StaleWeightError if a quantized parameter was written since.
     """
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
-    resolved, operand = call.plan.resolved(x.dtype, x.device), None
+    resolved, operand, late = call.plan.resolved(x.dtype, x.device), None, None
     is_one_call = call.wgrad is None and not torch_compat.dispatch_is_watched()
     if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
-        operand = _weight_operand(weight, call, resolved, x.dtype, dgrad)
+        late = _late_codes(weight, call.plan, resolved) if dgrad else None
+        operand = _weight_operand(weight, call, resolved, x.dtype, dgrad, late)
     if operand is not None:
         y = _compiled(x, weight, bias, call, resolved, operand, handed)
+        if late is not None:
+            late.serve(y)
     elif handed.source is not None:
         raise ValueError(
             "the input of this layer has no values, and no compiled call computes them; see "

@@ -367,6 +367,8 @@ class GemmPlan:
         layouts = resolved.layouts["weight"]
         if resolved.call is None or self.weight.delayed_directions or COMPACT in layouts.values():
             return None
+        if self.weight.turns:
+            return None
         if any(self.operand("weight", d).tensor_scale for d in Direction):
             return None
         specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
@@ -416,7 +418,7 @@ class GemmPlan:
         for slot in QUANTIZED_TYPES:
             hybrid = self.hybrid(slot)
             distinct, delayed = set(layouts[slot].values()), hybrid.delayed_directions
-            if hybrid.is_derived or hybrid.turns:
+            if hybrid.is_derived or (hybrid.turns and slot != "weight"):
                 return None
             # a columnwise copy of stochastic codes is no rounding of its own
             is_copied = COMPACT in distinct or hybrid.is_stochastic

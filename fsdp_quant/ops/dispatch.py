@@ -456,7 +456,7 @@ def multi_tensor_transpose(
 ) -> list[Tensor]:
     """`transpose_codes` of each; calls: receives the launch."""
     if (
-        len(data) > 1
+        (len(data) > 1 or calls is not None)
         and fmt.bits in native.TRANSPOSED_BITS
         and all(map(native.is_available_for, data))
     ):

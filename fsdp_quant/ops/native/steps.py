@@ -152,6 +152,10 @@ def operand_spec_of(
     fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
     if not fmt.is_quantized:
         return OperandSpec()
+    if fmt.is_turned:  # the step is given operands of such codes
+        if layout == COMPACT_LAYOUT:
+            return None
+        encoding, turned = Encoding(fmt.turned, ROWWISE), False
     laid_out = layout in LAID_OUT
     # one scale per line, applied after the GEMM
     factored = fmt.has_row_scales or fmt.scale_leaves_contraction and fmt.block != (None, None)
