@@ -109,15 +109,11 @@ def _weight_operand(
     if isinstance(weight, QuantizedTensor):
         layouts = resolved.layouts["weight"]
         record_activations(weight, dtype)
-        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-        columnwise: list[Tensor] | None = []
-        if dgrad and late is not None:
-            columnwise = buffers_of(late.operand)
-        elif dgrad:
-            columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE])
-        if columnwise is None:
+        read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
+        if read is None:
             return None
-        return WeightOperand(None, False, buffers_of(rowwise), columnwise)
+        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
+        return WeightOperand(None, False, buffers_of(rowwise), read)
     values = values_of(weight).detach()
     state = call.state
     is_cast = values.dtype is not dtype and not all(
@@ -127,7 +123,7 @@ def _weight_operand(
     is_made_here = is_held or call.weight_group is not None or code_check.checking or is_cast
     if is_made_here or plan.weight.turns:
         codes = call.weight_operands(weight, directions, dtype, {})
-        columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else ()
+        columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else []
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
     seen_dtype = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen_dtype is torch.bfloat16
@@ -145,9 +141,12 @@ def _weight_operand(
 
 
 def _columnwise_buffers(
-    weight: QuantizedTensor, plan: GemmPlan, layout: str
+    weight: QuantizedTensor, plan: GemmPlan, layout: str, late: LateCodes | None
 ) -> list[Tensor] | None:
-    """The buffers from which dgrad reads codes; FSDP2 may free and fill them until then."""
+    """The buffers from which dgrad reads codes; FSDP2, or `late`, may free and fill them until
+    then."""
+    if late is not None:
+        return buffers_of(late.operand)
     slots = weight._pair
     kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
@@ -165,9 +164,8 @@ def _lacks_columnwise(weight: Tensor, plan: GemmPlan, x: Tensor) -> bool:
     if not isinstance(weight, QuantizedTensor) or not torch.is_grad_enabled():
         return False
     resolved = plan.resolved(x.dtype, x.device)
-    if _late_codes(weight, plan, resolved) is not None:
-        return False
-    return _columnwise_buffers(weight, plan, resolved.layouts["weight"][COLUMNWISE]) is None
+    late = _late_codes(weight, plan, resolved)
+    return _columnwise_buffers(weight, plan, resolved.layouts["weight"][COLUMNWISE], late) is None
 
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
