@@ -9,6 +9,7 @@ import copy
 import gc
 import io
 import itertools
+import pickle
 import sys
 import weakref
 
@@ -28,6 +29,7 @@ from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.models import reads
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.model_weights import quantized_weights
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
@@ -470,10 +472,11 @@ def frozen_step(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep", ["codes", "operands"])
 @pytest.mark.parametrize("kind", ["packed", "mixtral", "gpt_oss", "Conv1D"])
-def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
+def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str, monkeypatch):
     """If false, a frozen base has values of its experts, or multiplies other codes than without
-    fq.freeze, eager, copied, compiled or loaded."""
+    fq.freeze, eager, copied, pickled, compiled or loaded."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr(reads, "_PROVEN", {})
     for name in ("mxfp8", "nvfp4", "mxfp4") if EVERYTHING or keep == "codes" else ("mxfp8",):
         recipe = recipes.by_name(name)
         model = kinds.converted(kind, recipe).bfloat16().requires_grad_(False)
@@ -486,6 +489,8 @@ def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
         assert fq.freeze(model, keep=keep) == len(weights)
         torch._dynamo.reset()
         runs = [model, copy.deepcopy(model)]
+        reads._PROVEN.clear()  # a pickle of another process proves its experts again
+        runs.append(pickle.loads(pickle.dumps(model)))
         runs += [torch.compile(model, backend="aot_eager")] * (name == "nvfp4" or EVERYTHING)
         for run in runs:
             for a, b in zip(frozen_step(run), want, strict=True):
