@@ -581,14 +581,19 @@ def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, ove
 
 
 def test_a_load_into_frozen_codes_is_refused():
-    """If false, a frozen layer is wrapped anew around codes, or silently keeps the old ones."""
+    """If false, a frozen layer is wrapped anew around codes, or silently keeps the old ones, or an
+    error of a load or a cast does not say how values come back."""
     with fq.quantized_model_init(recipes.mxfp8()):
         model = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     fq.freeze(model)
     before = model[0].weight.dequantize()
-    with pytest.raises(RuntimeError, match="holds codes and no quantizer"):
+    with pytest.raises(RuntimeError, match=r"holds codes and no quantizer.*fq.unfreeze\(model\)"):
         model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"without decoding it.*fq.unfreeze\(model\)"):
+        nn.Sequential(nn.Linear(64, 64)).load_state_dict(model.state_dict())
+    with pytest.raises(NotImplementedError, match=r"0.weight, a.* cast .*fq.unfreeze\(model\)"):
+        model.half()
     assert type(model[0].weight) is QuantizedTensor
     assert_same_bytes(model[0].weight.dequantize(), before, "codes")
 
