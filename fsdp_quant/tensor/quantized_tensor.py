@@ -346,7 +346,7 @@ class QuantizedTensor(Tensor):
                 f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
                 "layer out of fq.convert (skip=) if another module reads its weight; adapters of "
                 "PEFT that read a frozen base want fq.integrations.peft.freeze after "
-                "get_peft_model, those that multiply it (HRA, SHiRA) fq.unfreeze"
+                "get_peft_model, those that multiply it (HRA, SHiRA, target_parameters) fq.unfreeze"
             )
         return handler(func, *args, **(kwargs or {}))
 
