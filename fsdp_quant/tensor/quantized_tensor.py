@@ -519,7 +519,7 @@ def _clone(func, tensor, memory_format=None):
 def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignored):
     if dtype not in (None, tensor.dtype):
         raise NotImplementedError(
-            f"{_named((tensor,))} cannot be cast from {tensor.dtype} to {dtype} without decoding it; "
+            f"{_named((tensor,))} cannot be cast to {dtype} without decoding it; "
             "call dequantize(), or fq.unfreeze(model) before the model is cast; adapters of PEFT "
             "that read a frozen base when they are made (PiSSA, OLoRA) want "
             "fq.integrations.peft.freeze after get_peft_model"
@@ -551,8 +551,9 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(), or fq.unfreeze(model) before its state dict is read; where fully_shard does so, of a weight of fq.freeze, pass "
-            "ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
+            "dequantize(), or fq.unfreeze(model) before its state dict is read; where fully_shard "
+            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard, "
+            "so that each rank keeps its codes whole"
         )
     if not isinstance(source, QuantizedTensor):
         if target.is_frozen and target._stands_for(source):
@@ -560,8 +561,8 @@ def _copy_(func, target, source, non_blocking=False):
         raise NotImplementedError(
             f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} "
             "tensor; call fq.unfreeze(model) before other values are loaded into frozen layers, "
-            "HybridQuantizer.update(tensor, values) with the quantizer that encoded it, or write to "
-            "what dequantize() returns"
+            "HybridQuantizer.update(tensor, values) with the quantizer that encoded it, or write "
+            "to what dequantize() returns"
         )
     geometries = [[s.geometry for s in _storages(t)] for t in (target, source)]
     are_equal = target.shape == source.shape and geometries[0] == geometries[1]
