@@ -87,7 +87,7 @@ def tune(base: nn.Module, ids: Tensor, how: str, recipe: str, steps: int) -> dic
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Bytes of a weight; of a frozen one, bytes of its codes and scales in both directions."""
+    """Bytes of a weight; of a frozen one, bytes of the codes and scales that it keeps."""
     if not isinstance(weight, fq.numerics.QuantizedTensor):
         return weight.nbytes
     sides = {id(s): s.buffers() for s in (weight.rowwise, weight.columnwise) if s is not None}

@@ -24,6 +24,7 @@ from .inspection.remedies import Machine, remedies
 from .linear.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
+from .qat import qat
 
 
 def _device() -> torch.device:
@@ -75,9 +76,12 @@ def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.d
         print(f"[{number}] PyTorch reference: {reason}")
 
 
-def plan(name: str, forward: str, backward: str) -> None:
+def plan(name: str, forward: str, backward: str, weight: str) -> None:
     """Print the three GEMMs of a linear layer under a recipe, and how this machine runs them."""
-    recipe = recipes.hybrid(forward, backward) if name == "hybrid" else recipes.by_name(name)
+    if name == "qat":
+        recipe = qat(weight)
+    else:
+        recipe = recipes.hybrid(forward, backward) if name == "hybrid" else recipes.by_name(name)
     device = _device()
     built, arch = build_plan(recipe, "linear").on(torch.bfloat16, device), arch_of(device)
     print(f"{recipe} on {arch}, bf16 activations; the backward keeps {built.saves} of the input")
@@ -114,9 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     tester.add_argument("--report", type=Path, default=Path("fsdp_quant-selftest.json"))
     planner = commands.add_parser("plan", help="the products of a recipe")
-    planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
+    planner.add_argument("recipe", help=f"hybrid, qat, or {', '.join(recipes.names())}")
     planner.add_argument("--forward", default="mxfp8")
     planner.add_argument("--backward", default="nvfp4")
+    planner.add_argument("--weight", default="mxfp4", help="format of qat")
     reporter = commands.add_parser("report", help="what fq.inspect(path=) wrote, as one HTML file")
     reporter.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
     reporter.add_argument("-o", "--out", type=Path, default=Path("report.html"))
@@ -154,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                 model, batches, args.budget, candidates, loss, args.gradient_error, args.skip
             )
         else:
-            plan(args.recipe, args.forward, args.backward)
+            plan(args.recipe, args.forward, args.backward, args.weight)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -66,7 +66,8 @@ KEYWORDS = {
 }
 
 _TORCHAO = f"{_TENSORWISE} for 'tensorwise', {_ROWWISE} for 'rowwise'"
-# Names and classes of recipes there -> recipe here.
+_QAT = "fq.recipes.qat('mxfp4'), or of another format of the weights"
+# Names and classes of recipes there, and of one here that wants an argument -> recipe here.
 RECIPES = {
     "fp8": "'fp8_current' or 'fp8_delayed' (one scale per tensor), 'fp8_row' or 'fp8_block'",
     "rowwise": _ROWWISE,
@@ -79,6 +80,8 @@ RECIPES = {
     "MXFP8BlockScaling": "fq.recipes.mxfp8()",
     "MXFP8TrainingOpConfig": "fq.recipes.mxfp8()",
     "NVFP4BlockScaling": "fq.recipes.nvfp4()",
+    "QATConfig": _QAT,
+    "qat": _QAT,
     "bool": "a recipe; the second argument of fq.autocast is enabled",
 }
 

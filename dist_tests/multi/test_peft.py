@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
+from dist_tests import kinds
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import batch, llama, whole
@@ -140,6 +141,20 @@ def test_adapters_merge_into_a_frozen_base(dora: bool):
         merged.state_dict().items(), expected.state_dict().values(), strict=True
     ):
         assert_same_bytes(got, wanted, name)
+
+
+def test_norms_of_dora_are_those_of_a_transposed_base():
+    """If false, DoRA over GPT-2's frozen layers fails, or scales by norms of the other dim."""
+    net = fq.convert(kinds.PLAIN["Conv1D"]().bfloat16(), fq.recipes.mxfp8()).requires_grad_(False)
+    config = peft.LoraConfig(
+        target_modules=["0", "2"], fan_in_fan_out=True, init_lora_weights=False, use_dora=True
+    )
+    model = peft.get_peft_model(net, config)
+    fq.integrations.peft.freeze(model)
+    x = kinds.batch().bfloat16()
+    frozen = model(x)
+    fq.unfreeze(model)
+    assert_same_bytes(frozen, model(x), "with the values of the codes")
 
 
 @pytest.mark.parametrize("dora", [False, True])

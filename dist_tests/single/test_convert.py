@@ -1187,6 +1187,11 @@ def refused(how: str) -> nn.Module:
         net = fq.convert(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), "mxfp8")
         fq.freeze(net)
         return net
+    if how == "1 holds codes":
+        conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(32, 32)
+        net = fq.convert(nn.Sequential(nn.ReLU(), conv1d).requires_grad_(False), "mxfp8")
+        fq.freeze(net)
+        return net
     net = nn.Sequential(
         nn.Linear(32, 32),
         fq.LayerNormMLP(32, 32) if how == "LayerNormMLP" else fq.GroupedLinear(2, 32, 32),
@@ -1194,7 +1199,7 @@ def refused(how: str) -> nn.Module:
     return fq.convert(net, "mxfp8", skip=["1.*"])
 
 
-@pytest.mark.parametrize("how", ["fq.unfreeze", "LayerNormMLP", "GroupedLinear"])
+@pytest.mark.parametrize("how", ["fq.unfreeze", "1 holds codes", "LayerNormMLP", "GroupedLinear"])
 def test_what_cannot_be_restored_is_named_before_anything_changes(how: str):
     """Otherwise half of a model is of one kind and half of the other."""
     net = refused(how)

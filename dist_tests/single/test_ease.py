@@ -286,6 +286,14 @@ def test_the_doctor_reads_this_machine(capsys: pytest.CaptureFixture):
     )
 
 
+def test_the_command_plans_quantization_aware_training(capsys: pytest.CaptureFixture):
+    """If false, recipes that want a format have no plan without a program."""
+    assert main(["plan", "qat", "--weight", "nvfp4"]) == 0
+    printed = capsys.readouterr().out
+    assert "weight.rowwise (nvfp4(fp8_exact))" in printed
+    assert "weight.columnwise (nvfp4(fp8_exact, turned))" in printed
+
+
 # What an import costs #
 
 _IMPORT = """

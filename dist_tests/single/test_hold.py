@@ -9,6 +9,7 @@ import copy
 import gc
 import io
 import itertools
+import pickle
 import sys
 import weakref
 
@@ -29,6 +30,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.linear import fused
+from fsdp_quant.models import reads
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.tensor.model_weights import quantized_weights
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
@@ -471,10 +473,11 @@ def frozen_step(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep", ["codes", "operands"])
 @pytest.mark.parametrize("kind", ["packed", "mixtral", "gpt_oss", "Conv1D"])
-def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
+def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str, monkeypatch):
     """If false, a frozen base has values of its experts, or multiplies other codes than without
-    fq.freeze, eager, copied, compiled or loaded."""
+    fq.freeze, eager, copied, pickled, compiled or loaded."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr(reads, "_PROVEN", {})
     for name in ("mxfp8", "nvfp4", "mxfp4") if EVERYTHING or keep == "codes" else ("mxfp8",):
         recipe = recipes.by_name(name)
         model = kinds.converted(kind, recipe).bfloat16().requires_grad_(False)
@@ -487,6 +490,8 @@ def test_experts_and_transposed_weights_are_frozen(kind: str, keep: str):
         assert fq.freeze(model, keep=keep) == len(weights)
         torch._dynamo.reset()
         runs = [model, copy.deepcopy(model)]
+        reads._PROVEN.clear()  # a pickle of another process proves its experts again
+        runs.append(pickle.loads(pickle.dumps(model)))
         runs += [torch.compile(model, backend="aot_eager")] * (name == "nvfp4" or EVERYTHING)
         for run in runs:
             for a, b in zip(frozen_step(run), want, strict=True):
@@ -578,14 +583,19 @@ def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, ove
 
 
 def test_a_load_into_frozen_codes_is_refused():
-    """If false, a frozen layer is wrapped anew around codes, or silently keeps the old ones."""
+    """If false, a frozen layer is wrapped anew around codes, or silently keeps the old ones, or an
+    error of a load or a cast does not say how values come back."""
     with fq.quantized_model_init(recipes.mxfp8()):
         model = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     fq.freeze(model)
     before = model[0].weight.dequantize()
-    with pytest.raises(RuntimeError, match="holds codes and no quantizer"):
+    with pytest.raises(RuntimeError, match=r"holds codes and no quantizer.*fq.unfreeze\(model\)"):
         model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"without decoding it.*fq.unfreeze\(model\)"):
+        nn.Sequential(nn.Linear(64, 64)).load_state_dict(model.state_dict())
+    with pytest.raises(NotImplementedError, match=r"0.weight, a.* cast .*fq.unfreeze\(model\)"):
+        model.half()
     assert type(model[0].weight) is QuantizedTensor
     assert_same_bytes(model[0].weight.dequantize(), before, "codes")
 

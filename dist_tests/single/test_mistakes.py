@@ -319,6 +319,9 @@ MISTAKES |= {
     "'fp8' as recipe": Mistake(
         lambda: fq.convert(net(), "fp8"), "unknown recipe 'fp8'; pass 'fp8_current' or"
     ),
+    "'qat' as recipe": Mistake(
+        lambda: fq.convert(net(), "qat"), r"unknown recipe 'qat'; pass fq.recipes.qat\('mxfp4'\)"
+    ),
     "a module called": Mistake(
         lambda: fq.checkpoint(net(), x()), "is a module.*torch.utils.checkpoint.checkpoint"
     ),

@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
+from ..models.transposed_linear import TransposedLinear
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..training import hold
 
@@ -29,7 +30,10 @@ class _Decoded:
 
     def get_base_layer(self) -> SimpleNamespace:
         base: Any = self._layer.get_base_layer()
-        return SimpleNamespace(weight=base.weight.dequantize(), bias=base.bias)
+        values = base.weight.dequantize()
+        if isinstance(base, TransposedLinear):  # its codes are [out, in]
+            values = values.mT
+        return SimpleNamespace(weight=values, bias=base.bias)
 
 
 class _DoraOverCodes(DoraLinearVariant):

@@ -43,6 +43,8 @@ from ..linear.has_weight import plain_in_load, saved_plain
 from ..ops import opaque
 from ..ops.reference import known
 from ..tensor import torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
 from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
@@ -163,8 +165,18 @@ def _reason_against(module: nn.Module, kind: Kind, cls: type[nn.Module], reads: 
         except Exception as error:  # of the user's forward
             return f"{cls.__name__}.forward {error}"
 
-    shapes = ((n, p.shape) for n, p in module._parameters.items() if p is not None)
-    return proven((cls, kind, *shapes), reads, prove)
+    return proven((cls, kind, *_shapes(module, kind).items()), reads, prove)
+
+
+def _shapes(module: nn.Module, kind: Kind) -> dict[str, torch.Size]:
+    """Of the parameters as `cls.forward` reads them: frozen codes are [.., N, K]."""
+    parameters = {n: p for n, p in module._parameters.items() if p is not None}
+    shapes = {n: p.shape for n, p in parameters.items()}
+    for part in kind.parts:
+        if kind.transposed and isinstance(local_of(parameters[part]), QuantizedTensor):
+            experts, rows, cols = shapes[part]
+            shapes[part] = torch.Size([experts, cols, rows])
+    return shapes
 
 
 def _eager_forward(cls: type[nn.Module]) -> Callable:
@@ -207,7 +219,8 @@ def _is_same(
     training: bool,
 ) -> bool:
     """The forward's operators are those of `kind.forward` on the same elements, in any order."""
-    first, last = (module.get_parameter(part).shape for part in (kind.parts[0], kind.parts[-1]))
+    shapes = _shapes(module, kind)
+    first, last = (shapes[part] for part in (kind.parts[0], kind.parts[-1]))
     (experts, *inner), (_, hidden, width) = first, last
     if kind.transposed:
         (width, hidden), inner = (hidden, width), inner[::-1]
@@ -221,7 +234,7 @@ def _is_same(
 
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         parameters = {
-            n: None if p is None else symbol(n, experts, *(small[d] for d in p.shape[1:]))
+            n: None if p is None else symbol(n, experts, *(small[d] for d in shapes[n][1:]))
             for n, p in module._parameters.items()
         }
         numbers = torch.arange(experts + 1, dtype=torch.int64, device="cpu")

@@ -67,7 +67,7 @@ class TransposedLinear(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if "_layer" in self.__dict__ and name == getattr(self, "source", None):
+        if "_layer" in self.__dict__ and name == self.source:
             self._adopt_codes()
 
     def _adopt_codes(self) -> None:

@@ -87,7 +87,7 @@ def _refusal(module: nn.Module) -> str | None:
         if not is_product:
             return f"is an fq.{type(module).__name__}, which no class of torch stands for"
     weight = module._parameters.get("weight")
-    if isinstance(module, Linear) and type(weight) is QuantizedTensor:
+    if any(type(p) is QuantizedTensor for p in module._parameters.values()):
         return "holds codes; call fq.unfreeze(model) first"
     if isinstance(weight, WeightCodes) and weight.state.weight_sync is not None:
         return "is published by a weight sync, whose trainer has the values; load a plain model"

@@ -346,7 +346,7 @@ class QuantizedTensor(Tensor):
                 f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
                 "layer out of fq.convert (skip=) if another module reads its weight; adapters of "
                 "PEFT that read a frozen base want fq.integrations.peft.freeze after "
-                "get_peft_model, those that multiply it (HRA, SHiRA) fq.unfreeze"
+                "get_peft_model, those that multiply it (HRA, SHiRA, target_parameters) fq.unfreeze"
             )
         return handler(func, *args, **(kwargs or {}))
 
@@ -519,7 +519,10 @@ def _clone(func, tensor, memory_format=None):
 def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignored):
     if dtype not in (None, tensor.dtype):
         raise NotImplementedError(
-            f"{tensor!r} cannot be cast to {dtype} in place of decoding; call dequantize()"
+            f"{_named((tensor,))} cannot be cast to {dtype} without decoding it; "
+            "call dequantize(), or fq.unfreeze(model) before the model is cast; adapters of PEFT "
+            "that read a frozen base when they are made (PiSSA, OLoRA) want "
+            "fq.integrations.peft.freeze after get_peft_model"
         )
     device = device or tensor.device
     return tensor.with_storages(
@@ -548,16 +551,18 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(); where fully_shard does so, of a weight of fq.freeze, pass "
-            "ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
+            "dequantize(), or fq.unfreeze(model) before its state dict is read; where fully_shard "
+            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard, "
+            "so that each rank keeps its codes whole"
         )
     if not isinstance(source, QuantizedTensor):
         if target.is_frozen and target._stands_for(source):
             return target
         raise NotImplementedError(
             f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} "
-            "tensor; call HybridQuantizer.update(tensor, values) with the quantizer that encoded "
-            "it, or write to what dequantize() returns"
+            "tensor; call fq.unfreeze(model) before other values are loaded into frozen layers, "
+            "HybridQuantizer.update(tensor, values) with the quantizer that encoded it, or write "
+            "to what dequantize() returns"
         )
     geometries = [[s.geometry for s in _storages(t)] for t in (target, source)]
     are_equal = target.shape == source.shape and geometries[0] == geometries[1]
