@@ -55,9 +55,9 @@ class LateCodes:
 
     def serve(self, y: Tensor) -> None:
         """Fill the memory before the node of y runs, and free it behind it."""
-        assert y.grad_fn is not None
-        y.grad_fn.register_prehook(self.fill)
-        y.grad_fn.register_hook(self.free)
+        node = known(y.grad_fn, "the node of y")
+        node.register_prehook(self.fill)
+        node.register_hook(self.free)
 
     def fill(self, *gradients: object) -> None:
         torch_compat.alloc_storage(self.operand.data)
@@ -107,13 +107,8 @@ def _weight_operand(
     plan = call.plan
     directions = [ROWWISE, *([COLUMNWISE] if dgrad else [])]
     if isinstance(weight, QuantizedTensor):
-        layouts = resolved.layouts["weight"]
         record_activations(weight, dtype)
-        read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
-        if read is None:
-            return None
-        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-        return WeightOperand(None, False, buffers_of(rowwise), read)
+        return _coded_operand(weight, plan, resolved, dgrad, late)
     values = values_of(weight).detach()
     state = call.state
     is_cast = values.dtype is not dtype and not all(
@@ -138,6 +133,22 @@ def _weight_operand(
     codes = codes_of_transposed(quantized_values, transposed, coded, round_to_bf16)
     columnwise = codes.get(COLUMNWISE, [values]) if dgrad else ()
     return WeightOperand(None, False, codes.get(ROWWISE, [values]), columnwise)
+
+
+def _coded_operand(
+    weight: QuantizedTensor,
+    plan: GemmPlan,
+    resolved: Resolved,
+    dgrad: bool,
+    late: LateCodes | None,
+) -> WeightOperand | None:
+    """`_weight_operand` of codes."""
+    layouts = resolved.layouts["weight"]
+    read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
+    if read is None:
+        return None
+    rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
+    return WeightOperand(None, False, buffers_of(rowwise), read)
 
 
 def _columnwise_buffers(

@@ -53,12 +53,18 @@ def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = CO
     )
 
 
+def written_as(encoding: Encoding) -> Encoding:
+    """Return the encoding that wrote codes: of a turned format, that of the other direction."""
+    if not encoding.fmt.is_turned:
+        return encoding
+    other = COLUMNWISE if encoding.direction is ROWWISE else ROWWISE
+    return Encoding(encoding.fmt.turned, other, encoding.stochastic, encoding.eps)
+
+
 def pack_codes(fmt: Format, direction: Direction) -> tuple[int, bool]:
-    """Return the packed encoding of existing codes, and whether its blocks lie along columns: of a
-    turned format those of the direction that was quantized."""
-    if fmt.is_turned:
-        fmt, direction = fmt.turned, COLUMNWISE if direction is ROWWISE else ROWWISE
-    return pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE
+    """Return the packed encoding of existing codes, and whether its blocks lie along columns."""
+    encoding = written_as(Encoding(fmt, direction))
+    return pack_encoding(encoding), encoding.direction is not ROWWISE
 
 
 def _pack(*fields: str | int | bool) -> int:

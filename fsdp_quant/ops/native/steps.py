@@ -21,7 +21,7 @@ from ..layout import (
     operand_format,
 )
 from ..layout import COMPACT as COMPACT_LAYOUT
-from .encoding import COMPACT, OPERAND, pack_encoding, scale_layout_of
+from .encoding import COMPACT, OPERAND, pack_encoding, scale_layout_of, written_as
 from .gemms import Operand, TokenGroups, operand_code, packed_counts
 from .layouts import anchor_run
 from .quantization import rows_of
@@ -149,16 +149,14 @@ def operand_spec_of(
     same:    the columnwise direction shares the rowwise codes.
     factor:  index of the history of the slot that scales it, None without delayed scaling.
     """
-    fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
+    fmt, written = encoding.fmt, written_as(encoding)
+    turned = written.direction is not ROWWISE
     if not fmt.is_quantized:
         return OperandSpec()
-    if fmt.is_turned:  # the step is given operands of such codes
-        if layout == COMPACT_LAYOUT:
-            return None
-        encoding, turned = Encoding(fmt.turned, ROWWISE), False
     laid_out = layout in LAID_OUT
     # one scale per line, applied after the GEMM
     factored = fmt.has_row_scales or fmt.scale_leaves_contraction and fmt.block != (None, None)
+    factored |= fmt.is_turned  # the step is given operands of such codes
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
@@ -167,7 +165,7 @@ def operand_spec_of(
     by_run = layout in (ANCHORED_512, ANCHORED_128) and not turned and not of_codes
     scales = OPERAND if operand else scale_layout_of(arch) if laid_out or by_run else COMPACT
     return OperandSpec(
-        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT and not of_codes, scales),
+        pack_encoding(written, turned and layout != COMPACT_LAYOUT and not of_codes, scales),
         anchor_run(layout) if layout in ANCHORS and not operand else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same,
