@@ -14,10 +14,11 @@ import fsdp_quant as fq
 
 pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from dist_tests.bench import llama, lora  # noqa: E402
 from dist_tests.laws import assert_same_bytes  # noqa: E402
+from dist_tests.single.test_export_transformers import llama as small_llama  # noqa: E402
 
 TINY = ["--size", "tiny", "--layers", "1", "--eager", "--steps", "1"]
 
@@ -60,15 +61,7 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch):
     """If false, the lines that a user copies to train over a checkpoint of codes fail, or the base
     has other codes than the file."""
     page = Path(__file__).parents[2] / "docs" / "finetune_quantized.md"
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = small_llama()
     monkeypatch.chdir(tmp_path)  # in it a file as DeepSeek's, whose scales are no powers of two
     fq.convert(model, fq.recipes.fp8_block(pow2=False), skip=["lm_head"])
     fq.export(model, "checkpoint", "fp8")

@@ -152,16 +152,17 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
 
 def _cut_rows(weight: ModelWeight) -> ManagedParam | None:
     """`fully_shard` of a weight, if its shards are rows or matrices of [.., N, K]."""
-    is_matrix = weight.is_transposed and not weight.state.packed
-    is_cut = is_matrix and not isinstance(weight.local, QuantizedTensor)
-    return None if is_cut else weight.managed
+    return None if _lies_transposed(weight) and not weight.state.packed else weight.managed
+
+
+def _lies_transposed(weight: ModelWeight) -> bool:
+    """Its values are [.., K, N]; codes of `fq.freeze` are [.., N, K]."""
+    return weight.is_transposed and not isinstance(weight.local, QuantizedTensor)
 
 
 def _rows(weight: ModelWeight) -> Tensor:
     """This rank's local tensor as [.., N, K]."""
-    local = weight.local
-    is_turned = weight.is_transposed and not isinstance(local, QuantizedTensor)
-    return local.mT if is_turned else local
+    return weight.local.mT if _lies_transposed(weight) else weight.local
 
 
 def _only_codes(local: Tensor) -> QuantizedTensor | None:

@@ -20,7 +20,6 @@ from ..ops.native import RecordedLaunch, WeightOperand
 from ..ops.reference import known
 from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check, torch_compat
-from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.storage_pair import StoragePair
@@ -33,7 +32,6 @@ from .operands import (
     gathered_storage,
     lies_transposed,
     record_activations,
-    weight_state,
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
 from .shared_input import Handed
@@ -77,13 +75,11 @@ def _late_codes(weight: Tensor, plan: GemmPlan, resolved: Resolved) -> LateCodes
     reads them in another layout; None for others."""
     layout = resolved.layouts["weight"][COLUMNWISE]
     is_coded = plan.operand("weight", COLUMNWISE).is_quantized and resolved.call is not None
-    if type(weight) is not QuantizedTensor or layout == COMPACT or not is_coded:
+    if type(weight) is not QuantizedTensor or not weight.is_frozen:
         return None
-    pair, state = weight._pair, weight_state(weight)
+    pair = weight._pair
     kept = pair.rowwise if pair.columnwise is None else pair.columnwise
-    if kept is None or kept.layout != COMPACT or pair.operands:
-        return None
-    if state is not None and managed_of(state) is not None:
+    if kept is None or kept.layout != COMPACT or layout == COMPACT or not is_coded:
         return None
     late = _LATE.setdefault(pair, {}).get(layout)
     if late is None or late.source.data is not kept.data:
