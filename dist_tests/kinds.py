@@ -97,7 +97,8 @@ def converted(kind: str, recipe: fq.Recipe | str, seed: int = 0) -> nn.Module:
 
 
 def batch(seed: int = 3) -> Tensor:
-    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def step(model: nn.Module, x: Tensor | None = None) -> list[Tensor]:

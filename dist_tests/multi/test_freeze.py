@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_quant as fq
 from dist_tests import kinds
 from dist_tests.laws import assert_same_bytes, values
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.single import hopper
 from dist_tests.single.test_hold import held_bytes
 from fsdp_quant.tensor.frozen import gathered_codes
@@ -115,6 +115,7 @@ def test_a_frozen_base_is_sharded_as_codes():
     run_ranks(2, _alike, CASES)
 
 
+@on_cpu
 def test_native_shards_of_a_frozen_base_are_codes():
     """If false, the memory in which kernels write the codes of a group holds more than them."""
     run_ranks(2, _alike_on_hopper)
