@@ -14,6 +14,7 @@ from torch import Tensor
 from dist_tests.product_error import product_error
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, ROWWISE, Format, format_of
+from fsdp_quant.linear.passes import LOOSE, TrainingSteps
 from fsdp_quant.ops import native, rng
 from fsdp_quant.ops.capability import (
     arch_of_capability,
@@ -223,8 +224,9 @@ def recorded_saves():
 
 @contextlib.contextmanager
 def kept_step():
-    """Leave the step, and who counts it, as they are; layers without names are named as in a new
-    process."""
+    """Leave the step, and who counts it, as they are; layers without names are named, and those
+    without a model counted, as in a new process."""
+    loose, LOOSE.steps = LOOSE.steps, TrainingSteps()
     kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "restarted")}
     named = dict(rng._MADE)
     rng._MADE.clear()
@@ -233,6 +235,7 @@ def kept_step():
     finally:
         rng._MADE.clear()
         rng._MADE.update(named)
+        LOOSE.steps = loose
         STEP.__dict__.update(kept)
         STEP.publish()
 

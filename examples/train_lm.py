@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a byte-level language model in low precision under stock FSDP2.
 
-    bash launch/train.sh                                      MXFP8 forward, NVFP4 backward
+    bash launch/train.sh                                      MXFP8
     bash launch/train.sh --compare bf16                       and the same run in bf16
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
@@ -395,9 +395,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, help="file or folder, its first 64 MiB; default: Python's own sources")
-    add("--recipe", help=f"one recipe for both directions: {', '.join(fq.recipes.names())}")
+    names = ", ".join(fq.recipes.names())
+    add("--recipe", help=f"one recipe for both directions, default mxfp8: {names}")
     add("--forward", help="format family of the forward pass, default mxfp8")
-    add("--backward", help="format family of the backward pass, default nvfp4")
+    add("--backward", help="format family of the backward pass, default mxfp8")
     add("--compare", metavar="RECIPE", help="train a second arm with this recipe, such as bf16")
     for name, value in DEFAULTS[device].items():
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
@@ -449,11 +450,10 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     if args.compare and args.resume:
         raise ValueError("--compare starts both arms at step 0; drop it, or --resume")
     arms = {}
-    if args.recipe:
-        arms[args.recipe] = fq.recipes.by_name(args.recipe)
-    else:
-        forward, backward = args.forward or "mxfp8", args.backward or "nvfp4"
-        arms[f"{forward}/{backward}"] = fq.recipes.hybrid(forward=forward, backward=backward)
+    name = args.recipe or "mxfp8"
+    if args.forward or args.backward:
+        name = f"{args.forward or 'mxfp8'}/{args.backward or 'mxfp8'}"
+    arms[name] = fq.recipes.by_name(name)
     (recipe,) = arms.values()
     if args.compare:
         arms[args.compare] = fq.recipes.by_name(args.compare)

@@ -387,6 +387,11 @@ class Format:
         spans = self.tensor_scale and not (self.has_row_scales and direction is ROWWISE)
         return self.has_scales and (spans or self.dims(direction)[0] is None)
 
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """No scale of a rowwise storage serves two rows."""
+        return not self.has_scales or (self.block[0] == 1 and not self.spans_rows(ROWWISE))
+
     def tensor_scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int]:
         """[1] of the second-level amax of a [rows, cols] tensor; with scale_per="row" [rows], of a
         columnwise storage [cols]."""

@@ -32,7 +32,7 @@ from typing import TypeVar, overload
 import torch
 
 from .families import FAMILIES, family_of
-from .formats import canonical_text
+from .formats import Direction, canonical_text
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
@@ -141,6 +141,16 @@ class Recipe:
             raise ValueError(
                 f"{role.name}: {role.tensor_type}: {self.name} gave {value!r}: {error}"
             ) from error
+
+    def is_token_local(self, gradients: bool = False) -> bool:
+        """Return whether outputs of a token (gradients: input gradients) depend on no other token
+        of the call: no scale of a linear layer's input (output gradient) serves two.
+
+        >>> fq.recipes.mxfp8().is_token_local(), fq.recipes.fp8_current().is_token_local()
+        (True, False)
+        """
+        hybrid = self.hybrid(Role("linear", "grad_output" if gradients else "input"))
+        return hybrid is None or hybrid.side(Direction.ROWWISE).fmt.keeps_rows_apart
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
         """Return the recipe of each layer in order: identity for the last `tail` of them, rounded

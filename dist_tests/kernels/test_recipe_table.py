@@ -20,6 +20,7 @@ from dist_tests.single.recipe_table import (
     NAMED,
     SWITCHED,
     check_cell,
+    check_token_local,
 )
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -36,3 +37,10 @@ pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WH
 def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
     """If false, a recipe or a backward mode is another one on a GPU."""
     check_cell(recipe, module, mode, GPU)
+
+
+@pytest.mark.parametrize("recipe", [*NAMED, *HYBRIDS])
+def test_tokens_depend_on_each_other_where_the_table_says(recipe: str):
+    """If false, a packed sequence, a policy or a batch of an evaluation changes with its neighbours
+    under a recipe that `fq.recipes.table()` calls token-local."""
+    check_token_local(recipe, GPU)

@@ -536,3 +536,25 @@ def _check_rest(model, seen: dict, x: Tensor, saved: list[Tensor], what: str) ->
         if name in seen:
             take(saved, seen[name].y, f"{what}: the activation's")
     assert not saved, f"{what}: kept beside the plan: {[(tuple(t.shape), t.dtype) for t in saved]}"
+
+
+def check_token_local(recipe: str, on: On = CPU) -> None:
+    """Change the last tokens: outputs and input gradients of those before change where
+    `Recipe.is_token_local` says that they may, and nowhere else."""
+    made, last = RECIPES[recipe](), on.m // 3
+    of_calls = []
+    for factor in (1.0, 7.3):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(on.k, on.n, device=on.device, dtype=on.dtype))
+        fq.convert(layer, made)
+        with torch.device(on.device):
+            x, dy = (values(on.m, size, seed=size, dtype=on.dtype) for size in (on.k, on.n))
+        x[-last:] *= factor
+        dy[-last:] *= factor
+        fq.begin_step(0)
+        with fq.token_offset(0):
+            y = layer(x.requires_grad_())
+        y.backward(dy)
+        of_calls.append([t[:-last] for t in (y.detach(), x.grad)])
+    for gradients, pair in enumerate(zip(*of_calls)):
+        assert torch.equal(*pair) == made.is_token_local(bool(gradients)), (recipe, gradients)

@@ -28,6 +28,7 @@ from dist_tests.single.recipe_table import (
     SWITCHED,
     Module,
     check_cell,
+    check_token_local,
     table,
     take,
 )
@@ -157,3 +158,10 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
             for buffer in kept.buffers().values():
                 take(saved, buffer, "codes of the weight")
         assert not [t for t in saved if t.dtype is torch.uint8], "codes of the input"
+
+
+@pytest.mark.parametrize("recipe", [*NAMED, *HYBRIDS])
+def test_tokens_depend_on_each_other_where_the_table_says(recipe: str):
+    """If false, a packed sequence, a policy or a batch of an evaluation changes with its neighbours
+    under a recipe that `fq.recipes.table()` calls token-local."""
+    check_token_local(recipe)
