@@ -20,18 +20,18 @@ __all__ += _definitions.__all__
 
 def table() -> str:
     """Return the named recipes as a table in Markdown: the quantizers of their slots, rowwise /
-    columnwise, whether tokens depend on each other (`Recipe.is_token_local`), and their switches with
-    the values that these have, the default first.
+    columnwise, whether tokens depend on each other (`Recipe.is_token_local`), and their switches
+    with the values that these have, the default first.
 
     >>> print(fq.recipes.table().splitlines()[0][:14])
     | recipe       |
     """
-    rows: list[tuple[str, ...]] = [
-        ("recipe", *QUANTIZED_TYPES, "token-local", "switches")
-    ]
+    rows: list[tuple[str, ...]] = [("recipe", *QUANTIZED_TYPES, "token-local", "switches")]
     for name in _definitions.NAMED:
         if name == "hybrid":
-            rows.append(("hybrid(F, B)", "F / B", "F / B", "B", "as F; dx as B", "those of F and B"))
+            rows.append(
+                (f"{name}(F, B)", "F / B", "F / B", "B", "as F; dx as B", "those of F and B")
+            )
             continue
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
