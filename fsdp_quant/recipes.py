@@ -29,15 +29,13 @@ def table() -> str:
     rows: list[tuple[str, ...]] = [("recipe", *QUANTIZED_TYPES, "token-local", "switches")]
     for name in _definitions.NAMED:
         if name == "hybrid":
-            rows.append(
-                (f"{name}(F, B)", "F / B", "F / B", "B", "as F; dx as B", "those of F and B")
-            )
+            rows.append(("hybrid(F, B)", "F / B", "F / B", "B", "as F; dx as B", "of F and B"))
             continue
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
         is_local = "yes" if recipe.is_token_local() else "no"
         rows.append((f"{name}()", *slots, is_local, _shown_switches(recipe)))
-    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", "yes", "those of W and mxfp8"))
+    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", "yes", "of W and mxfp8"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
