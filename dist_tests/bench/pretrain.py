@@ -21,7 +21,8 @@ another seed of initial values and of the order of the data.
 Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as
 a share, and the law: at most LIMITS, or the difference of bf16's two seeds. ms of a step (mean,
 compilation and validation included), peak GiB, and the products that the guard moved, of all.
-The table is of the arms that ran; with --json they are kept, and read again by --table.
+The table is of the arms that ran; with --json they are kept, and read again by --table. "e4m3" of a
+bf16 arm in the JSON is what a second rounding of its weights costs (`cost_of_e4m3`).
 
 Exit status 1: an arm failed, or is beyond its law.
 """
@@ -49,6 +50,7 @@ from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.ops.gradient_codes import GradientLayout, decode_gradients, encode_gradients
+from fsdp_quant.ops.layout import ANCHORED_TENSOR
 from fsdp_quant.ops.rng import tensor_id
 
 SIZES = {  # width, layers, heads, hidden
@@ -227,9 +229,27 @@ def trained(
             for module, product, why in counters.of("moved")
             if not why.startswith("as for")
         ],
+        "e4m3": cost_of_e4m3(model) if recipe is None else None,
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
+
+
+@torch.no_grad()
+def cost_of_e4m3(model: LlamaForCausalLM) -> dict[str, list[float]]:
+    """How much larger the errors of trained weights in NVFP4 become by the second rounding of
+    `Format.becomes_e4m3`: [mean, largest] over the linear layers, by format."""
+    costs: dict[str, list[float]] = {"nvfp4": [], "nvfp4_16x16": []}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        weight = module.weight.bfloat16()
+        for fmt, found in costs.items():
+            codes = fq.Quantizer(fmt).quantize(weight).rowwise
+            once = codes.dequantize(torch.float32) - weight.float()
+            twice = codes.to_gemm_operand(ANCHORED_TENSOR).dequantize(torch.float32)
+            found.append(float((twice - weight.float()).norm() / once.norm()))
+    return {fmt: [statistics.mean(of), max(of)] for fmt, of in costs.items()}
 
 
 def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
