@@ -69,9 +69,12 @@ class HasWeight(nn.Module):
                 "quantizes its weight itself; call fq.unconvert(model) before the library that "
                 "replaces weights"
             )
-        if name == "weight":
-            adopt(self, value)
-        registered[name] = value
+        if name != "weight":
+            registered[name] = value
+            return
+        adopt(self, value)
+        before, registered[name] = registered[name], value
+        read_as_kept(self, before, value)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         state_dict = plain_in_load(state_dict, [f"{prefix}weight"])
@@ -98,19 +101,40 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
     if isinstance(local, FSDPHooks):
         module.set_weight_state(local.state)
     elif type(local) is QuantizedTensor:
-        own_codes(local, state)
+        own_codes(module, local)
     elif not isinstance(local, QuantizedTensor) and not module.transposed:
         if state.holds_codes or isinstance(weight, DTensor):
             _wrap(weight, state)
 
 
-def own_codes(codes: QuantizedTensor, state: WeightState) -> None:
-    """Let codes of `fq.freeze` be of this state. Those that FSDP2 gathered have theirs."""
-    owner = codes._pair.owner
+def own_codes(module: Any, codes: QuantizedTensor) -> None:
+    """Let codes of `fq.freeze` be of the module's state. Those that FSDP2 gathered have theirs.
+
+    PEFT reads the sizes of a layer that is stored transposed from `weight.ds_shape`, if there is
+    one: the shape of values that a parameter stands for.
+    """
+    owner, state = codes._pair.owner, module._weight_state
+    if module.transposed:
+        setattr(codes, "ds_shape", torch.Size((*codes.shape[:-2], *codes.shape[:-3:-1])))
     if owner is None or owner.gathered is None:
         codes._pair.owner, state.padding = state, padding
         for group, matrix in zip(codes._pair.groups, state.packed):
             group.owner = matrix
+
+
+def read_as_kept(module: Any, before: Tensor | None, weight: Tensor) -> None:
+    """Plan for the directions of codes of `fq.freeze` that take the place of the module's weight,
+    or for values that take theirs: by load_state_dict(assign=True)."""
+    if isinstance(weight, QuantizedTensor) and weight.is_frozen:
+        kept = (weight._pair.groups or [weight._pair])[0].columnwise is None
+    elif type(weight) is nn.Parameter and isinstance(before, QuantizedTensor) and before.is_frozen:
+        kept = False
+    else:
+        return
+    for layer in module._matrix_layers:
+        if layer.runtime.reads_rowwise != kept:
+            layer.runtime.frozen = weakref.ref(layer)
+            layer.read_rowwise(kept, {})
 
 
 def _wrap(
@@ -221,9 +245,12 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
 
 def plain_in_load(state_dict: dict, keys: Iterable[str]) -> dict:
     """The state dict with plain tensors under these keys: assign=True would wrap its parameters in
-    place, and make one state of two models."""
+    place, and make one state of two models. Codes of `fq.freeze` share their memory alone."""
     tensors = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
-    return {**state_dict, **{key: saved_plain(t, t.detach()) for key, t in tensors.items()}}
+    for key, t in tensors.items():
+        is_codes = type(t) is QuantizedTensor
+        tensors[key] = t.with_storages(lambda s: s) if is_codes else saved_plain(t, t.detach())
+    return state_dict | tensors
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:

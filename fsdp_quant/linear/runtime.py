@@ -111,8 +111,7 @@ class LayerRuntime(Runtime):
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
     def keep_rowwise(self, kept: bool, device: torch.device) -> None:
-        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has its values.
-        `set_formats` follows."""
+        """Choose the plan of `BaseLinear.read_rowwise`."""
         self.reads_rowwise = kept
         plan = replace(self.plan_of(self.recipe, device), alone=self.plan.alone)
         self.set_plan(plan.moved_to(self.plan.moved))

@@ -200,6 +200,15 @@ class QuantizedTensor(Tensor):
             "to compare tensors"
         )
 
+    def storage(self) -> torch.TypedStorage:
+        """Raise ValueError: savers ask for it, of whole models, to write values."""
+        raise ValueError(
+            f"{_named((self,))} has no storage of {self.dtype} values: it is codes. Save the "
+            "adapters alone (model.save_pretrained of PEFT), call fq.unfreeze(model) before a "
+            "whole model is saved as values, or fq.export(model, folder) for inference; torch.save "
+            "keeps codes (accelerator.save_state(.., safe_serialization=False))"
+        )
+
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory, in place."""
         for buffer in self._memory():
@@ -345,8 +354,9 @@ class QuantizedTensor(Tensor):
                 f"{func} is not defined on {_named(args)} and will not decode it silently; call "
                 f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
                 "layer out of fq.convert (skip=) if another module reads its weight; adapters of "
-                "PEFT that read a frozen base want fq.integrations.peft.freeze after "
-                "get_peft_model, those that multiply it (HRA, SHiRA, target_parameters) fq.unfreeze"
+                "PEFT that read a frozen base (DoRA, target_parameters of experts) want "
+                "fq.integrations.peft.freeze after get_peft_model, those that write or multiply it "
+                "(merging, HRA, SHiRA) fq.unfreeze(model)"
             )
         return handler(func, *args, **(kwargs or {}))
 
@@ -521,8 +531,8 @@ def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignore
         raise NotImplementedError(
             f"{_named((tensor,))} cannot be cast to {dtype} without decoding it; "
             "call dequantize(), or fq.unfreeze(model) before the model is cast; adapters of PEFT "
-            "that read a frozen base when they are made (PiSSA, OLoRA) want "
-            "fq.integrations.peft.freeze after get_peft_model"
+            "that read a frozen base when they are made (PiSSA, OLoRA) want it frozen after that: "
+            "fq.unfreeze(model), then fq.integrations.peft.freeze"
         )
     device = device or tensor.device
     return tensor.with_storages(
@@ -551,7 +561,8 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(), or fq.unfreeze(model) before its state dict is read; where fully_shard "
+            "dequantize(), or fq.unfreeze(model) before its state dict is read, or load_state_dict "
+            "with assign=True, which keeps codes; where fully_shard "
             "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard, "
             "so that each rank keeps its codes whole"
         )
@@ -569,7 +580,8 @@ def _copy_(func, target, source, non_blocking=False):
     if not are_equal or not (target._pair.owner is None or target.is_frozen):
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
-            "into it with HybridQuantizer.update(tensor, source.dequantize())"
+            "into it with HybridQuantizer.update(tensor, source.dequantize()), or load frozen "
+            "weights that were saved in another dtype with load_state_dict(.., assign=True)"
         )
     for into, buffer in zip(_buffers(target), _buffers(source)):
         into.copy_(buffer, non_blocking=non_blocking)

@@ -28,7 +28,7 @@ from ..ops.reference import known
 from ..options import choice, flag, read_all
 from ..tensor import torch_compat
 from ..tensor.frozen import freeze_shard, freeze_shards, packed_codes, unfreeze_shards
-from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states, set_formats
+from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
@@ -177,8 +177,7 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     layers = layers_of(module, weights)
     for layer in layers:
         layer.runtime.frozen = weakref.ref(layer)
-    if keep == "codes":
-        read_rowwise(module, layers)
+    read_rowwise(module, layers, keep == "codes")
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
     return len(weights)
 
@@ -206,12 +205,10 @@ def layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
 
 
 def read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool = True) -> None:
-    """Plan for weights that keep their rowwise codes alone, or have both directions."""
+    """Call `BaseLinear.read_rowwise` of each layer, and let experts choose for all of them."""
     managed = managed_states()
     for layer in layers:
-        layer.runtime.keep_rowwise(kept, known(layer.weight, "a weight").device)
-        set_formats(layer.runtime.weight_state, layer.plan, managed)
-        layer.prepare_graphs()
+        layer.read_rowwise(kept, managed)
     for experts in model.modules():
         if isinstance(experts, GroupedLinear):
             experts.prepare()

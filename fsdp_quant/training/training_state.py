@@ -486,7 +486,8 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
     _drop_codes(modules)
     raise ValueError(
         f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of "
-        "the same checkpoint before fq.load_state_dict, in the dtype they were saved from"
+        "the same checkpoint before fq.load_state_dict, in the dtype they were saved from, and "
+        "frozen (fq.freeze) if they were, only then"
     )
 
 
