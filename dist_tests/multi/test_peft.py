@@ -189,8 +189,7 @@ def _of_experts(kind: str, frozen: str) -> nn.Module:
     model = peft.get_peft_model(net, config)
     model.add_adapter("second", config)
     model.base_model.set_adapter(["default", "second"])
-    if frozen == "after":
-        fq.integrations.peft.freeze(model)
+    assert frozen == "no" or fq.integrations.peft.freeze(model) == 2
     return model
 
 

@@ -8,24 +8,23 @@ adapters of packed experts (`target_parameters`) to the product of their codes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners.lora import dora
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
-from ..models.packed_experts import ExpertProduct
 from ..models.transposed_linear import TransposedLinear
-from ..tensor.fsdp_hooks import managed_of
-from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import grouped_mm, local_of
+from ..tensor.model_weights import quantized_weights
+from ..tensor.torch_compat import grouped_mm
 from ..training import hold
 
-_dequantize, _activate = dora.dequantize_module_weight, ParamWrapper._activate_lora
+_activate = ParamWrapper._activate_lora
 
 
 def freeze(model: nn.Module, keep: str = "codes") -> int:
@@ -34,53 +33,32 @@ def freeze(model: nn.Module, keep: str = "codes") -> int:
     keep:  as of `fq.freeze`.
 
     Norms of DoRA decode the base of a layer in each forward, also of adapters that are added later.
-    Call `fq.unfreeze(model)` before `model.merge_and_unload()`.
+    A base that is codes already stays so. Call `fq.unfreeze(model)` before merging.
     """
+    base = [w.parameter for w in quantized_weights(model) if not w.parameter.requires_grad]
+    if base and all(map(hold.is_frozen, base)):
+        return len(base)
     return hold.freeze(model, keep=keep)
-
-
-def _is_frozen(weight: Tensor) -> bool:
-    """It is codes of `fq.freeze`: whole, a shard, or gathered of shards."""
-    local = local_of(weight)
-    if not isinstance(local, QuantizedTensor) or local._pair.owner is None or local.is_frozen:
-        return isinstance(local, QuantizedTensor) and local.is_frozen
-    managed = managed_of(local._pair.owner)
-    return getattr(managed and managed.local, "is_frozen", False)
 
 
 def _values_of_codes(layer: Any) -> Tensor:
     """The weight that DoRA reads: of frozen codes, which are [out, in], their values."""
-    if not _is_frozen(layer.weight):
-        return _dequantize(layer)
+    if not hold.is_frozen(layer.weight):
+        return dequantize_module_weight(layer)
     values = layer.weight.dequantize()
     return values.mT if isinstance(layer, TransposedLinear) else values
 
 
-@contextlib.contextmanager
-def _adapted(wrapper: Any, active: list[str]) -> Iterator[None]:
-    """While packed experts run: PEFT adds W + A B to their weight; here x A B is added to x W, so
-    that the codes of W are multiplied as they are."""
-    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
-    adapters = [a for a in active if a in wrapper.lora_A]
-    product = getattr(experts, f"{name}_product", None)
-    if not adapters or product is None or not _is_frozen(wrapper.get_param()):
-        with _activate(wrapper, active):
-            yield
-        return
-    factors = [wrapper.get_delta_factors(a) for a in adapters]
-    hook = product.register_forward_hook(partial(_add, factors))
-    try:
-        yield
-    finally:
-        hook.remove()
+def _adapted(wrapper: Any, active: list[str]) -> AbstractContextManager:
+    """Where packed experts run: PEFT makes their weight W + A B; x A B is added to x W of codes."""
+    product = getattr(wrapper.get_base_layer(), f"{wrapper.parameter_name}_product", None)
+    if product is None or not hold.is_frozen(wrapper.get_param()):
+        return _activate(wrapper, active)
+    factors = [wrapper.get_delta_factors(a) for a in active if a in wrapper.lora_A]
+    return product.register_forward_hook(partial(_add, factors))
 
 
-def _add(
-    factors: Sequence[tuple[Tensor, Tensor, float]],
-    product: ExpertProduct,
-    inputs: tuple[Tensor, Tensor],
-    y: Tensor,
-) -> Tensor:
+def _add(factors: Sequence[tuple], product: Any, inputs: tuple, y: Tensor) -> Tensor:
     """y of experts and of their adapters, scaling * x (lhs rhs), as the weight is stored."""
     rows, ends = inputs
     for lhs, rhs, scaling in factors:
@@ -95,5 +73,5 @@ def _add(
     return y
 
 
-dora.dequantize_module_weight = _values_of_codes
-ParamWrapper._activate_lora = _adapted
+setattr(dora, "dequantize_module_weight", _values_of_codes)
+setattr(ParamWrapper, "_activate_lora", _adapted)

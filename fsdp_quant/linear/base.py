@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from ..context import STEP, Autocast, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
-from ..ops.reference import known
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.weight_state import WeightState, values_of
@@ -118,13 +115,6 @@ class BaseLinear(HasWeight, nn.Linear):
     def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
         """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
         return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
-
-    def read_rowwise(self, kept: bool, managed: Mapping[int, Any]) -> None:
-        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has both
-        directions. managed: as of `set_formats`."""
-        self.runtime.keep_rowwise(kept, known(self.weight, "a weight").device)
-        set_formats(self.runtime.weight_state, self.plan, managed)
-        self.prepare_graphs()
 
     def prepare_graphs(self) -> None:
         """Allocate what compiled graphs receive, for the plan and the device of now."""

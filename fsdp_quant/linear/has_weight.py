@@ -108,10 +108,9 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
 
 
 def own_codes(module: Any, codes: QuantizedTensor) -> None:
-    """Let codes of `fq.freeze` be of the module's state. Those that FSDP2 gathered have theirs.
+    """Let codes of `fq.freeze` be of the module's state; those that FSDP2 gathered have theirs.
 
-    PEFT reads the sizes of a layer that is stored transposed from `weight.ds_shape`, if there is
-    one: the shape of values that a parameter stands for.
+    ds_shape:  of the values, [.., K, N]; PEFT reads the sizes of layers there, if a weight has it.
     """
     owner, state = codes._pair.owner, module._weight_state
     if module.transposed:
@@ -122,19 +121,17 @@ def own_codes(module: Any, codes: QuantizedTensor) -> None:
             group.owner = matrix
 
 
-def read_as_kept(module: Any, before: Tensor | None, weight: Tensor) -> None:
+def read_as_kept(module: Any, before: Any, weight: Any) -> None:
     """Plan for the directions of codes of `fq.freeze` that take the place of the module's weight,
     or for values that take theirs: by load_state_dict(assign=True)."""
-    if isinstance(weight, QuantizedTensor) and weight.is_frozen:
-        kept = (weight._pair.groups or [weight._pair])[0].columnwise is None
-    elif type(weight) is nn.Parameter and isinstance(before, QuantizedTensor) and before.is_frozen:
-        kept = False
-    else:
+    are_codes, were = (isinstance(t, QuantizedTensor) and t.is_frozen for t in (weight, before))
+    kept = are_codes and (weight._pair.groups or [weight._pair])[0].columnwise is None
+    if not are_codes and not (were and type(weight) is nn.Parameter):
         return
     for layer in module._matrix_layers:
         if layer.runtime.reads_rowwise != kept:
             layer.runtime.frozen = weakref.ref(layer)
-            layer.read_rowwise(kept, {})
+            layer.runtime.keep_rowwise(kept, weight.device, {})
 
 
 def _wrap(

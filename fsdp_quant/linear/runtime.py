@@ -24,6 +24,7 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..roles import slot_ids
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .boundary import BoundaryIds
@@ -110,11 +111,14 @@ class LayerRuntime(Runtime):
         self.recipe, self.chosen = recipe, True
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def keep_rowwise(self, kept: bool, device: torch.device) -> None:
-        """Choose the plan of `BaseLinear.read_rowwise`."""
+    def keep_rowwise(self, kept: bool, device: torch.device, managed: Mapping[int, Any]) -> None:
+        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has both
+        directions. managed: as of `set_formats`."""
         self.reads_rowwise = kept
         plan = replace(self.plan_of(self.recipe, device), alone=self.plan.alone)
         self.set_plan(plan.moved_to(self.plan.moved))
+        set_formats(self.weight_state, self.plan, managed)
+        self.graphs.prepare(self, device)
 
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""

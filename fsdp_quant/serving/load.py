@@ -145,10 +145,7 @@ def from_pretrained_quantized(
     keeps = {s: weights[id(s.tensor)] for s in sources if frozen and id(s.tensor) in weights}
     keeps = {source: weight for source, weight in keeps.items() if source.layers}
     if frozen and not keeps:
-        raise ValueError(
-            "frozen=True found no quantized layer that could keep codes of the files; call "
-            "fq.convert(model, recipe) first, in the files' format"
-        )
+        raise ValueError("frozen=True found no quantized layer; call fq.convert(model, recipe)")
     _check_names(model, files, stored, strict)
     for source in sources:
         _check_weight(source, stored[source], keeps.get(source))

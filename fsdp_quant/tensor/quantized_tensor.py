@@ -245,9 +245,7 @@ class QuantizedTensor(Tensor):
             part = StoragePair(owner=self._pair.owner, groups=pairs[start : start + length])
             return QuantizedTensor(pair=part, shape=(length, *self.shape[1:]))
         if dim % self.dim() != 0 or self.dim() != 2:
-            raise NotImplementedError(
-                f"{self!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
-            )
+            raise _refused(f"{self!r} can be cut along dim 0 of a 2-D tensor only")
         if not pairs:
             return self.with_storages(
                 lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
@@ -256,10 +254,8 @@ class QuantizedTensor(Tensor):
         for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
             if (end - len(part), len(part)) == (start, length):
                 return part
-        raise NotImplementedError(
-            f"rows [{start}, {start + length}) of {self!r} are not one of the {len(parts)} groups "
-            "that are each quantized by themselves; call dequantize() first"
-        )
+        rows = f"rows [{start}, {start + length}) of {self!r}"
+        raise _refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
@@ -321,11 +317,9 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter, pair = isinstance(self, torch.nn.Parameter), self._pair.map(lambda s: s)
-        if pair.groups:
-            sides = [(group.rowwise, group.columnwise) for group in pair.groups]
-            return _rebuild_packed, (sides, tuple(self.shape), self.requires_grad, is_parameter)
-        sides = pair.rowwise, pair.columnwise
-        return _rebuild, (*sides, tuple(self.shape), self.requires_grad, is_parameter)
+        sides = [(of.rowwise, of.columnwise) for of in pair.groups or [pair]]
+        facts = tuple(self.shape), self.requires_grad, is_parameter, bool(pair.groups)
+        return _rebuild, (sides, *facts)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
@@ -387,6 +381,10 @@ def _named(args: Sequence) -> str:
     return f"{pair.owner.name}, a QuantizedTensor,"
 
 
+def _refused(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{what}; call dequantize() first")
+
+
 def _buffer_property(name: str) -> property:
     return property(lambda self: (self._pair.shown or self._shown_buffers())[name])
 
@@ -406,29 +404,18 @@ def as_parameter(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Ten
 
 
 def _rebuild(
-    rowwise: EncodedMatrix | None,
-    columnwise: EncodedMatrix | None,
-    shape: tuple[int, ...],
-    requires_grad: bool,
-    is_parameter: bool = False,
-) -> Tensor:
-    """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
-    _check_sides(rowwise, columnwise, shape)
-    tensor = QuantizedTensor(rowwise, columnwise, shape=shape)
-    return as_parameter(tensor, is_parameter, requires_grad)
-
-
-def _rebuild_packed(
     matrices: list[tuple[EncodedMatrix | None, EncodedMatrix | None]],
     shape: tuple[int, ...],
     requires_grad: bool,
-    is_parameter: bool = False,
+    is_parameter: bool,
+    is_packed: bool,
 ) -> Tensor:
-    """`_rebuild` of packed matrices."""
+    """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
     for rowwise, columnwise in matrices:
         _check_sides(rowwise, columnwise, shape)
-    packed = StoragePair(groups=[StoragePair(*sides) for sides in matrices]).joined()
-    return as_parameter(QuantizedTensor(pair=packed, shape=shape), is_parameter, requires_grad)
+    pairs = [StoragePair(*sides) for sides in matrices]
+    pair = StoragePair(groups=pairs).joined() if is_packed else pairs[0]
+    return as_parameter(QuantizedTensor(pair=pair, shape=shape), is_parameter, requires_grad)
 
 
 def _check_sides(rowwise: object, columnwise: object, shape: object) -> None:
@@ -461,29 +448,22 @@ def _view(func, tensor, size):
         or size[-1] != tensor.shape[-1]
         or (tensor._pair.groups and size != list(tensor.shape))
     ):
-        raise NotImplementedError(
-            f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call "
-            "dequantize() first"
-        )
+        raise _refused(f"a view of {tensor!r} must keep its last dim, got {size}")
     return tensor._aliased(tuple(size))
 
 
 @_TABLE.implements(aten.as_strided.default)
 def _as_strided(func, tensor, size, stride, storage_offset=0):
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
-        raise NotImplementedError(
-            f"as_strided of {tensor!r} can only keep its shape and strides, got size {list(size)}, "
-            f"stride {list(stride)}; call dequantize() first"
-        )
+        got = f"size {list(size)}, stride {list(stride)}"
+        raise _refused(f"as_strided of {tensor!r} can only keep its shape and strides, got {got}")
     return tensor._aliased()
 
 
 @_TABLE.implements(aten.slice.Tensor)
 def _slice(func, tensor, dim=0, start=None, end=None, step=1):
     if step != 1:
-        raise NotImplementedError(
-            f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first"
-        )
+        raise _refused(f"a slice of {tensor!r} must have step 1, got {step}")
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     return tensor._narrow(dim, first, max(stop - first, 0))
 
@@ -506,10 +486,7 @@ def _split(func, tensor, sizes, dim=0):
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
     if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
-        raise NotImplementedError(
-            f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
-            "first"
-        )
+        raise _refused(f"{tensor!r} can be unbound along dim 0 of packed matrices only")
     return tensor._groups()
 
 
@@ -609,4 +586,4 @@ def _is_pinned(func, tensor, device=None):
     return all(buffer.is_pinned() for buffer in _buffers(tensor))
 
 
-torch.serialization.add_safe_globals([_rebuild, _rebuild_packed])
+torch.serialization.add_safe_globals([_rebuild])

@@ -172,7 +172,7 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     for scheduled, (schedule, _) in SCHEDULED.items():
         check_fixed("fq.freeze", schedule, converted_units(scheduled), changed)
     for weight in weights:
-        if weight.managed is None and not _is_frozen(weight.parameter):
+        if weight.managed is None and not is_frozen(weight.parameter):
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
     layers = layers_of(module, weights)
     for layer in layers:
@@ -205,10 +205,10 @@ def layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
 
 
 def read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool = True) -> None:
-    """Call `BaseLinear.read_rowwise` of each layer, and let experts choose for all of them."""
+    """Call `keep_rowwise` of each layer, and let experts choose for all of them."""
     managed = managed_states()
     for layer in layers:
-        layer.read_rowwise(kept, managed)
+        layer.runtime.keep_rowwise(kept, known(layer.weight, "a weight").device, managed)
     for experts in model.modules():
         if isinstance(experts, GroupedLinear):
             experts.prepare()
@@ -257,7 +257,7 @@ def _untrained_weights(module: nn.Module) -> list[ModelWeight]:
         raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
     weights = [w for w in quantized_weights(module) if w.attribute == "weight"]
     untrained = [w for w in weights if not w.parameter.requires_grad]
-    found = [w for w in untrained if not _is_frozen(w.parameter)]
+    found = [w for w in untrained if not is_frozen(w.parameter)]
     if not found:
         raise ValueError(
             f"fq.freeze found no frozen weight: of {len(weights)} converted weights "
@@ -308,7 +308,7 @@ def unfreeze(module: nn.Module) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
-    weights = [w for w in quantized_weights(module) if _is_frozen(w.parameter)]
+    weights = [w for w in quantized_weights(module) if is_frozen(w.parameter)]
     if not weights:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")
     sharded = [weight for weight in weights if weight.managed is not None]
@@ -327,7 +327,10 @@ def unfreeze(module: nn.Module) -> int:
     return len(weights)
 
 
-def _is_frozen(weight: Tensor) -> bool:
-    """Return whether a weight is codes without values, of `freeze`."""
+def is_frozen(weight: Tensor) -> bool:
+    """Return whether a weight is codes without values, of `freeze`: whole, a shard, or gathered."""
     local = local_of(weight)
+    state = local._pair.owner if isinstance(local, QuantizedTensor) else None
+    if state is not None and state.gathered is not None:
+        local = state.gathered.managed.local
     return isinstance(local, QuantizedTensor) and local.is_frozen
