@@ -108,12 +108,9 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
 
 
 def own_codes(module: Any, codes: QuantizedTensor) -> None:
-    """Let codes of `fq.freeze` be of the module's state; those that FSDP2 gathered have theirs.
-
-    ds_shape:  of the values, [.., K, N]; PEFT reads the sizes of layers there, if a weight has it.
-    """
+    """Let codes of `fq.freeze` be of the module's state; those that FSDP2 gathered have theirs."""
     owner, state = codes._pair.owner, module._weight_state
-    if module.transposed:
+    if module.transposed:  # PEFT reads the sizes of layers from `ds_shape`, if a weight has it
         setattr(codes, "ds_shape", torch.Size((*codes.shape[:-2], *codes.shape[:-3:-1])))
     if owner is None or owner.gathered is None:
         codes._pair.owner, state.padding = state, padding
@@ -130,8 +127,7 @@ def read_as_kept(module: Any, before: Any, weight: Any) -> None:
         return
     for layer in module._matrix_layers:
         if layer.runtime.reads_rowwise != kept:
-            layer.runtime.frozen = weakref.ref(layer)
-            layer.runtime.keep_rowwise(kept, weight.device, {})
+            layer.runtime.keep_rowwise(layer, kept, {})
 
 
 def _wrap(

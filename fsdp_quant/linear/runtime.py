@@ -52,8 +52,8 @@ class LayerRuntime(Runtime):
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
     schedule:      of the recipes of its model, which ranks compare; None: it follows none.
-    frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
-                   that has references).
+    frozen:        reference to the layer, whose weight `fq.freeze` encoded, or did once (torch
+                   swaps no tensor that has references).
     reads_rowwise: the weight keeps its rowwise codes alone, and the backward multiplies them.
     last_run:      `counters.epoch` of the last forward in eager mode.
     chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
@@ -111,10 +111,10 @@ class LayerRuntime(Runtime):
         self.recipe, self.chosen = recipe, True
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def keep_rowwise(self, kept: bool, device: torch.device, managed: Mapping[int, Any]) -> None:
+    def keep_rowwise(self, layer: Any, kept: bool, managed: Mapping[int, Any]) -> None:
         """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has both
         directions. managed: as of `set_formats`."""
-        self.reads_rowwise = kept
+        self.frozen, self.reads_rowwise, device = weakref.ref(layer), kept, layer.weight.device
         plan = replace(self.plan_of(self.recipe, device), alone=self.plan.alone)
         self.set_plan(plan.moved_to(self.plan.moved))
         set_formats(self.weight_state, self.plan, managed)

@@ -195,18 +195,16 @@ class QuantizedTensor(Tensor):
         if _ADDRESSES_ARE_NAMES.get():
             return self._memory()[0].data_ptr()
         raise ValueError(
-            f"{self!r} has no address of {self.dtype} values, because its memory holds codes and "
-            "scales; use .rowwise.data.data_ptr() for the codes, dequantize() for values, and `is` "
-            "to compare tensors"
+            f"{self!r} has no address of {self.dtype} values: it is codes; call dequantize() for "
+            "values, .rowwise.data.data_ptr() for the codes, and `is` to compare tensors"
         )
 
     def storage(self) -> torch.TypedStorage:
         """Raise ValueError: savers ask for it, of whole models, to write values."""
         raise ValueError(
-            f"{_named((self,))} has no storage of {self.dtype} values: it is codes. Save the "
-            "adapters alone (model.save_pretrained of PEFT), call fq.unfreeze(model) before a "
-            "whole model is saved as values, or fq.export(model, folder) for inference; torch.save "
-            "keeps codes (accelerator.save_state(.., safe_serialization=False))"
+            f"{_named((self,))} has no storage of {self.dtype} values: it is codes. Save adapters "
+            "alone, call fq.unfreeze(model) before a model is saved as values, or fq.export(model, "
+            "folder); torch.save keeps codes (save_state(.., safe_serialization=False))"
         )
 
     def share_memory_(self) -> QuantizedTensor:
@@ -245,7 +243,7 @@ class QuantizedTensor(Tensor):
             part = StoragePair(owner=self._pair.owner, groups=pairs[start : start + length])
             return QuantizedTensor(pair=part, shape=(length, *self.shape[1:]))
         if dim % self.dim() != 0 or self.dim() != 2:
-            raise _refused(f"{self!r} can be cut along dim 0 of a 2-D tensor only")
+            raise refused(f"{self!r} can be cut along dim 0 of a 2-D tensor only")
         if not pairs:
             return self.with_storages(
                 lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
@@ -255,7 +253,7 @@ class QuantizedTensor(Tensor):
             if (end - len(part), len(part)) == (start, length):
                 return part
         rows = f"rows [{start}, {start + length}) of {self!r}"
-        raise _refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
+        raise refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
@@ -381,7 +379,7 @@ def _named(args: Sequence) -> str:
     return f"{pair.owner.name}, a QuantizedTensor,"
 
 
-def _refused(what: str) -> NotImplementedError:
+def refused(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what}; call dequantize() first")
 
 
@@ -411,25 +409,17 @@ def _rebuild(
     is_packed: bool,
 ) -> Tensor:
     """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
-    for rowwise, columnwise in matrices:
-        _check_sides(rowwise, columnwise, shape)
+    given = ((d, s) for sides in matrices for d, s in zip(Direction, sides) if s is not None)
+    fits = all(isinstance(side, EncodedMatrix) and side.direction is d for d, side in given)
+    sizes = shape if isinstance(shape, tuple) else (None,)
+    if not fits or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(
+            "a QuantizedTensor is a shape, and a Storage or None by direction of each matrix, got "
+            f"{shape!r} and {matrices!r}"
+        )
     pairs = [StoragePair(*sides) for sides in matrices]
     pair = StoragePair(groups=pairs).joined() if is_packed else pairs[0]
     return as_parameter(QuantizedTensor(pair=pair, shape=shape), is_parameter, requires_grad)
-
-
-def _check_sides(rowwise: object, columnwise: object, shape: object) -> None:
-    sides = zip(Direction, (rowwise, columnwise))
-    if not all(
-        side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
-        for d, side in sides
-    ):
-        raise ValueError(
-            f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} "
-            f"and {columnwise!r}"
-        )
-    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
 
 
 @_TABLE.implements(aten.detach.default, aten.alias.default)
@@ -448,7 +438,7 @@ def _view(func, tensor, size):
         or size[-1] != tensor.shape[-1]
         or (tensor._pair.groups and size != list(tensor.shape))
     ):
-        raise _refused(f"a view of {tensor!r} must keep its last dim, got {size}")
+        raise refused(f"a view of {tensor!r} must keep its last dim, got {size}")
     return tensor._aliased(tuple(size))
 
 
@@ -456,14 +446,14 @@ def _view(func, tensor, size):
 def _as_strided(func, tensor, size, stride, storage_offset=0):
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
         got = f"size {list(size)}, stride {list(stride)}"
-        raise _refused(f"as_strided of {tensor!r} can only keep its shape and strides, got {got}")
+        raise refused(f"as_strided of {tensor!r} can only keep its shape and strides, got {got}")
     return tensor._aliased()
 
 
 @_TABLE.implements(aten.slice.Tensor)
 def _slice(func, tensor, dim=0, start=None, end=None, step=1):
     if step != 1:
-        raise _refused(f"a slice of {tensor!r} must have step 1, got {step}")
+        raise refused(f"a slice of {tensor!r} must have step 1, got {step}")
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     return tensor._narrow(dim, first, max(stop - first, 0))
 
@@ -486,7 +476,7 @@ def _split(func, tensor, sizes, dim=0):
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
     if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
-        raise _refused(f"{tensor!r} can be unbound along dim 0 of packed matrices only")
+        raise refused(f"{tensor!r} can be unbound along dim 0 of packed matrices only")
     return tensor._groups()
 
 
@@ -540,8 +530,7 @@ def _copy_(func, target, source, non_blocking=False):
             f"{source!r} cannot be copied into another tensor without decoding it: call "
             "dequantize(), or fq.unfreeze(model) before its state dict is read, or load_state_dict "
             "with assign=True, which keeps codes; where fully_shard "
-            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard, "
-            "so that each rank keeps its codes whole"
+            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard"
         )
     if not isinstance(source, QuantizedTensor):
         if target.is_frozen and target._stands_for(source):

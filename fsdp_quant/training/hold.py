@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -174,10 +173,7 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     for weight in weights:
         if weight.managed is None and not is_frozen(weight.parameter):
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
-    layers = layers_of(module, weights)
-    for layer in layers:
-        layer.runtime.frozen = weakref.ref(layer)
-    read_rowwise(module, layers, keep == "codes")
+    read_rowwise(module, layers_of(module, weights), keep == "codes")
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
     return len(weights)
 
@@ -208,7 +204,7 @@ def read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool = True) 
     """Call `keep_rowwise` of each layer, and let experts choose for all of them."""
     managed = managed_states()
     for layer in layers:
-        layer.runtime.keep_rowwise(kept, known(layer.weight, "a weight").device, managed)
+        layer.runtime.keep_rowwise(layer, kept, managed)
     for experts in model.modules():
         if isinstance(experts, GroupedLinear):
             experts.prepare()
@@ -220,8 +216,6 @@ def put_codes(model: nn.Module, weight: ModelWeight, codes: QuantizedTensor) -> 
         freeze_shard(weight.managed, codes)
     else:
         _replace(model, weight.parameter, codes)
-    for layer in weight.layers:
-        layer.runtime.frozen = weakref.ref(layer)
 
 
 def _replace(model: nn.Module, parameter: Tensor, weight: Tensor) -> None:
