@@ -143,18 +143,94 @@ def test_adapters_merge_into_a_frozen_base(dora: bool):
         assert_same_bytes(got, wanted, name)
 
 
-def test_norms_of_dora_are_those_of_a_transposed_base():
-    """If false, DoRA over GPT-2's frozen layers fails, or scales by norms of the other dim."""
-    net = fq.convert(kinds.PLAIN["Conv1D"]().bfloat16(), fq.recipes.mxfp8()).requires_grad_(False)
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_a_transposed_base_are_made_before_or_after_it_is_frozen(dora: bool):
+    """If false, adapters of GPT-2's frozen layers have the sizes of [out, in], or DoRA scales by
+    norms of the other dim."""
+    x, outputs = kinds.batch().bfloat16(), []
+    for first in (False, True):
+        net = kinds.converted("Conv1D", "mxfp8").bfloat16().requires_grad_(False)
+        if first:
+            fq.integrations.peft.freeze(net)
+            net = copy.deepcopy(net).to(torch.bfloat16)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            target_modules=["0", "2"], fan_in_fan_out=True, init_lora_weights=False, use_dora=dora
+        )
+        model = peft.get_peft_model(net, config)
+        if not first:
+            fq.integrations.peft.freeze(model)
+        outputs.append(model(x))
+        fq.unfreeze(model)
+        assert_same_bytes(outputs[-1], model(x), "with the values of the codes")
+    assert dora or torch.equal(*outputs)  # magnitudes are norms of the base of then
+
+
+def _of_experts(kind: str, frozen: str) -> nn.Module:
+    """Adapters of packed experts, whose activations are not quantized.
+
+    frozen:  "before" or "after" the adapters are made, or "no": the base is values of codes.
+    """
+    recipe = fq.recipes.qat("mxfp4", activations="identity", gradients="identity")
+    net = kinds.converted(kind, recipe).requires_grad_(False)
+    assert fq.integrations.peft.freeze(net) == 2
+    if frozen == "no":
+        fq.unfreeze(net)
+        net = fq.unconvert(net)
+    elif frozen == "after":
+        fq.unfreeze(net)
+    torch.manual_seed(1)
     config = peft.LoraConfig(
-        target_modules=["0", "2"], fan_in_fan_out=True, init_lora_weights=False, use_dora=True
+        r=4,
+        target_modules=[],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
     )
     model = peft.get_peft_model(net, config)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+    assert frozen == "no" or fq.integrations.peft.freeze(model) == 2
+    return model
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_adapters_of_packed_experts_train_over_their_codes(kind: str):
+    """If false, `target_parameters` over frozen experts is refused, or trains other adapters than
+    over the values of the codes, eager, compiled, or merged."""
+    want, before, after = (_of_experts(kind, frozen) for frozen in ("no", "before", "after"))
+    steps = [kinds.step(m) for m in (want, before, after, torch.compile(after, backend="eager"))]
+    for results in steps[1:]:
+        for got, reference in zip(results, steps[0], strict=True):
+            torch.testing.assert_close(got, reference, rtol=1e-3, atol=1e-6)
+    with after.disable_adapter(), want.disable_adapter():
+        torch.testing.assert_close(after(kinds.batch()), want(kinds.batch()))
+    with pytest.raises(NotImplementedError, match=r"would write .*call fq.unfreeze\(model\)"):
+        before.merge_adapter()
+    fq.unfreeze(after)
+    merged, plain = fq.unconvert(after.merge_and_unload()), want.merge_and_unload()
+    torch.testing.assert_close(merged(kinds.batch()), plain(kinds.batch()), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_dora_is_added_to_a_frozen_base(first: bool, tmp_path: Path):
+    """If false, a second adapter needs the base in high precision again, or has other norms than
+    those of the codes' values."""
+    model, reference = (_net(first) for _ in range(2))
     fq.integrations.peft.freeze(model)
-    x = kinds.batch().bfloat16()
-    frozen = model(x)
-    fq.unfreeze(model)
-    assert_same_bytes(frozen, model(x), "with the values of the codes")
+    fq.integrations.peft.freeze(reference)
+    fq.unfreeze(reference)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
+    for net in (model, reference):
+        torch.manual_seed(2)
+        net.add_adapter("second", config)
+        net.set_adapter("second")
+        net.save_pretrained(tmp_path)
+        net.load_adapter(tmp_path / "second", "third")
+    fq.integrations.peft.freeze(reference)
+    for name in ("second", "third"):
+        for net in (model, reference):
+            net.set_adapter(name)
+        assert_same_bytes(_logits(model), _logits(reference), name)
 
 
 @pytest.mark.parametrize("dora", [False, True])

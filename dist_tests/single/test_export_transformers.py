@@ -293,6 +293,16 @@ def test_deepseeks_checkpoints_are_read(tmp_path):
     laws.assert_same_bytes(net.up.weight.detach(), want, "weight")
     with pytest.raises(ValueError, match="scales in the file that .*pow2.* of the recipe excludes"):
         fq.from_pretrained_quantized(converted("fp8_128x128", Net(rows=200)), tmp_path, frozen=True)
+    with pytest.raises(ValueError, match="frozen=True found no quantized layer; call fq.convert"):
+        fq.from_pretrained_quantized(Net(rows=200), tmp_path, frozen=True)
+    net = fq.convert(Net(rows=200), fq.recipes.fp8_block(pow2=False), skip=["head"])
+    fq.from_pretrained_quantized(net, tmp_path, frozen=True)
+    for frozen in (True, False):
+        with pytest.raises(ValueError, match="up.weight is frozen already.*unfreeze.* converted"):
+            fq.from_pretrained_quantized(net, tmp_path, frozen=frozen)
+    fq.unfreeze(net)
+    fq.from_pretrained_quantized(net, tmp_path, frozen=True)
+    assert isinstance(net.up.weight, fq.QuantizedTensor)
 
 
 def test_gpt_oss_checkpoints_are_read(tmp_path):

@@ -463,9 +463,9 @@ def test_a_frozen_weight_keeps_its_codes_once(name: str, compiles: bool):
     assert layer.plan.weight == quantizer == layer.runtime.weight_state.quantizer
 
 
-def frozen_step(model: nn.Module) -> list[Tensor]:
+def frozen_step(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     fq.begin_step(0)
-    x = kinds.batch().bfloat16().requires_grad_()
+    x = kinds.batch().to(dtype).requires_grad_()
     y = model(x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad]
@@ -598,6 +598,76 @@ def test_a_load_into_frozen_codes_is_refused():
         model.half()
     assert type(model[0].weight) is QuantizedTensor
     assert_same_bytes(model[0].weight.dequantize(), before, "codes")
+
+
+STATES = {
+    "mxfp8": recipes.mxfp8(),
+    "qat(nvfp4)": recipes.qat("nvfp4"),
+    "fp8_row": recipes.fp8_row(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_frozen_weights_load(name: str, dtype: torch.dtype):
+    """If false, a model whose weights are assigned from a state of codes fails in its backward, or
+    multiplies others than the model that was saved; or a load of values keeps their plan."""
+    saved, plain = (net(STATES[name]).to(dtype).requires_grad_(False) for _ in range(2))
+    values = {key: t.clone() for key, t in saved.state_dict().items()}
+    fq.freeze(saved)
+    state, want = dict(saved.state_dict()), frozen_step(saved, dtype)
+    decoded = {k: getattr(t, "_decoded", t.to)(dtype) for k, t in state.items()}
+    for loaded, given, assign in (
+        (net(STATES[name]), state, True),
+        (copy.deepcopy(saved), state, False),
+        (copy.deepcopy(saved), decoded, False),
+    ):
+        loaded.to(dtype).requires_grad_(False).load_state_dict(given, assign=assign)
+        assert str(fq.plan(loaded)) == str(fq.plan(saved))
+        for a, b in zip(frozen_step(loaded, dtype), want, strict=True):
+            assert_same_bytes(a, b, f"{name}, {dtype}, assign={assign}")
+        assert saved[0].weight._pair.owner is saved[0]._weight_state
+    fq.load_state_dict(loaded, fq.state_dict(saved))
+    loaded.load_state_dict(values, assign=True)
+    for a, b in zip(frozen_step(loaded, dtype), frozen_step(plain, dtype), strict=True):
+        assert_same_bytes(a, b, "values again")
+    if name == "mxfp8":
+        with pytest.raises(ValueError, match="in their dtype, frozen only if they were"):
+            fq.load_state_dict(loaded, fq.state_dict(saved))
+        other = net(STATES[name]).half().requires_grad_(False)
+        fq.freeze(other)
+        with pytest.raises(RuntimeError, match=r"saved in another dtype with .*assign=True"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mixtral"])
+def test_codes_of_a_state_are_multiplied_as_they_were_saved(kind: str):
+    """If false, experts whose codes were assigned fail in their backward, eager or compiled."""
+    pytest.importorskip("transformers")
+    saved, loaded = (kinds.converted(kind, "mxfp8").requires_grad_(False) for _ in range(2))
+    fq.freeze(saved.bfloat16())
+    loaded.load_state_dict(saved.state_dict(), assign=True)
+    for run in (loaded, torch.compile(loaded, backend="aot_eager")):
+        for a, b in zip(frozen_step(run), frozen_step(saved), strict=True):
+            assert_same_bytes(a, b, kind)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mixtral"])
+def test_a_saver_of_values_is_told_what_to_call(kind: str, tmp_path):
+    """If false, safetensors, save_pretrained, a Trainer or accelerate end in torch's "invalid
+    python storage" over a frozen base, and its user has lost the steps before."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    pytest.importorskip("transformers")
+    model = kinds.converted(kind, "mxfp8").requires_grad_(False)
+    fq.freeze(model)
+    says = r"weight, a Quant.* has no storage .*call fq.unfreeze\(model\).* or fq.export"
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=says):
+        safetensors.save_model(model, file)
+    with pytest.raises(ValueError, match=says):
+        safetensors.save_file(model.state_dict(), file)
+    fq.unfreeze(model)
+    safetensors.save_model(model, file)
 
 
 def test_frozen_weights_are_sharded_or_left_out_of_fully_shard():

@@ -69,9 +69,12 @@ class HasWeight(nn.Module):
                 "quantizes its weight itself; call fq.unconvert(model) before the library that "
                 "replaces weights"
             )
-        if name == "weight":
-            adopt(self, value)
-        registered[name] = value
+        if name != "weight":
+            registered[name] = value
+            return
+        adopt(self, value)
+        before, registered[name] = registered[name], value
+        read_as_kept(self, before, value)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         state_dict = plain_in_load(state_dict, [f"{prefix}weight"])
@@ -98,19 +101,33 @@ def adopt(module: HasWeight, weight: nn.Parameter | None) -> None:
     if isinstance(local, FSDPHooks):
         module.set_weight_state(local.state)
     elif type(local) is QuantizedTensor:
-        own_codes(local, state)
+        own_codes(module, local)
     elif not isinstance(local, QuantizedTensor) and not module.transposed:
         if state.holds_codes or isinstance(weight, DTensor):
             _wrap(weight, state)
 
 
-def own_codes(codes: QuantizedTensor, state: WeightState) -> None:
-    """Let codes of `fq.freeze` be of this state. Those that FSDP2 gathered have theirs."""
-    owner = codes._pair.owner
+def own_codes(module: Any, codes: QuantizedTensor) -> None:
+    """Let codes of `fq.freeze` be of the module's state; those that FSDP2 gathered have theirs."""
+    owner, state = codes._pair.owner, module._weight_state
+    if module.transposed:  # PEFT reads the sizes of layers from `ds_shape`, if a weight has it
+        setattr(codes, "ds_shape", torch.Size((*codes.shape[:-2], *codes.shape[:-3:-1])))
     if owner is None or owner.gathered is None:
         codes._pair.owner, state.padding = state, padding
         for group, matrix in zip(codes._pair.groups, state.packed):
             group.owner = matrix
+
+
+def read_as_kept(module: Any, before: Any, weight: Any) -> None:
+    """Plan for the directions of codes of `fq.freeze` that take the place of the module's weight,
+    or for values that take theirs: by load_state_dict(assign=True)."""
+    are_codes, were = (isinstance(t, QuantizedTensor) and t.is_frozen for t in (weight, before))
+    kept = are_codes and (weight._pair.groups or [weight._pair])[0].columnwise is None
+    if not are_codes and not (were and type(weight) is nn.Parameter):
+        return
+    for layer in module._matrix_layers:
+        if layer.runtime.reads_rowwise != kept:
+            layer.runtime.keep_rowwise(layer, kept, {})
 
 
 def _wrap(
@@ -221,9 +238,12 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
 
 def plain_in_load(state_dict: dict, keys: Iterable[str]) -> dict:
     """The state dict with plain tensors under these keys: assign=True would wrap its parameters in
-    place, and make one state of two models."""
+    place, and make one state of two models. Codes of `fq.freeze` share their memory alone."""
     tensors = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
-    return {**state_dict, **{key: saved_plain(t, t.detach()) for key, t in tensors.items()}}
+    for key, t in tensors.items():
+        is_codes = type(t) is QuantizedTensor
+        tensors[key] = t.with_storages(lambda s: s) if is_codes else saved_plain(t, t.detach())
+    return state_dict | tensors
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:

@@ -24,6 +24,7 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..roles import slot_ids
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .boundary import BoundaryIds
@@ -51,8 +52,8 @@ class LayerRuntime(Runtime):
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
     schedule:      of the recipes of its model, which ranks compare; None: it follows none.
-    frozen:        reference to the layer, whose weight `fq.freeze` encoded (torch swaps no tensor
-                   that has references).
+    frozen:        reference to the layer, whose weight `fq.freeze` encoded, or did once (torch
+                   swaps no tensor that has references).
     reads_rowwise: the weight keeps its rowwise codes alone, and the backward multiplies them.
     last_run:      `counters.epoch` of the last forward in eager mode.
     chosen:        somebody gave the layer its recipe; False: `fq.convert` will.
@@ -110,12 +111,14 @@ class LayerRuntime(Runtime):
         self.recipe, self.chosen = recipe, True
         self.set_plan(replace(self.plan_of(recipe, device), alone=self.plan.alone))
 
-    def keep_rowwise(self, kept: bool, device: torch.device) -> None:
-        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has its values.
-        `set_formats` follows."""
-        self.reads_rowwise = kept
+    def keep_rowwise(self, layer: Any, kept: bool, managed: Mapping[int, Any]) -> None:
+        """Plan for a weight that keeps its rowwise codes alone (`fq.freeze`), or has both
+        directions. managed: as of `set_formats`."""
+        self.frozen, self.reads_rowwise, device = weakref.ref(layer), kept, layer.weight.device
         plan = replace(self.plan_of(self.recipe, device), alone=self.plan.alone)
         self.set_plan(plan.moved_to(self.plan.moved))
+        set_formats(self.weight_state, self.plan, managed)
+        self.graphs.prepare(self, device)
 
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..linear.grouped_linear import Expert
-from ..linear.has_weight import own_codes
+from ..linear.has_weight import own_codes, read_as_kept
 from ..linear.linear import Linear
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -66,9 +66,11 @@ class TransposedLinear(nn.Module):
         return self.weight if isinstance(self.weight, QuantizedTensor) else self.weight.t()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__.get("_parameters", {}).get(name)
         super().__setattr__(name, value)
         if "_layer" in self.__dict__ and name == self.source:
             self._adopt_codes()
+            read_as_kept(self, before, value)
 
     def _adopt_codes(self) -> None:
         """Share one state with a weight that is codes of `fq.freeze`."""
@@ -76,7 +78,7 @@ class TransposedLinear(nn.Module):
         if isinstance(local, FSDPHooks):
             self._layer.runtime.set_weight_state(local.state)
         elif isinstance(local, QuantizedTensor):
-            own_codes(local, self._weight_state)
+            own_codes(self, local)
 
     def values_of(self, index: int) -> tuple[Tensor, None]:
         """The weight [out, in], without gradients."""
@@ -90,6 +92,7 @@ class TransposedLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
         applied = super()._apply(fn, recurse)
+        self._adopt_codes()
         self._layer.prepare_graphs()
         return applied
 

@@ -144,6 +144,8 @@ def from_pretrained_quantized(
     weights = {id(w.parameter): w for w in quantized_weights(model) if w.attribute == "weight"}
     keeps = {s: weights[id(s.tensor)] for s in sources if frozen and id(s.tensor) in weights}
     keeps = {source: weight for source, weight in keeps.items() if source.layers}
+    if frozen and not keeps:
+        raise ValueError("frozen=True found no quantized layer; call fq.convert(model, recipe)")
     _check_names(model, files, stored, strict)
     for source in sources:
         _check_weight(source, stored[source], keeps.get(source))
@@ -200,7 +202,10 @@ def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> 
         raise ValueError(f"{name} is on the meta device; call to_empty() and initialize the model")
     local = local_of(tensor)
     if isinstance(local, QuantizedTensor) and local.is_frozen:
-        raise ValueError(f"{name} holds codes for good (fq.freeze); load into a model before that")
+        raise ValueError(
+            f"{name} is frozen already, as {local}, which a load would have to replace; call "
+            "fq.unfreeze(model) first, or load into a model that is converted anew"
+        )
     if keeps is None:
         return
     if not slices or slices[0][1].keys() == {"weight"}:

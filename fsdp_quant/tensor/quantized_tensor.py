@@ -195,9 +195,16 @@ class QuantizedTensor(Tensor):
         if _ADDRESSES_ARE_NAMES.get():
             return self._memory()[0].data_ptr()
         raise ValueError(
-            f"{self!r} has no address of {self.dtype} values, because its memory holds codes and "
-            "scales; use .rowwise.data.data_ptr() for the codes, dequantize() for values, and `is` "
-            "to compare tensors"
+            f"{self!r} has no address of {self.dtype} values: it is codes; call dequantize() for "
+            "values, .rowwise.data.data_ptr() for the codes, and `is` to compare tensors"
+        )
+
+    def storage(self) -> torch.TypedStorage:
+        """Raise ValueError: savers ask for it, of whole models, to write values."""
+        raise ValueError(
+            f"{_named((self,))} has no storage of {self.dtype} values: it is codes. Save adapters "
+            "alone, call fq.unfreeze(model) before a model is saved as values, or fq.export(model, "
+            "folder); torch.save keeps codes (save_state(.., safe_serialization=False))"
         )
 
     def share_memory_(self) -> QuantizedTensor:
@@ -236,9 +243,7 @@ class QuantizedTensor(Tensor):
             part = StoragePair(owner=self._pair.owner, groups=pairs[start : start + length])
             return QuantizedTensor(pair=part, shape=(length, *self.shape[1:]))
         if dim % self.dim() != 0 or self.dim() != 2:
-            raise NotImplementedError(
-                f"{self!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first"
-            )
+            raise refused(f"{self!r} can be cut along dim 0 of a 2-D tensor only")
         if not pairs:
             return self.with_storages(
                 lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
@@ -247,10 +252,8 @@ class QuantizedTensor(Tensor):
         for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
             if (end - len(part), len(part)) == (start, length):
                 return part
-        raise NotImplementedError(
-            f"rows [{start}, {start + length}) of {self!r} are not one of the {len(parts)} groups "
-            "that are each quantized by themselves; call dequantize() first"
-        )
+        rows = f"rows [{start}, {start + length}) of {self!r}"
+        raise refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
@@ -312,11 +315,9 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         is_parameter, pair = isinstance(self, torch.nn.Parameter), self._pair.map(lambda s: s)
-        if pair.groups:
-            sides = [(group.rowwise, group.columnwise) for group in pair.groups]
-            return _rebuild_packed, (sides, tuple(self.shape), self.requires_grad, is_parameter)
-        sides = pair.rowwise, pair.columnwise
-        return _rebuild, (*sides, tuple(self.shape), self.requires_grad, is_parameter)
+        sides = [(of.rowwise, of.columnwise) for of in pair.groups or [pair]]
+        facts = tuple(self.shape), self.requires_grad, is_parameter, bool(pair.groups)
+        return _rebuild, (sides, *facts)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.with_storages(lambda s: s.map(torch.clone))
@@ -345,8 +346,9 @@ class QuantizedTensor(Tensor):
                 f"{func} is not defined on {_named(args)} and will not decode it silently; call "
                 f"{cls._decoded_by} first if high-precision values are what you want, or leave the "
                 "layer out of fq.convert (skip=) if another module reads its weight; adapters of "
-                "PEFT that read a frozen base want fq.integrations.peft.freeze after "
-                "get_peft_model, those that multiply it (HRA, SHiRA, target_parameters) fq.unfreeze"
+                "PEFT that read a frozen base (DoRA, target_parameters of experts) want "
+                "fq.integrations.peft.freeze after get_peft_model, those that write or multiply it "
+                "(merging, HRA, SHiRA) fq.unfreeze(model)"
             )
         return handler(func, *args, **(kwargs or {}))
 
@@ -377,6 +379,10 @@ def _named(args: Sequence) -> str:
     return f"{pair.owner.name}, a QuantizedTensor,"
 
 
+def refused(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{what}; call dequantize() first")
+
+
 def _buffer_property(name: str) -> property:
     return property(lambda self: (self._pair.shown or self._shown_buffers())[name])
 
@@ -396,43 +402,24 @@ def as_parameter(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Ten
 
 
 def _rebuild(
-    rowwise: EncodedMatrix | None,
-    columnwise: EncodedMatrix | None,
-    shape: tuple[int, ...],
-    requires_grad: bool,
-    is_parameter: bool = False,
-) -> Tensor:
-    """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
-    _check_sides(rowwise, columnwise, shape)
-    tensor = QuantizedTensor(rowwise, columnwise, shape=shape)
-    return as_parameter(tensor, is_parameter, requires_grad)
-
-
-def _rebuild_packed(
     matrices: list[tuple[EncodedMatrix | None, EncodedMatrix | None]],
     shape: tuple[int, ...],
     requires_grad: bool,
-    is_parameter: bool = False,
+    is_parameter: bool,
+    is_packed: bool,
 ) -> Tensor:
-    """`_rebuild` of packed matrices."""
-    for rowwise, columnwise in matrices:
-        _check_sides(rowwise, columnwise, shape)
-    packed = StoragePair(groups=[StoragePair(*sides) for sides in matrices]).joined()
-    return as_parameter(QuantizedTensor(pair=packed, shape=shape), is_parameter, requires_grad)
-
-
-def _check_sides(rowwise: object, columnwise: object, shape: object) -> None:
-    sides = zip(Direction, (rowwise, columnwise))
-    if not all(
-        side is None or (isinstance(side, EncodedMatrix) and side.direction is d)
-        for d, side in sides
-    ):
+    """A tensor from a file. Raises ValueError for arguments that no QuantizedTensor writes."""
+    given = ((d, s) for sides in matrices for d, s in zip(Direction, sides) if s is not None)
+    fits = all(isinstance(side, EncodedMatrix) and side.direction is d for d, side in given)
+    sizes = shape if isinstance(shape, tuple) else (None,)
+    if not fits or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(
-            f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} "
-            f"and {columnwise!r}"
+            "a QuantizedTensor is a shape, and a Storage or None by direction of each matrix, got "
+            f"{shape!r} and {matrices!r}"
         )
-    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
+    pairs = [StoragePair(*sides) for sides in matrices]
+    pair = StoragePair(groups=pairs).joined() if is_packed else pairs[0]
+    return as_parameter(QuantizedTensor(pair=pair, shape=shape), is_parameter, requires_grad)
 
 
 @_TABLE.implements(aten.detach.default, aten.alias.default)
@@ -451,29 +438,22 @@ def _view(func, tensor, size):
         or size[-1] != tensor.shape[-1]
         or (tensor._pair.groups and size != list(tensor.shape))
     ):
-        raise NotImplementedError(
-            f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call "
-            "dequantize() first"
-        )
+        raise refused(f"a view of {tensor!r} must keep its last dim, got {size}")
     return tensor._aliased(tuple(size))
 
 
 @_TABLE.implements(aten.as_strided.default)
 def _as_strided(func, tensor, size, stride, storage_offset=0):
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
-        raise NotImplementedError(
-            f"as_strided of {tensor!r} can only keep its shape and strides, got size {list(size)}, "
-            f"stride {list(stride)}; call dequantize() first"
-        )
+        got = f"size {list(size)}, stride {list(stride)}"
+        raise refused(f"as_strided of {tensor!r} can only keep its shape and strides, got {got}")
     return tensor._aliased()
 
 
 @_TABLE.implements(aten.slice.Tensor)
 def _slice(func, tensor, dim=0, start=None, end=None, step=1):
     if step != 1:
-        raise NotImplementedError(
-            f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first"
-        )
+        raise refused(f"a slice of {tensor!r} must have step 1, got {step}")
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     return tensor._narrow(dim, first, max(stop - first, 0))
 
@@ -496,10 +476,7 @@ def _split(func, tensor, sizes, dim=0):
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
     if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
-        raise NotImplementedError(
-            f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() "
-            "first"
-        )
+        raise refused(f"{tensor!r} can be unbound along dim 0 of packed matrices only")
     return tensor._groups()
 
 
@@ -521,8 +498,8 @@ def _to_copy(func, tensor, dtype=None, device=None, non_blocking=False, **ignore
         raise NotImplementedError(
             f"{_named((tensor,))} cannot be cast to {dtype} without decoding it; "
             "call dequantize(), or fq.unfreeze(model) before the model is cast; adapters of PEFT "
-            "that read a frozen base when they are made (PiSSA, OLoRA) want "
-            "fq.integrations.peft.freeze after get_peft_model"
+            "that read a frozen base when they are made (PiSSA, OLoRA) want it frozen after that: "
+            "fq.unfreeze(model), then fq.integrations.peft.freeze"
         )
     device = device or tensor.device
     return tensor.with_storages(
@@ -551,9 +528,9 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, QuantizedTensor):
         raise NotImplementedError(
             f"{source!r} cannot be copied into another tensor without decoding it: call "
-            "dequantize(), or fq.unfreeze(model) before its state dict is read; where fully_shard "
-            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard, "
-            "so that each rank keeps its codes whole"
+            "dequantize(), or fq.unfreeze(model) before its state dict is read, or load_state_dict "
+            "with assign=True, which keeps codes; where fully_shard "
+            "does so, of a weight of fq.freeze, pass ignored_params={it, ..} to every fully_shard"
         )
     if not isinstance(source, QuantizedTensor):
         if target.is_frozen and target._stands_for(source):
@@ -569,7 +546,8 @@ def _copy_(func, target, source, non_blocking=False):
     if not are_equal or not (target._pair.owner is None or target.is_frozen):
         raise ValueError(
             f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize "
-            "into it with HybridQuantizer.update(tensor, source.dequantize())"
+            "into it with HybridQuantizer.update(tensor, source.dequantize()), or load frozen "
+            "weights that were saved in another dtype with load_state_dict(.., assign=True)"
         )
     for into, buffer in zip(_buffers(target), _buffers(source)):
         into.copy_(buffer, non_blocking=non_blocking)
@@ -597,4 +575,4 @@ def _is_pinned(func, tensor, device=None):
     return all(buffer.is_pinned() for buffer in _buffers(tensor))
 
 
-torch.serialization.add_safe_globals([_rebuild, _rebuild_packed])
+torch.serialization.add_safe_globals([_rebuild])

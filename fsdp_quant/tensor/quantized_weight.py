@@ -26,7 +26,7 @@ from ..storage import to_storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import managed_of
-from .quantized_tensor import QuantizedTensor, as_parameter
+from .quantized_tensor import QuantizedTensor, as_parameter, refused
 from .refresh import encode_stale, refresh_codes
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam, tree_map_only
@@ -153,9 +153,7 @@ class QuantizedWeight(WeightCodes):
     def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
         """Rows of the weight: of its values, or of its codes if an optimizer holds the values."""
         if dim % self.dim():
-            raise NotImplementedError(
-                f"{self!r} can be cut along dim 0 only; call dequantize() first"
-            )
+            raise refused(f"{self!r} can be cut along dim 0 only")
         content, shape = self._content, (length, *self.shape[1:])
         if self.state.weight_sync is None:
             values = content.values if content.master is None else content.master()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -28,7 +27,7 @@ from ..ops.reference import known
 from ..options import choice, flag, read_all
 from ..tensor import torch_compat
 from ..tensor.frozen import freeze_shard, freeze_shards, packed_codes, unfreeze_shards
-from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states, set_formats
+from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
@@ -172,13 +171,9 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     for scheduled, (schedule, _) in SCHEDULED.items():
         check_fixed("fq.freeze", schedule, converted_units(scheduled), changed)
     for weight in weights:
-        if weight.managed is None and not _is_frozen(weight.parameter):
+        if weight.managed is None and not is_frozen(weight.parameter):
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
-    layers = layers_of(module, weights)
-    for layer in layers:
-        layer.runtime.frozen = weakref.ref(layer)
-    if keep == "codes":
-        read_rowwise(module, layers)
+    read_rowwise(module, layers_of(module, weights), keep == "codes")
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
     return len(weights)
 
@@ -206,12 +201,10 @@ def layers_of(model: nn.Module, weights: Sequence[ModelWeight]) -> list[Linear]:
 
 
 def read_rowwise(model: nn.Module, layers: Sequence[Linear], kept: bool = True) -> None:
-    """Plan for weights that keep their rowwise codes alone, or have both directions."""
+    """Call `keep_rowwise` of each layer, and let experts choose for all of them."""
     managed = managed_states()
     for layer in layers:
-        layer.runtime.keep_rowwise(kept, known(layer.weight, "a weight").device)
-        set_formats(layer.runtime.weight_state, layer.plan, managed)
-        layer.prepare_graphs()
+        layer.runtime.keep_rowwise(layer, kept, managed)
     for experts in model.modules():
         if isinstance(experts, GroupedLinear):
             experts.prepare()
@@ -223,8 +216,6 @@ def put_codes(model: nn.Module, weight: ModelWeight, codes: QuantizedTensor) -> 
         freeze_shard(weight.managed, codes)
     else:
         _replace(model, weight.parameter, codes)
-    for layer in weight.layers:
-        layer.runtime.frozen = weakref.ref(layer)
 
 
 def _replace(model: nn.Module, parameter: Tensor, weight: Tensor) -> None:
@@ -260,7 +251,7 @@ def _untrained_weights(module: nn.Module) -> list[ModelWeight]:
         raise ValueError("fq.freeze found no fq.Linear; call fq.convert(model, recipe) first")
     weights = [w for w in quantized_weights(module) if w.attribute == "weight"]
     untrained = [w for w in weights if not w.parameter.requires_grad]
-    found = [w for w in untrained if not _is_frozen(w.parameter)]
+    found = [w for w in untrained if not is_frozen(w.parameter)]
     if not found:
         raise ValueError(
             f"fq.freeze found no frozen weight: of {len(weights)} converted weights "
@@ -311,7 +302,7 @@ def unfreeze(module: nn.Module) -> int:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
-    weights = [w for w in quantized_weights(module) if _is_frozen(w.parameter)]
+    weights = [w for w in quantized_weights(module) if is_frozen(w.parameter)]
     if not weights:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")
     sharded = [weight for weight in weights if weight.managed is not None]
@@ -330,7 +321,10 @@ def unfreeze(module: nn.Module) -> int:
     return len(weights)
 
 
-def _is_frozen(weight: Tensor) -> bool:
-    """Return whether a weight is codes without values, of `freeze`."""
+def is_frozen(weight: Tensor) -> bool:
+    """Return whether a weight is codes without values, of `freeze`: whole, a shard, or gathered."""
     local = local_of(weight)
+    state = local._pair.owner if isinstance(local, QuantizedTensor) else None
+    if state is not None and state.gathered is not None:
+        local = state.gathered.managed.local
     return isinstance(local, QuantizedTensor) and local.is_frozen

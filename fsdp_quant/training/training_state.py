@@ -486,7 +486,7 @@ def _restore(model: nn.Module, saved: _Saved) -> None:
     _drop_codes(modules)
     raise ValueError(
         f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of "
-        "the same checkpoint before fq.load_state_dict, in the dtype they were saved from"
+        "the same checkpoint before fq.load_state_dict, in their dtype, frozen only if they were"
     )
 
 
