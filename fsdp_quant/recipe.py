@@ -27,7 +27,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -56,8 +56,19 @@ __all__ += ["mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
 
+class _OfAllSteps:
+    def at(self, step: int) -> Any:
+        """Return the recipe of a step."""
+        return self
+
+    @property
+    def phases(self) -> tuple[Any]:
+        """Return all values of `at`."""
+        return (self,)
+
+
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_OfAllSteps):
     """A named `qfactory(role)` and the options of the GEMMs, compared by value.
 
     qfactory:             module-level function (role, **arguments) -> Format, its name, Quantizer,
@@ -144,11 +155,7 @@ class Recipe:
 
     def is_token_local(self, gradients: bool = False) -> bool:
         """Return whether outputs of a token (gradients: input gradients) depend on no other token
-        of the call: no scale of a linear layer's input (output gradient) serves two.
-
-        >>> fq.recipes.mxfp8().is_token_local(), fq.recipes.fp8_current().is_token_local()
-        (True, False)
-        """
+        of the call: no scale of a linear layer's input (output gradient) serves two."""
         hybrid = self.hybrid(Role("linear", "grad_output" if gradients else "input"))
         return hybrid is None or hybrid.side(Direction.ROWWISE).fmt.keeps_rows_apart
 
@@ -158,15 +165,6 @@ class Recipe:
         num_last = math.ceil(self.tail * len(names) - 1e-9)
         last = identity(compute_dtype=self.compute_dtype, strict=self.strict)
         return [self] * (len(names) - num_last) + [last] * num_last
-
-    def at(self, step: int) -> Recipe:
-        """Return the recipe of a step."""
-        return self
-
-    @property
-    def phases(self) -> tuple[Recipe]:
-        """Return all values of `at`."""
-        return (self,)
 
     def fingerprint(self) -> str:
         """Return a text that is equal for equal recipes, in any process."""
@@ -199,7 +197,7 @@ def recipe_of(key: str) -> Recipe:
 
 
 @dataclass(frozen=True)
-class PerLayer:
+class PerLayer(_OfAllSteps):
     """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
     `default`.
 
@@ -257,13 +255,6 @@ class PerLayer:
                     f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}"
                 )
         return result
-
-    def at(self, step: int) -> PerLayer:
-        return self
-
-    @property
-    def phases(self) -> tuple[PerLayer]:
-        return (self,)
 
     def fingerprint(self) -> str:
         rules = [("default", "", self.default), *self._rules]
@@ -488,9 +479,8 @@ bf16 = identity
 
 def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
     """Return the recipe of FP8 with one fp32 scale per tensor, from its own amax."""
-    return named(
-        "fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2
-    )
+    chosen = {"grad_element": grad_element, "pow2": pow2}
+    return named("fp8_current", "fp8_tensor", "fp8_tensor", options, **chosen)
 
 
 def fp8_delayed(
@@ -528,9 +518,8 @@ def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **
 
     grad_element:  "e3m2" for gradients of a wider range.
     """
-    return named(
-        "mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element
-    )
+    chosen = {"scale_rounding": scale_rounding, "grad_element": grad_element}
+    return named("mxfp6", "mxfp6", "mxfp6", options, **chosen)
 
 
 def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
