@@ -291,16 +291,8 @@ def linear_gated(source: tuple[Tensor, Tensor, int], plan: int, call: StepCall) 
 
     source:  gate, up and the activation (`ops.norm.KINDS`).
     """
-    return _ops.linear_gated(
-        *source,
-        plan,
-        call.save,
-        call.step,
-        call.ids,
-        call.guard,
-        call.factors[0],
-        call.histories[0],
-    )
+    of_input = call.factors[0], call.histories[0]
+    return _ops.linear_gated(*source, plan, call.save, call.step, call.ids, call.guard, *of_input)
 
 
 def linear_counts() -> list[list[int]]:
