@@ -6,7 +6,7 @@ given x [tokens, hidden] and the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
-    result = sum over a token's experts of its routing weight * y
+    result = sum over a token's experts of its routing weight * y, rounded once
 
 or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
 weights that are stored transposed, as gpt-oss has them. Llama 4 multiplies every token by every
@@ -45,6 +45,7 @@ from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
+from . import routing_op
 from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
@@ -424,11 +425,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     numbers = torch.arange(experts, dtype=torch.int64, device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
-    back = torch.empty_like(order).index_copy(0, order, places)
-    rows = _Routed.apply(hidden_states, order, back, copies)
+    back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
+    rows = routing_op.dispatch(hidden_states, order, back)
     y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
-    y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
-    return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    return routing_op.combine(y, back, top_k_weights).to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -444,21 +444,6 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
     ends = ends * (len(rows) // experts)
     gate, up = _product(self, "gate_up_proj", rows, ends).chunk(2, -1)
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
-
-
-class _Routed(torch.autograd.Function):
-    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes by a gather."""
-
-    @staticmethod
-    def forward(ctx, x, order, back, copies):
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x.index_select(0, order // copies)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (back,) = ctx.saved_tensors
-        return dy.index_select(0, back).view(-1, ctx.copies, dy.shape[-1]).sum(1), None, None, None
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
