@@ -824,6 +824,10 @@ def every_step() -> None:
                 fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda
             )
             module_step(f"GroupedLinear {name}", make, splits)
+        back = torch.randperm(512, generator=torch.Generator().manual_seed(0))
+        routes = [on_device(t) for t in (back.argsort(), back.view(256, 2))]
+        splits = on_device(torch.tensor([200, 200, 329, 512]))
+        module_step(f"GroupedLinear {name}, of routes", make, splits, routes)
 
 
 def every_instance() -> None:

@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dist_tests import laws
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP32
 from dist_tests.laws import assert_same_bytes
-from dist_tests.single.test_routing import by_torch, double, passed, routes
-from fsdp_quant.models import routing_op
+from dist_tests.single.test_routing import (
+    BY_ROUTES,
+    by_torch,
+    double,
+    multiplied,
+    passed,
+    routes,
+)
+from fsdp_quant.linear import routes as routes_of
 from fsdp_quant.ops import native, routing
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -71,7 +79,7 @@ def test_autograd_of_tokens_and_experts_is_torchs(kind: str):
         assert (got[name].double() - want).norm() <= 2**-7 * want.norm(), name
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda x, w: routing_op.combine(double(routing_op.dispatch(x, order, back)), back, w),
+        lambda x, w: routes_of.combine(double(routes_of.dispatch(x, order, back)), back, w),
         fullgraph=True,
     )
     leaves = [t.clone().requires_grad_() for t in (x, weights)]
@@ -79,6 +87,44 @@ def test_autograd_of_tokens_and_experts_is_torchs(kind: str):
     y.backward(dy)
     for name, one in zip(got, (y.detach(), *(t.grad for t in leaves))):
         assert_same_bytes(one, got[name], f"compiled {name}")
+
+
+def test_a_captured_graph_reads_new_values():
+    """If false, a replay adds up rows of the step that was captured."""
+    order, back = (t.cuda() for t in routes(64, 4))
+    dy = laws.values(64, 256, seed=9).cuda()
+
+    def step(x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        y = routes_of.combine(double(routes_of.dispatch(x, order, back)), back, weights)
+        return y, *torch.autograd.grad(y, (x, weights), dy)
+
+    leaves = [laws.values(64, n, seed=n).cuda().requires_grad_() for n in (256, 4)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(*leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step(*leaves)
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.mul_(-3)
+    graph.replay()
+    for i, (got, want) in enumerate(zip(made, step(*leaves))):
+        assert_same_bytes(got, want, f"result {i}")
+
+
+@pytest.mark.parametrize("kind", ["spread", "few", "one"])
+@pytest.mark.parametrize("name", [*BY_ROUTES, "identity"])
+def test_quantizers_read_tokens_by_routes(name: str, kind: str):
+    """If false, a kernel that reads rows by their order encodes other rows than a copy has, or rows
+    behind a group of tokens."""
+    torch.compiler.reset()
+    want = multiplied(name, kind, False, device="cuda", size=4)
+    for compiled in (False, True):
+        got = multiplied(name, kind, True, compiled, device="cuda", size=4)
+        for what, one in want.items():
+            assert_same_bytes(got[what], one, f"{what}, compiled {compiled}")
 
 
 def test_non_finite_values_come_through():

@@ -908,7 +908,11 @@ class Operators:
         histories,
         step,
         ids,
+        order,
     ):
+        if order is not None:
+            refuse(order.dtype is not torch.int64 or not order.is_contiguous(), "order")
+            x = x.index_select(0, order)
         tables, operand_specs = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
         made = self.linear_tokens(

@@ -15,19 +15,32 @@ from dist_tests import laws
 from dist_tests.laws import assert_same_bytes
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
-from fsdp_quant.models import routing_op
+from fsdp_quant.inspection.calls import call_of
+from fsdp_quant.linear import grouped_linear, grouped_ops
+from fsdp_quant.linear import routes as routes_of
 from fsdp_quant.ops import routing
+from fsdp_quant.ops.reference import known
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def routes(tokens: int, copies: int, experts: int = 8, kind: str = "spread") -> tuple[Tensor, ...]:
-    """(order, back) of tokens whose experts are drawn; of the first three only; or all the last."""
-    shape, g = (tokens, copies), torch.Generator("cpu").manual_seed(tokens)
-    of = {"spread": experts, "few": 3}.get(kind, 1)
-    chosen = torch.randint(of, shape, generator=g, device="cpu") + (experts - 1) * (kind == "one")
-    order = chosen.flatten().sort(stable=True).indices
-    return order, order.argsort().view(shape)
+def chosen(tokens: int, copies: int, kind: str) -> Tensor:
+    """Experts, of 8, of each token: drawn of all; of the first three only; or all the last."""
+    g, most = torch.Generator("cpu").manual_seed(tokens), {"spread": 8, "few": 3}.get(kind, 1)
+    drawn = torch.randint(most, (tokens, copies), generator=g, device="cpu")
+    return drawn + 7 * (kind == "one")
+
+
+def routes(tokens: int, copies: int, kind: str = "spread") -> tuple[Tensor, Tensor]:
+    """(order, back)."""
+    order = chosen(tokens, copies, kind).flatten().sort(stable=True).indices
+    return order, order.argsort().view(tokens, copies)
+
+
+def ends(tokens: int, copies: int, kind: str = "spread") -> Tensor:
+    """The row behind each expert's last."""
+    experts = chosen(tokens, copies, kind).flatten()
+    return torch.bincount(experts, minlength=8).cumsum(0).int()
 
 
 CASES = [(5, 1, 8, "spread"), (7, 2, 8, "few"), (33, 8, 40, "spread"), (3, 4, 16, "one")]
@@ -36,8 +49,8 @@ CASES = [(5, 1, 8, "spread"), (7, 2, 8, "few"), (33, 8, 40, "spread"), (3, 4, 16
 def passed(x: Tensor, weights: Tensor, dy: Tensor, order: Tensor, back: Tensor, run) -> dict:
     """y and the gradients of tokens through dispatch, a function of rows, and combine."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    rows = routing_op.dispatch(x, order, back)
-    y = routing_op.combine(run(rows), back, weights)
+    rows = routes_of.dispatch(x, order, back)
+    y = routes_of.combine(run(rows), back, weights)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
 
@@ -61,7 +74,7 @@ def test_tokens_come_back_as_the_sums_over_their_experts(
 ):
     """If false, a token gets rows of another one, experts without tokens shift rows, or the router
     trains on other gradients."""
-    order, back = routes(tokens, copies, kind=kind)
+    order, back = routes(tokens, copies, kind)
     for dtype, of_weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32), (FP64, FP64)):
         x, dy = (laws.values(tokens, cols, seed=s, dtype=dtype) for s in range(2))
         weights = laws.values(tokens, copies, seed=2, dtype=of_weights)
@@ -101,7 +114,7 @@ def test_graphs_hold_one_operator_each_and_have_the_bits_of_eager_mode(on_gpu: b
     with hopper.emulated() if on_gpu else contextlib.nullcontext() as gpu:
         want = passed(x, weights, dy, order, back, double)
         compiled = torch.compile(
-            lambda x, w: routing_op.combine(double(routing_op.dispatch(x, order, back)), back, w),
+            lambda x, w: routes_of.combine(double(routes_of.dispatch(x, order, back)), back, w),
             backend="aot_eager",
             fullgraph=True,
         )
@@ -134,6 +147,76 @@ def test_kernels_route_the_tokens_of_packed_experts(family: str):
         assert (a.double() - b.double()).norm() <= 4e-2 * b.double().norm()
 
 
+def multiplied(
+    name: str, kind: str, routed: bool, compiled: bool = False, device: str = "cpu", size: int = 1
+) -> dict[str, Tensor]:
+    """Two steps of 8 experts, of tokens by their routes or of copies of them, and an evaluation."""
+    torch.manual_seed(0)
+    tokens, (k, n) = 40 * size, (64 * size, 48 * size)
+    order, back, bounds = (t.to(device) for t in (*routes(tokens, 3, kind), ends(tokens, 3, kind)))
+    made, results = {"dtype": BF16, "recipe": fq.recipes.by_name(name), "name": "experts"}, {}
+    module = fq.GroupedLinear(8, k, n, name == "fp8_row", device=device, packed=True, **made)
+
+    def forward(x: Tensor) -> Tensor:
+        if routed:
+            return module(x, bounds, (order, back))
+        return module(routes_of.dispatch(x, order, back), bounds)
+
+    run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+    with laws.kept_step():
+        fq.begin_step(0)
+        for step in range(2):
+            x = laws.values(tokens, k, seed=step).to(device).requires_grad_()
+            y = run(x)
+            y.backward(laws.values(*y.shape, seed=5).to(device))
+            results |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
+        results |= {f"d{n}": p.grad for n, p in module.named_parameters()}
+        with torch.no_grad():
+            results["evaluated"] = forward(x)
+        x = x.detach().requires_grad_()
+        module.requires_grad_(False)
+        forward(x).sum().backward()
+    return results | {"dx of frozen": x.grad}
+
+
+BY_ROUTES = "mxfp8", "fp8_block", "fp8_current", "fp8_row", "fp8_delayed", "nvfp4"
+
+
+@pytest.mark.parametrize("name", [*BY_ROUTES, "identity"])
+def test_products_that_read_tokens_by_routes_have_the_bits_of_copies(name: str, monkeypatch):
+    """If false, experts multiply other tokens than a loop, or every token is copied for each of its
+    experts before it is quantized."""
+    torch.compiler.reset()
+    cases = [("few", name in ("mxfp8", "fp8_delayed", "identity")), ("one", False)]
+    for kind, compiled in cases:
+        with hopper.emulated() as gpu:
+            want = multiplied(name, kind, False)
+            copies, dispatch = [], routes_of.dispatch
+            for module, called in (grouped_linear, "dispatch"), (grouped_ops, "dispatch_tokens"):
+                seen = lambda *args: copies.append(args) or dispatch(*args)  # noqa: E731
+                monkeypatch.setattr(module, called, torch.compiler.allow_in_graph(seen))
+            for in_graph in {False, compiled}:
+                before = gpu.count("combine")
+                got = multiplied(name, kind, True, in_graph)
+                for what, one in want.items():
+                    assert_same_bytes(got[what], one, f"{name} {kind} {what}, {in_graph}")
+                assert gpu.count("combine") == before + 3, "one for each dx"
+            assert bool(copies) is (name == "identity")
+
+
+def test_inspection_sees_the_rows_of_routed_tokens():
+    """If false, fq.inspect and fq.calibrate measure tokens of other experts, or fail on them."""
+    order, back = routes(6, 2)
+    x, module = laws.values(6, 16), fq.GroupedLinear(8, 16, 16, packed=True, recipe="mxfp8")
+    for args, given in (((x, ends(6, 2), (order, back)), {}), ((x, ends(6, 2)), {})):
+        _, rows, sizes, _ = known(call_of(module, args, given), "the call")
+        assert_same_bytes(rows, x[order // 2] if len(args) > 2 else x, "rows")
+        assert sum(sizes or ()) == 12
+    splits = {"splits": ends(6, 2), "routes": (order, back)}
+    _, rows, *_ = known(call_of(module, (x,), splits), "the call")
+    assert_same_bytes(rows, x[order // 2], "rows by keywords")
+
+
 def test_weights_without_a_gradient_save_no_rows():
     """If false, frozen routers keep what every expert made until the backward."""
     order, back = routes(6, 2)
@@ -141,7 +224,7 @@ def test_weights_without_a_gradient_save_no_rows():
     for needed in (False, True):
         weights = laws.values(6, 2, seed=2).requires_grad_(needed)
         with laws.recorded_saves() as saved:
-            y = routing_op.combine(rows, back, weights)
+            y = routes_of.combine(rows, back, weights)
         assert any(t.shape == rows.shape for t in saved) is needed
         y.sum().backward(retain_graph=True)
         assert (weights.grad is not None) is needed

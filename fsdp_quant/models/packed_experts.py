@@ -29,7 +29,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,12 +40,12 @@ from torch.nn.parameter import is_lazy
 from ..linear.bad_splits import BAD_SPLITS
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
+from ..linear.routes import combine, dispatch
 from ..ops import opaque
 from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from . import routing_op
 from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
 
@@ -202,7 +202,8 @@ class _Defined(nn.Module):
         self._parameters |= {"weight": parameters[part], "bias": parameters.get(f"{part}_bias")}
         self.transposed = transposed
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, routes: Sequence[Tensor]) -> Tensor:
+        rows = dispatch(rows, *routes) if routes else rows
         parts = rows.tensor_split(ends[:-1].tolist())
         weights = self.weight if self.transposed else self.weight.mT
         products = [part.to(w.dtype) @ w for part, w in zip(parts, weights)]
@@ -426,9 +427,9 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
-    rows = routing_op.dispatch(hidden_states, order, back)
-    y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
-    return routing_op.combine(y, back, top_k_weights).to(hidden_states.dtype)
+    hidden = gate(_product(self, first, hidden_states, ends, (order, back)))
+    y = _product(self, last, hidden, ends)
+    return combine(y, back, top_k_weights).to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -446,21 +447,23 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
 
 
-def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
+def _product(
+    module: nn.Module, part: str, rows: Tensor, ends: Tensor, routes: Sequence[Tensor] = ()
+) -> Tensor:
     """Of the module's weight and bias, which are not the product's if they are parametrized (LoRA),
     or those of a functional call."""
     product = getattr(module, f"{part}_product")
     weight, bias = getattr(module, part), getattr(module, f"{part}_bias", None)
     parameters = product._parameters
     if weight is parameters["weight"] and bias is parameters["bias"]:
-        return product(rows, ends)
+        return product(rows, ends, routes)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
             "to keep these experts as they are"
         )
     parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return torch.func.functional_call(product, parameters, (rows, ends))
+    return torch.func.functional_call(product, parameters, (rows, ends, routes))
 
 
 def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:
