@@ -30,7 +30,7 @@ std::vector<at::Tensor> encode_anchored(
   Launch<1> launch = launch_of(
       x, 0, input_of(x, round_to_bf16), unpack_encoding(row, 0.0, "row"), unpack_encoding(col, 0.0, "col"));
   TensorArgs& t = launch.tensors[0];
-  const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
+  const int64_t of_groups = set_tokens(launch, tokens), rows[2] = {t.rows, of_groups};
   bool whole[2];
   for (int d = 0; d < 2; ++d) whole[d] = launch.spec[d].present() && runs[d] == kOfTensor;
   const bool by_tile = launch.spec[1].present() && col_run == kOfTile;

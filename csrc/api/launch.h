@@ -70,7 +70,7 @@ inline Launch<1> launch_of(
   return launch;
 }
 
-// Set the token tables; returns the rows of the columnwise direction.
+// Set the token tables, and the number of rows; returns the rows of the columnwise direction.
 inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   TensorArgs& t = launch.tensors[0];
   if (tokens == nullptr) return t.rows;
@@ -78,6 +78,12 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max() - kTile, tiles, " tiles; one launch takes 2^31");
   t.tile_rows = static_cast<int32_t>(tokens->tiles);
   launch.tiles = static_cast<int32_t>(tiles), launch.sources = tokens->sources;
+  if (tokens->order.defined()) {
+    TORCH_CHECK_VALUE(launch.input == Input::kBF16 && t.cols % 8 == 0 && t.vector_load,
+                      "rows that are read by their order are bfloat16, aligned to 16 bytes, with columns in eights");
+    launch.order = tokens->order.const_data_ptr<int64_t>();
+    t.rows = static_cast<int32_t>(tokens->order.numel());
+  }
   return tokens->tiles * kTile;
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/index_select.h>
 #include <torch/library.h>
 
 #include "api/launch.h"
@@ -108,11 +109,21 @@ bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const Encodi
          tensor_args(gated.up, 0).vector_load;
 }
 
+at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens) {
+  return tokens != nullptr && tokens->order.defined() ? at::index_select(x, 0, tokens->order) : x;
+}
+
 Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2],
                  int64_t row0, bool round_to_bf16, bool wants_amax, const Encodings* out, const EncodeExtras& extras) {
   const GatedInput* const gated = extras.gated;
   const TokenTables* tokens = extras.tokens;
-  if (!col.present() && !row.whole_tensor() && !row.two_level()) tokens = nullptr;  // no scale covers rows of two groups
+  const bool apart = !col.present() && !row.whole_tensor() && !row.two_level();  // no scale covers rows of two groups
+  if (tokens != nullptr && tokens->order.defined() && (apart || row.four_bit() || col.four_bit())) {  // no kernel reads by it
+    TokenTables in_order = *tokens;
+    in_order.order.reset();
+    return encode(ordered_rows(x, tokens), row, col, known, row0, round_to_bf16, wants_amax, out, {gated, &in_order, extras.column_sums});
+  }
+  if (apart) tokens = nullptr;
   if (tokens != nullptr && row.present() && col.present() &&
       !(row.whole() ? col.whole() && known[0].enc.has_value() == known[1].enc.has_value()
         : row.four_bit()
@@ -130,7 +141,7 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = launch_of(x, row0, input_of(x, round_to_bf16), row, col);
   TensorArgs& t = launch.tensors[0];
-  const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
+  const int64_t of_groups = set_tokens(launch, tokens), rows[2] = {t.rows, of_groups};
   if (gated != nullptr) {
     const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
     TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && can_encode_gated(x, row, col, enc, *gated),

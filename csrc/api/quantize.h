@@ -34,11 +34,15 @@ struct GatedInput {
 };
 
 // Grouped tokens with scales per group (`sources` of layout/token_groups.h). The columnwise direction pads each group with
-// zeros to a multiple of 128 rows; empty groups write nothing. The rowwise direction keeps x's rows.
+// zeros to a multiple of 128 rows; empty groups write nothing. The rowwise direction keeps the rows.
 struct TokenTables {
   const int32_t *sources, *offsets, *padded;
   int64_t tiles, groups;
+  at::Tensor order = {};  // int64: the row of x that each row is; undefined: x has these rows
 };
+
+// The rows of the groups, where a kernel does not read them by their order.
+at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens);
 
 // Extra inputs and outputs of `encode`. gated: see can_encode_gated. tokens: scales that span rows, and tensor amaxes, are
 // per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or

@@ -204,6 +204,25 @@ __device__ __forceinline__ void load_rows(
   }
 }
 
+// 16-bit rows `order`[0 .. rows), aligned, with columns in eights.
+template <class In>
+__device__ __forceinline__ void load_ordered_rows(
+    RegisterTile<typename In::Value>& p, const TensorArgs& t, const int64_t* order, int32_t col0, int32_t rows) {
+  uint4 raw[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    raw[i] = make_uint4(0, 0, 0, 0);
+    if (i >= rows || col0 >= t.cols) continue;
+    const int64_t at = static_cast<int32_t>(__ldg(order + i)) * t.row_stride + col0;
+    raw[i] = ptx::ld_streaming(static_cast<const char*>(t.x) + 2 * at);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t words[8] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+    In::put(p.w[i], words, true);
+  }
+}
+
 template <class In>
 __device__ __forceinline__ void load_register_tile(
     RegisterTile<typename In::Value>& p, const TensorArgs& t, Input input, int32_t row0, int32_t col0) {

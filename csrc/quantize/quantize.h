@@ -146,6 +146,7 @@ struct Launch {
   const void* up;     // values are act(x) * up; null: x
   int64_t up_stride;
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
+  const int64_t* order;  // null, or the row of x that each row of the groups is; `rows` counts them, and rows are aligned
   Activation activation;
   float* sums;  // null, or column sums [tile rows, cols] of bf16 values
   TensorArgs tensors[Capacity];

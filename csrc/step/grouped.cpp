@@ -76,24 +76,32 @@ at::Tensor m_grouped_product(
   return out;
 }
 
-// Returns y of x [tokens, K] and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
+// Tables of the groups of x, or of the rows that are rows `order` of x.
+TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::Tensor& x, const MaybeTensor& order) {
+  TokenTables tokens = tables_of(tables, groups, x);
+  if (order.has_value()) check_buffer(*order, "order", x, at::kLong, order->numel()), tokens.order = *order;
+  return tokens;
+}
+
+// Returns y of x [tokens, K] (with `order`, of rows `order` of x) and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
 // (`token_groups`), and the codes saved for the backward. Weight codes that are decoded are given as values, with scales [E].
 // factors, histories: see Delayed. step, ids: for stochastic rounding.
 std::vector<at::Tensor> grouped_step(
     const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
     bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag,
-    at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids) {
+    at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& order) {
   check_cuda(x, "x");
   const auto call = grouped_call_of(plan, save, step, ids, guard, factors, {}, histories, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
-  const at::Tensor rows = matrix(x), tables = token_groups(ends, rows.size(0), wrong, tag);
-  const TokenTables tokens = tables_of(tables, ends.numel(), x);
+  const at::Tensor rows = order.has_value() ? aligned_rows(matrix(x)) : matrix(x),
+                   tables = token_groups(ends, order.has_value() ? order->numel() : rows.size(0), wrong, tag);
+  const TokenTables tokens = ordered_tables(tables, ends.numel(), x, order);
   const bool keeps = save && call->plan->saves == Saves::kCodes;
   const Encodings encoded = quantize_slot(*call, kInput, rows, true, keeps, {}, {nullptr, &tokens});
   const OperandSpec &of_x = call->plan->operand_specs[kInput][kRowwise],
                     &of_weight = call->plan->operand_specs[kWeight][kRowwise];
-  const GemmOperand a = of_x.is_quantized() ? grouped_operand(of_x, encoded[kRowwise]) : GemmOperand{rows};
+  const GemmOperand a = of_x.is_quantized() ? grouped_operand(of_x, encoded[kRowwise]) : GemmOperand{ordered_rows(rows, &tokens)};
   const GemmOperand b = {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind};
   const at::Tensor y = m_grouped_product(a, b, tables, tokens, out_dtype);
   record_error(*call, kFprop, a, b, kProbedStepsOfGroups);
@@ -165,8 +173,8 @@ void register_grouped(torch::Library& m) {
   // Eager mode only, as linear_step.
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "
-      "ScalarType out_dtype, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids) "
-      "-> Tensor[]",
+      "ScalarType out_dtype, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, "
+      "Tensor? order) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "

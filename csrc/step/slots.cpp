@@ -173,7 +173,7 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
     if (row == 0 && col == 0) return;
     const MaybeTensor none;
     extras.tokens = col != 0 ? tokens : nullptr;
-    auto tensors = encode_anchored(x, row, col, row != 0 ? r[0].run : 0, col != 0 ? r[1].run : 0,
+    auto tensors = encode_anchored(col != 0 ? x : ordered_rows(x, tokens), row, col, row != 0 ? r[0].run : 0, col != 0 ? r[1].run : 0,
                                    row != 0 && r[0].run == 0 ? known.rows : none,
                                    col != 0 && r[1].run == kAmaxRun ? known.runs : none, false, extras);
     auto next = tensors.begin();

@@ -64,7 +64,7 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.ops import anchoring, dispatch, layout, native, norm, reference
+from fsdp_quant.ops import anchoring, dispatch, layout, native, norm, reference, routing
 from fsdp_quant.quantizer import Quantizer
 
 SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
@@ -308,6 +308,30 @@ def normalizes(
     return work
 
 
+def combines(backward: bool = False, copies: int = 8) -> Callable[[Tensor], Work]:
+    """native.combine of x's rows, as those that `copies` experts made of each token, or its
+    backward."""
+
+    def work(x: Tensor) -> Work:
+        tokens = len(x) // copies
+        rows, dout = x[: tokens * copies], x[:tokens].clone()
+        back = torch.randperm(tokens * copies, device=x.device).view(tokens, copies)
+        weights = torch.rand(tokens, copies, device=x.device)
+        if not backward:
+            return Work(
+                lambda: [native.combine(rows, back, weights)],
+                [rows, back, weights],
+                lambda: routing.reference_combine(rows, back, weights),
+            )
+        return Work(
+            lambda: list(native.combine_backward(dout, rows, back, weights)),
+            [dout, rows, back, weights],
+            lambda: routing.reference_combine_backward(dout, rows, back, weights),
+        )
+
+    return work
+
+
 TENSOR, ROW, MX, NV = "fp8_tensor", "fp8_row", "mxfp8", "nvfp4"
 MX_ROW, MX_COL = both(MX)
 NV_ROW, NV_ROW_SR = encoding(NV, ROWWISE), encoding(NV, ROWWISE, stochastic=True)
@@ -420,6 +444,8 @@ ROWS = (
     Row("SwiGLU backward, amaxes", 0.65, 0.80, activates("swiglu", backward=True)),
     Row("GeGLU, amaxes", 0.65, 0.80, activates("geglu")),
     Row("GeGLU backward, amaxes", 0.65, 0.80, activates("geglu", backward=True)),
+    Row("combine of 8 experts", None, 0.85, combines()),
+    Row("combine of 8 experts, backward", None, 0.85, combines(backward=True)),
 )
 
 

@@ -36,7 +36,7 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.linear.call import Call
 from fsdp_quant.linear.plan import GemmPlan, build_plan
-from fsdp_quant.ops import anchoring, gradient_codes, layout, native, norm, reference
+from fsdp_quant.ops import anchoring, gradient_codes, layout, native, norm, reference, routing
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.gradient_codes import GradientLayout
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
@@ -583,6 +583,29 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
         run(f"norm {spec} [{rows}, {cols}] {dtype}", [y, rstd, mean, amax, *back], want, 2**-6)
 
 
+def routed(of_weights: torch.dtype) -> None:
+    """Sums over experts, and their backward. Sums over columns are of whole numbers."""
+    for tokens, copies, cols in ((70, 2, 24), (9, 8, 328), (5, 9, 2880)):
+        g = torch.Generator().manual_seed(tokens)
+        back = torch.randperm(tokens * copies, generator=g).view(tokens, copies)
+        rows, dout = (whole_numbers(n, cols) for n in (tokens * copies, tokens))
+        weights = laws.values(tokens, copies, dtype=of_weights)
+        given = [on_device(t) for t in (dout, rows, back, weights)]
+        made = [
+            native.combine(*given[1:]),
+            native.combine(*given[1:3], None),
+            *native.combine_backward(*given),
+            native.combine_backward(given[0], None, *given[2:])[0],
+        ]
+
+        def want(dout=dout, rows=rows, back=back, weights=weights) -> list[Tensor]:
+            drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
+            sums = [routing.reference_combine(rows, back, w) for w in (weights, None)]
+            return [*sums, drows, dweights, drows]
+
+        run(f"combine [{tokens}, {copies}] of {cols}, {of_weights}", made, want)
+
+
 # Of a linear layer's step #
 
 # `context.STEP_FIELDS`, `operands.slot_ids`
@@ -801,6 +824,10 @@ def every_step() -> None:
                 fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda
             )
             module_step(f"GroupedLinear {name}", make, splits)
+        back = torch.randperm(512, generator=torch.Generator().manual_seed(0))
+        routes = [on_device(t) for t in (back.argsort(), back.view(256, 2))]
+        splits = on_device(torch.tensor([200, 200, 329, 512]))
+        module_step(f"GroupedLinear {name}, of routes", make, splits, routes)
 
 
 def every_instance() -> None:
@@ -967,6 +994,8 @@ def every_instance() -> None:
                 activations(name, dtype)
         for centred in (False, True):
             norms(dtype, centred)
+    for of_weights in (BF16, FP32):
+        routed(of_weights)
     emulation = Operators()
     scalars(emulation)
     for activation in ("swiglu", "geglu"):

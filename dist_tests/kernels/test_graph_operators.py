@@ -235,6 +235,14 @@ def calls() -> dict:
             [empty(64, 256)] * 3,
             lambda dh, g, u: ops.activation_backward(dh, g, u, 1),
         ),
+        "combine": (
+            [empty(128, 256), empty(64, 2, dtype=torch.int64), empty(64, 2)],
+            lambda rows, back, w: ops.combine(rows, back, w),
+        ),
+        "combine_backward": (
+            [empty(64, 256), empty(64, 2, dtype=torch.int64), empty(64, 2)],
+            lambda dout, back, w: ops.combine_backward(dout, None, back, w),
+        ),
         "random_key": (
             [empty(5, dtype=torch.int64), empty(3, dtype=torch.int64), empty(64, 256)],
             lambda step, ids, x: ops.random_key(step, ids, 0, x.shape[0]),
@@ -286,6 +294,8 @@ def exported(run, make, dynamic: bool):
         "norm_backward",
         "activation",
         "activation_backward",
+        "combine",
+        "combine_backward",
         "random_key",
         "tensor_decode_scale",
     ],

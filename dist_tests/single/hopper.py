@@ -50,6 +50,7 @@ from fsdp_quant.ops import (
     norm,
     opaque,
     reference,
+    routing,
 )
 from fsdp_quant.ops import product_error as probing
 from fsdp_quant.optim import fused_adam
@@ -907,7 +908,11 @@ class Operators:
         histories,
         step,
         ids,
+        order,
     ):
+        if order is not None:
+            refuse(order.dtype is not torch.int64 or not order.is_contiguous(), "order")
+            x = x.index_select(0, order)
         tables, operand_specs = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
         made = self.linear_tokens(
@@ -1321,6 +1326,27 @@ class Operators:
             dweight,
             dweight.new_empty(0) if dbias is None else dbias,
         )
+
+    # Tokens of experts #
+
+    def _copies(self, name: str, values: Tensor, rows: int, back: Tensor, *weights) -> None:
+        refuse(back.dim() != 2 or back.dtype is not torch.int64, f"{name}: back {list(back.shape)}")
+        refuse(len(values) != rows, f"{name}: {list(values.shape)} of {list(back.shape)}")
+        given = [t for t in (values, back, *weights) if t is not None]
+        refuse(not all(t.is_contiguous() for t in given), f"{name}: not contiguous")
+        refuse(values.dtype is not torch.bfloat16 or values.shape[1] % 8, f"{name}: {values.dtype}")
+        kinds = torch.bfloat16, torch.float32
+        refuse(any(w is not None and w.dtype not in kinds for w in weights), f"{name}: weights")
+        self.calls.append(Call(name, values.data_ptr()))
+
+    def combine(self, rows, back, weights):
+        self._copies("combine", rows, back.numel(), back, weights)
+        return routing.reference_combine(rows, back, weights)
+
+    def combine_backward(self, dout, rows, back, weights):
+        self._copies("combine_backward", dout, len(back), back, weights)
+        drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
+        return drows, weights.new_empty(0) if dweights is None else dweights
 
     def linear_step(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
+from ..linear.routes import tokens_of
 from ..models.set_recipe import converted_units
 from ..recipe import matches
 from ..tensor import torch_compat
@@ -43,8 +44,9 @@ def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> l
 
 def call_of(
     module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[Tensor, list[int] | None, float] | None:
-    """Return (input, rows per expert, scale of the output) of a call that a forward hook saw.
+) -> tuple[Tensor, Tensor, list[int] | None, float] | None:
+    """Return (input, rows that are multiplied, how many per expert, scale of the output) of a call
+    that a forward hook saw.
 
     None: attention to other keys, which multiplies parts of its weight in high precision.
     """
@@ -52,8 +54,10 @@ def call_of(
     _, x, *_ = call.values()
     if call.get("key", x) is not x:
         return None
+    routes = call.get("routes")
+    rows = x.detach()[tokens_of(*routes)] if routes else x
     sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
-    return x, sizes, call.get("scale", 1.0)
+    return x, rows, sizes, call.get("scale", 1.0)
 
 
 def rows_by_layer(

@@ -279,12 +279,12 @@ class Inspection:
         """Measure the input of a module's call, and later the gradient of its output."""
         if (call := call_of(module, args, kwargs)) is None:
             return
-        x, sizes, scale = call
+        x, rows, sizes, scale = call
         high = functools.partial(self._add_high_precision, name)
         if not torch_compat.backward_is_running():
             if not self.in_forward:
                 return  # an evaluation forward before the next step
-            self._add(name, "input", layers, x, sizes)
+            self._add(name, "input", layers, rows, sizes)
             if isinstance(output, Tensor):
                 high("output", output)
         if isinstance(output, Tensor) and output.requires_grad and not self.evaluation:

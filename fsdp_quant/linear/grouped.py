@@ -51,6 +51,7 @@ from .grouped_tokens import (
 )
 from .operands import lies_transposed, refuse_codes
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
+from .routes import sum_of_copies
 from .stacked_weights import StackedWeight, read_as, stacked_weight
 
 # Which plans one grouped GEMM computes #
@@ -154,6 +155,13 @@ def _spans_experts(
     return run != native.TILE and not (decodes and native.TILE % (run or 1) == 0)
 
 
+def reads_routes(plan: GemmPlan, x: Tensor) -> bool:
+    """Return whether one product for all experts reads rows of x by their routes; else they are
+    copied first."""
+    is_native = not isinstance(x, QuantizedTensor) and not plan.decodes_groups(arch_of(x.device))
+    return is_native and plan.saves != "input"
+
+
 # The program #
 
 
@@ -166,6 +174,8 @@ class GroupedCall(NamedTuple):
     experts:  number of groups.
     in_one:   a grouped GEMM computes the plan, which is then `GemmPlan.of_groups`; False: a loop.
     tag:      identifies the layer in `bad_splits_flag` if the ends of groups are wrong.
+    tokens:   int64 [M], the row of x of each row that is multiplied, if `reads_routes`; None: x has
+              these rows.
     """
 
     call: Call
@@ -174,6 +184,7 @@ class GroupedCall(NamedTuple):
     experts: int
     in_one: bool = True
     tag: int = 0
+    tokens: Tensor | None = None
 
     @staticmethod
     def combined(
@@ -217,7 +228,7 @@ class GroupedCall(NamedTuple):
         if self._is_native(x):
             number = self._number(x)
             y, groups, codes = native.grouped_step(
-                x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag
+                x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
             )
         else:
             refuse_codes(x, plan, call.save)
@@ -228,7 +239,7 @@ class GroupedCall(NamedTuple):
             codes = self._codes_to_save(x, groups)
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
-            y = y.add_(table.float().index_select(0, group_of(groups, x))).to(x.dtype)
+            y = y.add_(table.float().index_select(0, group_of(groups, y))).to(x.dtype)
         saves_input = call.save and plan.saves == "input"
         return y, [groups.tables, *([x] if saves_input else codes)], stacks.get(COLUMNWISE)
 
@@ -431,12 +442,15 @@ def experts(
     forward: Callable[..., tuple[Tensor, list[Tensor], StackedWeight | None]],
     backward: Callable[..., Gradients],
     ends: Tensor,
+    routes: Sequence[Tensor] = (),
 ) -> Program:
     """Return the program of all experts.
 
     forward, backward:  of `GroupedCall`, or of `grouped_ops.TracedCall`, in a graph being traced.
-    ends:  the row after the last of each.
+    ends:    the row after the last of each.
+    routes:  by which `forward` reads x; empty: x has the rows that are multiplied.
     """
+    places = list(routes[1:])
 
     def program(x, weights, biases, dgrad) -> Differentiable:
         y, saved, weight = forward(x, ends, weights, biases, dgrad)
@@ -444,12 +458,13 @@ def experts(
         buffers = [t for t in saved if t is not x]
 
         def gradients(dy, x, buffers, weights, needs) -> Gradients:
-            remaining = iter(buffers)
+            back, remaining = buffers[: len(places)], iter(buffers[len(places) :])
             read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
             stacked = None if read is None else StackedWeight([*remaining], read)
-            return backward(dy, read_by_wgrad, weights, stacked, needs)
+            dx, dw, db = backward(dy, read_by_wgrad, weights, stacked, needs)
+            return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
 
         read_again = [] if weight is None else weight.buffers
-        return y, any(is_x), [*buffers, *read_again], gradients
+        return y, any(is_x), [*places, *buffers, *read_again], gradients
 
     return program

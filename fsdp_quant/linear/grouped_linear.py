@@ -32,11 +32,12 @@ from ..tensor.weight_state import WeightState
 from .autograd import differentiated
 from .bad_splits import new_tag, raise_bad_splits
 from .base import plan_of_recipe
-from .grouped import GroupedCall, experts, unsupported_reason
+from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
+from .routes import dispatch, tokens_of
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import backward_dw, note_traced
 
@@ -316,7 +317,9 @@ class GroupedLinear(HasWeight):
     def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
         return self.held if owner is self else (owner.weight, owner.bias)
 
-    def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, splits: Sequence[int] | Tensor, routes: Sequence[Tensor] = ()
+    ) -> Tensor:
         """y [.., N] of x [.., K], whose rows are sorted by expert.
 
         x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
@@ -324,6 +327,9 @@ class GroupedLinear(HasWeight):
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
                  expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
                  product serves all experts.
+        routes:  of tokens x [T, K] that k experts each multiply: int64 `order` [T * k] and `back`
+                 [T, k]. Row r of y [T * k, N] is of x[order[r] // k], and back[t] are the rows of
+                 token t. Empty: x has the rows.
 
         Given a tensor, experts are two operators in compiled graphs, but those that
         `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
@@ -335,7 +341,7 @@ class GroupedLinear(HasWeight):
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
         if is_compiling and not first.returns_wgrad:
-            return self._outside_graphs(x, splits)
+            return self._outside_graphs(x, splits, routes)
         if is_compiling and isinstance(splits, Tensor):
             in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
@@ -347,22 +353,30 @@ class GroupedLinear(HasWeight):
                 same, is_keyed = _is_for_all(override.recipe.key, names, arch)
                 in_graph = same and plan.boundary is None
             if in_graph:
-                return self._in_graph(x, splits, plan, is_keyed)
-            return self._outside_graphs(x, splits)
-        if not is_compiling:
-            raise_bad_splits()
-        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
-        sizes = self._sizes(splits, rows)
-        plan, reason = (None, None) if is_compiling else self._plan_of_one(x, rows)
-        if plan is not None:
-            y = self._in_one(plan, rows, sizes)
-        else:
-            if isinstance(sizes, Tensor):
-                departure = f"waits for the device to tell the token splits: {reason}"
-                counters.add("departure", (self._name, departure))
-                sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
-            y = torch.cat(self._one_by_one(rows.split(sizes)))
+                return self._in_graph(x, splits, plan, is_keyed, routes)
+            return self._outside_graphs(x, splits, routes)
+        y = self._multiplied(x, splits, routes, is_compiling)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _multiplied(
+        self, x: Tensor, splits: Sequence[int] | Tensor, routes: Sequence[Tensor], is_traced: bool
+    ) -> Tensor:
+        """y [M, N], of one product for all experts, or of one for each."""
+        if not is_traced:
+            raise_bad_splits()
+        first = self.first
+        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
+        sizes = self._sizes(splits, routes[0] if routes else rows)
+        plan, reason = (None, None) if is_traced else self._plan_of_one(x, rows)
+        if routes and (plan is None or not reads_routes(plan, rows)):
+            rows, routes = dispatch(rows, *routes), ()
+        if plan is not None:
+            return self._in_one(plan, rows, sizes, routes)
+        if isinstance(sizes, Tensor):
+            departure = f"waits for the device to tell the token splits: {reason}"
+            counters.add("departure", (self._name, departure))
+            sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
+        return torch.cat(self._one_by_one(rows.split(sizes)))
 
     def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""
@@ -390,7 +404,9 @@ class GroupedLinear(HasWeight):
         operands = zip(self._linears, parts, weight.unbind(), biases)
         return [layer.times(part, matrix, vector) for layer, part, matrix, vector in operands]
 
-    def _in_graph(self, x: Tensor, ends: Tensor, plan: GemmPlan, is_keyed: bool) -> Tensor:
+    def _in_graph(
+        self, x: Tensor, ends: Tensor, plan: GemmPlan, is_keyed: bool, routes: Sequence[Tensor]
+    ) -> Tensor:
         first, grad = self._linears[0], torch.is_grad_enabled()
         weights: list[Tensor] = [owner.weight for owner in self.owners]
         biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
@@ -412,6 +428,7 @@ class GroupedLinear(HasWeight):
             guards,
             factors,
             histories,
+            routes,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -437,8 +454,8 @@ class GroupedLinear(HasWeight):
         "plans differ, a recipe has boundary slots, tokens came as codes of several experts, or a "
         "weight is a DTensor or codes of one expert"
     )
-    def _outside_graphs(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        return self.forward(x, splits)
+    def _outside_graphs(self, *args) -> Tensor:
+        return self.forward(*args)
 
     @property
     def common_plan(self) -> GemmPlan | None:
@@ -477,7 +494,9 @@ class GroupedLinear(HasWeight):
         plan, arch = self.common_plan, arch_of(self._linears[0].weight.device)
         return plan is not None and plan.decodes_groups(arch)
 
-    def _in_one(self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
+    def _in_one(
+        self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor, routes: Sequence[Tensor]
+    ) -> Tensor:
         """One product for all experts. sizes: see `_sizes`."""
         layers = self._linears
         held = [self._operand(owner) for owner in self.owners]
@@ -497,7 +516,8 @@ class GroupedLinear(HasWeight):
         if states[0].quantizer != plan.weight:  # held codes are not of a context's recipe
             states = []
         call = GroupedCall.combined(calls, states, len(layers), self._tag)
-        program = experts(call.forward, call.backward, ends)
+        call = call._replace(tokens=tokens_of(*routes)) if routes else call
+        program = experts(call.forward, call.backward, ends, routes)
         return differentiated(program, rows, len(weights), (*weights, *biases))
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:

@@ -26,9 +26,11 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
 from .call import BySlot, Call
-from .grouped import GroupedCall, experts, unsupported_reason
+from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
 from .plan import GemmPlan, plan_of
 from .program import check_histories
+from .routes import dispatch as dispatch_tokens
+from .routes import tokens_of
 from .stacked_weights import gathered_codes, read_as, weight_of_codes
 
 
@@ -70,6 +72,7 @@ class TracedCall(NamedTuple):
     step, ids:   of random bits: int64 [5], and [3] per expert; None and []: not read.
     guards:      fp32 [3, 2], what products of each pass lost; []: they are not watched.
     factors, histories:  of the delayed sides of input, weight and grad_output, of all experts each.
+    tokens:      as of `GroupedCall`.
     """
 
     plan: GemmPlan
@@ -80,6 +83,7 @@ class TracedCall(NamedTuple):
     guards: list[Tensor]
     factors: list[Tensor]
     histories: list[Tensor]
+    tokens: Tensor | None
 
     def forward(
         self,
@@ -96,7 +100,8 @@ class TracedCall(NamedTuple):
         torch_compat.save_inputs(read, written, self.plan.weight if gathered else None)
         operands, biases = self._operands(weights, ROWWISE), list(biases)
         key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
-        y, *saved = _experts(x, ends, operands, biases, key, self.spec, step, ids, factors)
+        state = key, self.spec, step, ids, factors
+        y, *saved = _experts(x, self.tokens, ends, operands, biases, *state)
         self._record(saved, ("input", "weight"), self.guards[:1])
         saved = saved if self.spec.in_one else [ends]
         if self.spec.save and (self.plan.saves == "input" or not self.spec.in_one):
@@ -157,6 +162,7 @@ def traced_experts(
     guards: list[Tensor],
     factors: list[Tensor],
     histories: list[Tensor],
+    routes: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return y [M, N] of x [M, K] in a graph that is traced; arguments as of `TracedCall`.
 
@@ -165,6 +171,7 @@ def traced_experts(
     plan:            key of the plan of all experts.
     require_native:  no product of decoded codes.
     transposed:      a packed weight is stored [E, K, N].
+    routes:          of x [T, K] (linear/routes.py).
     """
     counters.has_graphs = True
     first, of_expert = weights[0], plan_of(plan)
@@ -178,10 +185,13 @@ def traced_experts(
     reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
     decodes = of_groups.decodes_groups(arch_of(x.device))
     in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
+    if routes and not (in_one and reads_routes(of_groups, x)):
+        x, routes = dispatch_tokens(x, *routes), ()
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
-    call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories)
-    program = experts(call.forward, call.backward, ends)
+    tokens = tokens_of(*routes) if routes else None
+    call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories, tokens)
+    program = experts(call.forward, call.backward, ends, routes)
     return differentiated(program, x, len(weights), (*weights, *biases))
 
 
@@ -227,25 +237,27 @@ def _call_of(
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
 
 
-def _run_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
+def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
     call, written = _call_of(x, plan, spec, step, ids, factors)
+    call = call._replace(tokens=tokens)
     y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.call.plan, x, spec.experts)
+        shapes = _saved_shapes(call.call.plan, x, len(y), spec.experts)
         saved[1:] = [t.view(shape) for t, (shape, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 
 
-def _fake_forward(x, ends, weights, biases, plan, spec, step, ids, factors):
+def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan).of_groups, _Spec(*spec)
-    outputs = [x.new_empty(x.shape[0], spec.n)]
+    rows = (x if tokens is None else tokens).shape[0]
+    outputs = [x.new_empty(rows, spec.n)]
     if spec.in_one:
-        size = 4 * _tiles(x.shape[0], spec.experts) + 2 * (spec.experts + 1)
+        size = 4 * _tiles(rows, spec.experts) + 2 * (spec.experts + 1)
         outputs.append(ends.new_empty(size, dtype=torch.int32))
         if spec.save and plan.saves != "input":
-            shapes = _saved_shapes(plan, x, spec.experts)
+            shapes = _saved_shapes(plan, x, rows, spec.experts)
             outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     return [*outputs, *_fake_written(x, spec, factors)]
 
@@ -277,12 +289,14 @@ def _tiles(tokens: int, experts: int) -> int:
     return (tokens + 127 * min(experts, tokens)) // native.TILE
 
 
-def _saved_shapes(plan: GemmPlan, x: Tensor, experts: int) -> list[tuple[tuple, torch.dtype]]:
-    """Return shapes and dtypes of what one grouped GEMM saves of x: codes of groups that begin at
-    multiples of 128, their scales and tensor amaxes."""
+def _saved_shapes(
+    plan: GemmPlan, x: Tensor, rows: int, experts: int
+) -> list[tuple[tuple, torch.dtype]]:
+    """Return shapes and dtypes of what one grouped GEMM saves of rows of x: codes of groups that
+    begin at multiples of 128, their scales and tensor amaxes."""
     resolved, fmt = plan.resolved(x.dtype, x.device), plan.operand("input", COLUMNWISE)
     layout, of_experts = resolved.layouts["input"][COLUMNWISE], ((experts,), torch.float32)
-    tokens, cols = native.TILE * _tiles(x.shape[0], experts), x.shape[1]
+    tokens, cols = native.TILE * _tiles(rows, experts), x.shape[1]
     if fmt.tensor_scale and has_tensor_amax(fmt, layout):
         scales = cols, tokens // (fmt.block[1] or 1)
         return [((cols, tokens // 2), torch.uint8), (scales, torch.uint8), of_experts]
@@ -304,7 +318,8 @@ def _saved_shapes(plan: GemmPlan, x: Tensor, experts: int) -> list[tuple[tuple, 
 
 _STATE = "str plan, int[] spec, {}Tensor? step, Tensor[] ids, Tensor[] factors) -> Tensor[]"
 _experts = opaque.define(
-    "experts(Tensor x, Tensor ends, Tensor[] weights, Tensor[] biases, " + _STATE.format(""),
+    "experts(Tensor x, Tensor? tokens, Tensor ends, Tensor[] weights, Tensor[] biases, "
+    + _STATE.format(""),
     _run_forward,
     _fake_forward,
 )
@@ -321,7 +336,7 @@ def _flops(x: Sequence[int], spec: Sequence[int], products: int = 1) -> int:
 
 
 register_flop_formula(torch.ops.fsdp_quant.experts)(
-    lambda x, ends, weights, biases, plan, spec, *rest, **options: _flops(x, spec)
+    lambda x, tokens, ends, weights, biases, plan, spec, *rest, **options: _flops(tokens or x, spec)
 )
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
     lambda dy, saved, weights, plan, spec, needs, *rest, **options: _flops(dy, spec, sum(needs[:2]))

@@ -6,7 +6,7 @@ given x [tokens, hidden] and the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
-    result = sum over a token's experts of its routing weight * y
+    result = sum over a token's experts of its routing weight * y, rounded once
 
 or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
 weights that are stored transposed, as gpt-oss has them. Llama 4 multiplies every token by every
@@ -29,7 +29,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from torch.nn.parameter import is_lazy
 from ..linear.bad_splits import BAD_SPLITS
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
+from ..linear.routes import combine, dispatch
 from ..ops import opaque
 from ..ops.reference import known
 from ..tensor import torch_compat
@@ -201,7 +202,8 @@ class _Defined(nn.Module):
         self._parameters |= {"weight": parameters[part], "bias": parameters.get(f"{part}_bias")}
         self.transposed = transposed
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, routes: Sequence[Tensor]) -> Tensor:
+        rows = dispatch(rows, *routes) if routes else rows
         parts = rows.tensor_split(ends[:-1].tolist())
         weights = self.weight if self.transposed else self.weight.mT
         products = [part.to(w.dtype) @ w for part, w in zip(parts, weights)]
@@ -424,11 +426,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     numbers = torch.arange(experts, dtype=torch.int64, device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
-    back = torch.empty_like(order).index_copy(0, order, places)
-    rows = _Routed.apply(hidden_states, order, back, copies)
-    y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
-    y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
-    return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
+    hidden = gate(_product(self, first, hidden_states, ends, (order, back)))
+    y = _product(self, last, hidden, ends)
+    return combine(y, back, top_k_weights).to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -446,36 +447,23 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
 
 
-class _Routed(torch.autograd.Function):
-    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes by a gather."""
-
-    @staticmethod
-    def forward(ctx, x, order, back, copies):
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x.index_select(0, order // copies)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (back,) = ctx.saved_tensors
-        return dy.index_select(0, back).view(-1, ctx.copies, dy.shape[-1]).sum(1), None, None, None
-
-
-def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
+def _product(
+    module: nn.Module, part: str, rows: Tensor, ends: Tensor, routes: Sequence[Tensor] = ()
+) -> Tensor:
     """Of the module's weight and bias, which are not the product's if they are parametrized (LoRA),
     or those of a functional call."""
     product = getattr(module, f"{part}_product")
     weight, bias = getattr(module, part), getattr(module, f"{part}_bias", None)
     parameters = product._parameters
     if weight is parameters["weight"] and bias is parameters["bias"]:
-        return product(rows, ends)
+        return product(rows, ends, routes)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
             "to keep these experts as they are"
         )
     parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return torch.func.functional_call(product, parameters, (rows, ends))
+    return torch.func.functional_call(product, parameters, (rows, ends, routes))
 
 
 def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:

@@ -100,7 +100,7 @@ def _measure(
     """The forward hook of a module: the largest input of each of its layers."""
     if not torch_compat.can_observe() or (call := call_of(module, args, kwargs)) is None:
         return
-    x, sizes, _ = call
+    _, x, sizes, _ = call
     with torch_compat.unobserved():
         x = x.dequantize() if isinstance(x, QuantizedTensor) else x
         for layer, rows in rows_by_layer(layers, x, sizes):

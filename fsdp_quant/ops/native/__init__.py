@@ -18,4 +18,5 @@ from .layouts import *
 from .norms import *
 from .optimizers import *
 from .quantization import *
+from .routing import *
 from .steps import *

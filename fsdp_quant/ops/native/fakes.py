@@ -120,6 +120,11 @@ FAKES = {
         x.new_empty(x.shape[-1]),
         x.new_empty(x.shape[-1] if flags[2] else 0),
     ),
+    "combine": lambda rows, back, weights: rows.new_empty((back.shape[0], rows.shape[1])),
+    "combine_backward": lambda dout, rows, back, weights: (
+        dout.new_empty((back.numel(), dout.shape[1])),
+        weights.new_empty(0 if rows is None else back.shape),
+    ),
     "adam_count": lambda step, *args: step[0].new_empty((len(step), 8)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype

@@ -39,7 +39,7 @@ def _aligned(x: Tensor | None) -> Tensor | None:
     return rows if x.dim() == 2 else rows.view(x.shape)
 
 
-def _line(x: Tensor | None) -> Tensor | None:
+def contiguous_aligned(x: Tensor | None) -> Tensor | None:
     """Return x [cols], contiguous and aligned to 16 bytes; a copy if needed. x may be a slice of a
     larger buffer."""
     if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0):
@@ -99,7 +99,9 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *spec: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, rstd, mean, and the amax of y. spec: the fields of `ops.norm.NormSpec`."""
-    y, amax, rstd, mean = _ops.norm(_aligned(x.contiguous()), _line(weight), _line(bias), *spec)
+    y, amax, rstd, mean = _ops.norm(
+        _aligned(x.contiguous()), contiguous_aligned(weight), contiguous_aligned(bias), *spec
+    )
     return y, rstd, mean, amax
 
 
@@ -121,7 +123,7 @@ def norm_backward(
     dx, amax, dweight, dbias = _ops.norm_backward(
         dy_rows,
         x_rows,
-        _line(weight),
+        contiguous_aligned(weight),
         residual_rows,
         rstd,
         mean,

@@ -63,6 +63,7 @@ def grouped_step(
     out_dtype: torch.dtype,
     wrong: Tensor | None,
     tag: int,
+    order: Tensor | None = None,
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """Return y of x [tokens, K], its groups (`token_groups`), and the codes that the backward
     saves. See csrc/step/grouped.cpp.
@@ -72,6 +73,7 @@ def grouped_step(
     call:    factors and histories of a slot: those of all groups for its first delayed direction,
              then for the next.
     ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
+    order:   int64 [tokens], the row of x of each token; None: x has the tokens.
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     y, tables, *saved = _ops.grouped_step(
@@ -89,6 +91,7 @@ def grouped_step(
         call.histories[0],
         call.step,
         ids,
+        order,
     )
     return y, TokenGroups(tables, len(ends)), saved
 

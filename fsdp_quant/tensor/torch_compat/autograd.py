@@ -18,7 +18,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from ...ops import opaque
 
@@ -100,8 +104,10 @@ def dispatch_is_watched() -> bool:
 
 
 def tracing_if_watched() -> contextlib.AbstractContextManager:
-    """Give graphs, and modes that see operators, operators of the reference."""
-    return opaque.tracing(dispatch_is_watched())
+    """Give graphs, and modes that see operators, operators of the reference; a `DispatchMode` of
+    ours sees what these consist of."""
+    is_ours = isinstance(_get_current_dispatch_mode(), DispatchMode)
+    return opaque.tracing(dispatch_is_watched() and not is_ours)
 
 
 def is_transformed() -> bool:

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens to their experts and back: sums over a token's experts and their gradients, by the
+reference, in graphs, and on an emulated GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.laws import assert_same_bytes
+from dist_tests.single import hopper
+from dist_tests.single.test_fuse import tiny
+from fsdp_quant.inspection.calls import call_of
+from fsdp_quant.linear import grouped_linear, grouped_ops
+from fsdp_quant.linear import routes as routes_of
+from fsdp_quant.ops import routing
+from fsdp_quant.ops.reference import known
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def chosen(tokens: int, copies: int, kind: str) -> Tensor:
+    """Experts, of 8, of each token: drawn of all; of the first three only; or all the last."""
+    g, most = torch.Generator("cpu").manual_seed(tokens), {"spread": 8, "few": 3}.get(kind, 1)
+    drawn = torch.randint(most, (tokens, copies), generator=g, device="cpu")
+    return drawn + 7 * (kind == "one")
+
+
+def routes(tokens: int, copies: int, kind: str = "spread") -> tuple[Tensor, Tensor]:
+    """(order, back)."""
+    order = chosen(tokens, copies, kind).flatten().sort(stable=True).indices
+    return order, order.argsort().view(tokens, copies)
+
+
+def ends(tokens: int, copies: int, kind: str = "spread") -> Tensor:
+    """The row behind each expert's last."""
+    experts = chosen(tokens, copies, kind).flatten()
+    return torch.bincount(experts, minlength=8).cumsum(0).int()
+
+
+CASES = [(5, 1, 8, "spread"), (7, 2, 8, "few"), (33, 8, 40, "spread"), (3, 4, 16, "one")]
+
+
+def passed(x: Tensor, weights: Tensor, dy: Tensor, order: Tensor, back: Tensor, run) -> dict:
+    """y and the gradients of tokens through dispatch, a function of rows, and combine."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    rows = routes_of.dispatch(x, order, back)
+    y = routes_of.combine(run(rows), back, weights)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
+
+
+def by_torch(x: Tensor, weights: Tensor, dy: Tensor, order: Tensor, back: Tensor, run) -> dict:
+    """The same of copies that nobody sorts, in fp64."""
+    x, weights = (t.double().requires_grad_() for t in (x, weights))
+    copied = x.repeat_interleave(back.shape[1], 0)
+    y = (run(copied).view(*back.shape, -1) * weights[..., None]).sum(1)
+    y.backward(dy.double())
+    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
+
+
+def double(rows: Tensor) -> Tensor:
+    return rows * -2
+
+
+@pytest.mark.parametrize(("tokens", "copies", "cols", "kind"), CASES)
+def test_tokens_come_back_as_the_sums_over_their_experts(
+    tokens: int, copies: int, cols: int, kind: str
+):
+    """If false, a token gets rows of another one, experts without tokens shift rows, or the router
+    trains on other gradients."""
+    order, back = routes(tokens, copies, kind)
+    for dtype, of_weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32), (FP64, FP64)):
+        x, dy = (laws.values(tokens, cols, seed=s, dtype=dtype) for s in range(2))
+        weights = laws.values(tokens, copies, seed=2, dtype=of_weights)
+        given = x, weights, dy, order, back, double
+        got, want = passed(*given), by_torch(*given)
+        for name, one in want.items():
+            assert got[name].dtype is (of_weights if name == "dweights" else dtype)
+            # two roundings of dx: of each row's gradient, and of their sum
+            unit = torch.finfo(got[name].dtype).eps + copies * torch.finfo(dtype).eps / 2
+            largest = one.abs().amax() + 1
+            assert (got[name].double() - one).abs().amax() <= unit * largest, (name, dtype)
+
+
+def test_sums_are_in_order_and_rounded_once():
+    """If false, bits depend on where experts lie, or a sum of eight experts is rounded eight
+    times."""
+    order, back = routes(9, 8)
+    rows, weights = laws.values(72, 24, seed=1), laws.values(9, 8, seed=2, dtype=FP32)
+    for w in (weights, weights.to(BF16), None):
+        total = torch.zeros(9, 24)
+        for j in range(8):
+            term = rows[back[:, j]].float()
+            total = total + (term if w is None else term * w[:, j, None].float())
+        assert_same_bytes(routing.combine(rows, back, w), total.to(BF16), str(w))
+    moved = torch.randperm(72)  # as if other experts had the tokens
+    want = routing.combine(rows, back, weights)
+    assert_same_bytes(routing.combine(rows[moved], moved.argsort()[back], weights), want, "moved")
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["reference", "emulated"])
+def test_graphs_hold_one_operator_each_and_have_the_bits_of_eager_mode(on_gpu: bool):
+    """If false, torch.compile fuses sums in another order, or a graph breaks at the experts."""
+    torch.compiler.reset()
+    order, back = routes(12, 2)
+    x, dy = laws.values(12, 32, seed=1), laws.values(12, 32, seed=2)
+    weights = laws.values(12, 2, seed=3, dtype=FP32)
+    with hopper.emulated() if on_gpu else contextlib.nullcontext() as gpu:
+        want = passed(x, weights, dy, order, back, double)
+        compiled = torch.compile(
+            lambda x, w: routes_of.combine(double(routes_of.dispatch(x, order, back)), back, w),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
+        y = compiled(*leaves)
+        y.backward(dy)
+        for name, got in zip(want, (y.detach(), *(t.grad for t in leaves))):
+            assert_same_bytes(got, want[name], name)
+        if gpu is not None:  # eager and compiled
+            assert (gpu.count("combine"), gpu.count("combine_backward")) == (4, 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_kernels_route_the_tokens_of_packed_experts(family: str):
+    """If false, a mixture of experts copies its tokens by operators of torch where kernels run, or
+    they compute something else."""
+    ids = torch.arange(32).view(1, 32)
+
+    def step() -> tuple[Tensor, ...]:
+        net = fq.convert(tiny(family), fq.recipes.mxfp8(), skip="lm_head")
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), *(layer.mlp.gate.weight.grad for layer in net.model.layers)
+
+    want = step()
+    with hopper.emulated() as gpu:
+        got = step()
+    assert (gpu.count("combine"), gpu.count("combine_backward")) == (4, 2), "of two layers"
+    for a, b in zip(got, want):  # products of codes are exact there
+        assert (a.double() - b.double()).norm() <= 4e-2 * b.double().norm()
+
+
+def multiplied(
+    name: str, kind: str, routed: bool, compiled: bool = False, device: str = "cpu", size: int = 1
+) -> dict[str, Tensor]:
+    """Two steps of 8 experts, of tokens by their routes or of copies of them, and an evaluation."""
+    torch.manual_seed(0)
+    tokens, (k, n) = 40 * size, (64 * size, 48 * size)
+    order, back, bounds = (t.to(device) for t in (*routes(tokens, 3, kind), ends(tokens, 3, kind)))
+    made, results = {"dtype": BF16, "recipe": fq.recipes.by_name(name), "name": "experts"}, {}
+    module = fq.GroupedLinear(8, k, n, name == "fp8_row", device=device, packed=True, **made)
+
+    def forward(x: Tensor) -> Tensor:
+        if routed:
+            return module(x, bounds, (order, back))
+        return module(routes_of.dispatch(x, order, back), bounds)
+
+    run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+    with laws.kept_step():
+        fq.begin_step(0)
+        for step in range(2):
+            x = laws.values(tokens, k, seed=step).to(device).requires_grad_()
+            y = run(x)
+            y.backward(laws.values(*y.shape, seed=5).to(device))
+            results |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
+        results |= {f"d{n}": p.grad for n, p in module.named_parameters()}
+        with torch.no_grad():
+            results["evaluated"] = forward(x)
+        x = x.detach().requires_grad_()
+        module.requires_grad_(False)
+        forward(x).sum().backward()
+    return results | {"dx of frozen": x.grad}
+
+
+BY_ROUTES = "mxfp8", "fp8_block", "fp8_current", "fp8_row", "fp8_delayed", "nvfp4"
+
+
+@pytest.mark.parametrize("name", [*BY_ROUTES, "identity"])
+def test_products_that_read_tokens_by_routes_have_the_bits_of_copies(name: str, monkeypatch):
+    """If false, experts multiply other tokens than a loop, or every token is copied for each of its
+    experts before it is quantized."""
+    torch.compiler.reset()
+    cases = [("few", name in ("mxfp8", "fp8_delayed", "identity")), ("one", False)]
+    for kind, compiled in cases:
+        with hopper.emulated() as gpu:
+            want = multiplied(name, kind, False)
+            copies, dispatch = [], routes_of.dispatch
+            for module, called in (grouped_linear, "dispatch"), (grouped_ops, "dispatch_tokens"):
+                seen = lambda *args: copies.append(args) or dispatch(*args)  # noqa: E731
+                monkeypatch.setattr(module, called, torch.compiler.allow_in_graph(seen))
+            for in_graph in {False, compiled}:
+                before = gpu.count("combine")
+                got = multiplied(name, kind, True, in_graph)
+                for what, one in want.items():
+                    assert_same_bytes(got[what], one, f"{name} {kind} {what}, {in_graph}")
+                assert gpu.count("combine") == before + 3, "one for each dx"
+            assert bool(copies) is (name == "identity")
+
+
+def test_inspection_sees_the_rows_of_routed_tokens():
+    """If false, fq.inspect and fq.calibrate measure tokens of other experts, or fail on them."""
+    order, back = routes(6, 2)
+    x, module = laws.values(6, 16), fq.GroupedLinear(8, 16, 16, packed=True, recipe="mxfp8")
+    for args, given in (((x, ends(6, 2), (order, back)), {}), ((x, ends(6, 2)), {})):
+        _, rows, sizes, _ = known(call_of(module, args, given), "the call")
+        assert_same_bytes(rows, x[order // 2] if len(args) > 2 else x, "rows")
+        assert sum(sizes or ()) == 12
+    splits = {"splits": ends(6, 2), "routes": (order, back)}
+    _, rows, *_ = known(call_of(module, (x,), splits), "the call")
+    assert_same_bytes(rows, x[order // 2], "rows by keywords")
+
+
+def test_weights_without_a_gradient_save_no_rows():
+    """If false, frozen routers keep what every expert made until the backward."""
+    order, back = routes(6, 2)
+    rows = laws.values(12, 16, seed=1).requires_grad_()
+    for needed in (False, True):
+        weights = laws.values(6, 2, seed=2).requires_grad_(needed)
+        with laws.recorded_saves() as saved:
+            y = routes_of.combine(rows, back, weights)
+        assert any(t.shape == rows.shape for t in saved) is needed
+        y.sum().backward(retain_graph=True)
+        assert (weights.grad is not None) is needed
+    (gradient,) = torch.autograd.grad(y.sum(), rows, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_no_tokens_are_no_rows():
+    """If false, a rank without tokens fails."""
+    order, back = (t.long() for t in (torch.empty(0), torch.empty(0, 2)))
+    given = torch.empty(0, 16), torch.empty(0, 2), torch.empty(0, 16), order, back, double
+    for name, got in passed(*given).items():
+        assert got.shape == given[name == "dweights"].shape

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experts made of the copies of each token: the definition in PyTorch, or the compiled kernel
+if there is one for the tensors.
+
+    combine            out[t] = sum over j of weights[t, j] * rows[back[t, j]]
+    combine_backward   drows[back[t, j]] = weights[t, j] * dout[t]
+                       dweights[t, j]    = sum over columns of rows[back[t, j]] * dout[t]
+
+    rows, drows        [T * k, N], sorted by expert
+    back               int64 [T, k]: each row once
+    weights, dweights  [T, k], or None for 1
+
+Both compute in fp32 (in fp64 of fp64) and round once. `combine` adds in the order of j, on every
+device: bits do not depend on where a row lies. Sums over columns are those of torch, or of a kernel
+in an order of its own, which is the same in every call.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import native, opaque
+
+
+def _has_kernel(values: Tensor, weights: Tensor | None) -> bool:
+    bf16 = torch.bfloat16
+    return (
+        native.is_available_for(values)
+        and values.dtype is bf16
+        and values.shape[-1] % 8 == 0
+        and values.numel() > 0
+        and (weights is None or weights.dtype in (bf16, torch.float32))
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def combine(rows: Tensor, back: Tensor, weights: Tensor | None) -> Tensor:
+    """[T, N], in the dtype of the rows."""
+    if _has_kernel(rows, weights):
+        return native.combine(rows, back, weights)
+    return reference_combine(rows, back, weights)
+
+
+@opaque.operator(
+    "reference_combine(Tensor rows, Tensor back, Tensor? weights) -> Tensor",
+    lambda rows, back, weights: rows.new_empty(back.shape[0], rows.shape[1]),
+)
+def reference_combine(rows: Tensor, back: Tensor, weights: Tensor | None) -> Tensor:
+    def term(j: int) -> Tensor:
+        values = _wide(rows.index_select(0, back[:, j]))
+        return values if weights is None else values * weights[:, j, None].to(values.dtype)
+
+    return functools.reduce(torch.add, map(term, range(back.shape[1]))).to(rows.dtype)
+
+
+def combine_backward(
+    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """(drows in the dtype of dout; dweights in that of the weights, None without rows)."""
+    if _has_kernel(dout, weights):
+        return native.combine_backward(dout, rows, back, weights)
+    return reference_combine_backward(dout, rows, back, weights)
+
+
+@opaque.operator(
+    "reference_combine_backward(Tensor dout, Tensor? rows, Tensor back, Tensor weights) -> "
+    "Tensor[]",
+    lambda dout, rows, back, weights: [
+        dout.new_empty(back.numel(), dout.shape[1]),
+        *([] if rows is None else [weights.new_empty(back.shape)]),
+    ],
+    results=2,
+)
+def reference_combine_backward(
+    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    d = _wide(dout)
+    drows, dots = dout.new_empty(back.numel(), dout.shape[1]), []
+    for j, places in enumerate(back.unbind(1)):
+        drows.index_copy_(0, places, (d * weights[:, j, None].to(d.dtype)).to(drows.dtype))
+        if rows is not None:
+            dots.append((rows.index_select(0, places).to(d.dtype) * d).sum(1))
+    return drows, torch.stack(dots, 1).to(weights.dtype) if dots else None
