@@ -17,8 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..linear.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
+from ..training.training_state import TrainingState
 from .conversion import convert_once
-from .rank_states import gather_state, load_gathered_state
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
 
@@ -68,9 +68,8 @@ class Callback(TrainerCallback):
     def on_train_begin(self, args, state, control, model, **kwargs):
         self._convert(model)  # `model_init` returns a new model per training
         if state.global_step:
-            load_gathered_state(
-                model, torch.load(self._file(args, state), map_location="cpu", weights_only=True)
-            )
+            saved = torch.load(self._file(args, state), map_location="cpu", weights_only=True)
+            TrainingState(model).load_state_dict(saved)
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str:
         """Path of the state in the checkpoint to resume from; the Trainer only knows its step."""
@@ -118,7 +117,7 @@ class Callback(TrainerCallback):
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
             return
-        gathered = gather_state(model)
+        gathered = TrainingState(model).state_dict()
         if args.should_save:
             torch.save(gathered, os.path.join(_folder(args, state), FILE))
 
