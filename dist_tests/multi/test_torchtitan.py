@@ -68,12 +68,10 @@ def _layers(trainer) -> list[fq.Linear]:
 
 
 def _near(rank: int, world: int, folder: str, settings: dict) -> None:
-    from torchtitan.distributed import activation_checkpoint
-
-    from dist_tests import titan  # noqa: F401  (before torchtitan)
+    from dist_tests import titan  # imports of torchtitan follow its own
 
     if kind := settings.pop("checkpointed", None):
-        settings["activation_checkpoint"] = getattr(activation_checkpoint, kind).Config()
+        settings["activation_checkpoint"] = getattr(titan.activation_checkpoint, kind).Config()
     runs = {}
     for recipe in (None, "bf16", "mxfp8"):
         trainer, runs[recipe], logged = _train(recipe, folder, **settings)

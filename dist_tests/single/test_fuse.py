@@ -409,14 +409,17 @@ class LlamaNorm(nn.Module):
 
 
 def test_blocks_are_recognized_and_change_no_bit():
-    """If false, fq.convert makes another model of what people have, or leaves its norms and MLPs to
-    slow kernels unsaid."""
+    """If false, fq.convert makes another model of what people have, leaves its norms and MLPs to
+    slow kernels unsaid, or takes random numbers of torch's, by which a model that is initialized
+    later is another one."""
     torch.manual_seed(0)
     parts = [LlamaNorm(), Titan(), nn.LayerNorm(D), Vision(), Clamped(), Packed(), UpFirst()]
+    numbers = torch.get_rng_state()
     plain, net = (
         fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), fuse=fuse)
         for fuse in (False, True)
     )
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert_same(step(net), step(plain))
     assert [type(m).__name__.startswith("Fused") for m in net] == [
         True,

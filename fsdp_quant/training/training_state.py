@@ -391,7 +391,7 @@ def _check_rank(saved_by: list[int] | None) -> None:
     if saved_by is not None and saved_by[1] == world and saved_by[0] != rank:
         raise ValueError(
             f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
-            "activations are each rank's own, so that under one key the last to write it wins: save "
+            "activations are each rank's own: under one key the last to write it wins, so save "
             "fq.TrainingState(model), which holds those of all ranks; to go on with the histories "
             f"of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
