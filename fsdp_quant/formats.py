@@ -268,7 +268,13 @@ class Format:
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
 
     def facts(self) -> dict:
-        """The fields by name, in JSON's types."""
+        """The fields by name, in JSON's types. Raises ValueError for an element that no reader of
+        them knows."""
+        if ELEMENTS.get(self.element.name) != self.element:
+            raise ValueError(
+                f"{self.name}: element {self.element.name} is not in fsdp_quant.formats.ELEMENTS, so "
+                f"its codes cannot be read back; known elements: {', '.join(ELEMENTS)}"
+            )
         fields = {f.name: getattr(self, f.name) for f in fields_of(self)}
         return fields | {"element": self.element.name, "block": list(self.block)}
 
