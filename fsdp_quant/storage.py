@@ -414,8 +414,10 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     name = fields.pop("format")
     if name in known_formats():
         fmt = format_of(name, **fields, block=block)
+    elif not isinstance(name, str):
+        raise TypeError(f"the format's name is {name!r}")
     else:  # of a recipe of one's own
-        fmt = Format(str(name), ELEMENTS[fields.pop("element")], block, **fields)
+        fmt = Format(name, ELEMENTS[fields.pop("element")], block, **fields)
     if (
         len(shape) != 2
         or not all(map(_is_size, shape))
