@@ -17,7 +17,7 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe | PerLayer | Schedule | None = None,
+    recipe: Recipe | PerLayer | Schedule | str | None = None,
     **convert_options,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Convert a model and call `accelerator.prepare(model, optimizer)`.

@@ -36,7 +36,7 @@ class FabricPrecision(fabric.Precision):
 
     def __init__(
         self,
-        recipe: Recipe | PerLayer | Schedule | None = None,
+        recipe: Recipe | PerLayer | Schedule | str | None = None,
         precision: str = "32-true",
         **convert_options,
     ):
