@@ -247,7 +247,7 @@ def full_state(model: nn.Module, optimizer) -> dict:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     for group in optimizer_state["param_groups"]:
         group["lr"] = float(group["lr"])  # a tensor where a CUDA graph reads it
-    own = fq.TrainingState(model)
+    own = fq.steps.TrainingState(model)
     return {"model": model_state, "optimizer": optimizer_state, "train_state": own}
 
 

@@ -272,8 +272,8 @@ class Format:
         them knows."""
         if ELEMENTS.get(self.element.name) != self.element:
             raise ValueError(
-                f"{self.name}: element {self.element.name} is not in fsdp_quant.formats.ELEMENTS, so "
-                f"its codes cannot be read back; known elements: {', '.join(ELEMENTS)}"
+                f"{self.name}: element {self.element.name} is not in fsdp_quant.formats.ELEMENTS, "
+                f"so its codes cannot be read back; known elements: {', '.join(ELEMENTS)}"
             )
         fields = {f.name: getattr(self, f.name) for f in fields_of(self)}
         return fields | {"element": self.element.name, "block": list(self.block)}

@@ -43,7 +43,7 @@ from .serving.refit import refit
 from .training.gradient_reduction import set_gradient_reduction
 from .training.graphed import graphed
 from .training.hold import freeze, hold, unfreeze
-from .training.training_state import TrainingState, load_state_dict, state_dict
+from .training.training_state import load_state_dict, state_dict
 
 NAMES = {name: value for name, value in globals().items() if not name.startswith("_")}
 ALIASES = {name: getattr(numerics, name) for name in numerics.__all__}

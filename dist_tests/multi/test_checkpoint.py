@@ -69,7 +69,7 @@ def train(net, optimizer, steps: range, rank: int) -> list[torch.Tensor]:
 def whole_state(net, optimizer, **options) -> dict:
     """What a trainer saves."""
     model, moments = get_state_dict(net, optimizer)
-    state = fq.TrainingState(net, **options)
+    state = fq.steps.TrainingState(net, **options)
     return {"model": model, "optimizer": moments, "train_state": state}
 
 

@@ -143,11 +143,11 @@ def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
             model(values(4, 64, seed=rank, dtype=torch.float32) * (1 + rank)).sum().backward()
             own, shared = {f"rank_{rank}": fq.state_dict(model)}, {"fq": fq.state_dict(model)}
             path = folder / f"{recipe.name}-{sharded}"
-            dcp.save({**own, **shared, "all": fq.TrainingState(model)}, checkpoint_id=path)
+            dcp.save({**own, **shared, "all": fq.steps.TrainingState(model)}, checkpoint_id=path)
             dcp.load({**own, **shared}, checkpoint_id=path)
             fq.load_state_dict(model, own[f"rank_{rank}"])
             before = {k: v["amaxes"].clone() for k, v in fq.state_dict(model)["histories"].items()}
-            dcp.load({"all": fq.TrainingState(model)}, checkpoint_id=path)
+            dcp.load({"all": fq.steps.TrainingState(model)}, checkpoint_id=path)
             try:
                 fq.load_state_dict(model, shared["fq"])
                 said.append("loaded")
@@ -165,7 +165,7 @@ def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
     """If false, every rank but one resumes with scales of another rank's activations, and nobody is
     told."""
     first, second = run_ranks(2, _shared_key, tmp_path)
-    assert "fq.TrainingState(model)" in first[0] and second[0] == first[0]
+    assert "fq.steps.TrainingState(model)" in first[0] and second[0] == first[0]
     assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], (
         "of DDP the rank that was saved goes on"
     )
@@ -180,7 +180,7 @@ def _damaged(rank: int, world: int) -> list[str]:
         fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2))
     )
     model(values(4, 64, dtype=torch.float32)).sum().backward()
-    state, shared = fq.state_dict(model), fq.TrainingState(model).state_dict()
+    state, shared = fq.state_dict(model), fq.steps.TrainingState(model).state_dict()
     state["step"], before = (state["step"] + 5 if rank else -1), fq.state_dict(model)["step"]
     shared["ranks"][0] = shared["ranks"][0][:-9]
     said = ["loaded", "loaded"]

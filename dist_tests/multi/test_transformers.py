@@ -217,7 +217,7 @@ def test_a_training_resumes_under_another_recipe_on_request(tmp_path: Path):
         trainer = _trainer(tmp_path, "mxfp8", resume=True, options={"allow_recipe_change": True})
         assert trainer.state.global_step == STEPS and len(_losses(trainer)) == STEPS, case
         assert fq.state_dict(trainer.model)["step"] == STEPS
-        (tmp_path / "checkpoint-1" / "fsdp_quant.pt").unlink()
+        (tmp_path / "checkpoint-1" / "fsdp_quant.pt").unlink(missing_ok=True)
 
 
 def test_adapters_over_codes_resume_as_the_page_writes(tmp_path: Path):

@@ -160,7 +160,7 @@ def _verify_folder(path: Path, report: Verified) -> None:
         if world and len(saved) < world and any("histories" in place for place in values):
             report.problems.append(
                 f"it holds amax histories of ranks {sorted(saved)} of {world}, and each rank has "
-                "its own; save fq.TrainingState(model)"
+                "its own; save fq.steps.TrainingState(model)"
             )
 
 

@@ -41,8 +41,8 @@ from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
 CANDIDATES = ("nvfp4", "mxfp8")
-# A backward in mxfp8 has 0.03 in the first step of examples/train_lm.py and 0.006 after 60 steps, one
-# in nvfp4 0.11 and 0.03; that of the model of docs/diverging_run.md in nvfp4 has 0.25.
+# A backward in mxfp8 has 0.03 in the first step of examples/train_lm.py and 0.006 after 60 steps,
+# one in nvfp4 0.11 and 0.03; that of the model of docs/diverging_run.md in nvfp4 has 0.25.
 GRADIENT_ERROR = 0.1
 ROUNDS = 8  # recipes to measure before falling back to high precision
 

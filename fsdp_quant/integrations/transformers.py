@@ -89,8 +89,8 @@ class Callback(TrainerCallback):
             return None
         raise ValueError(
             f"resumed at step {state.global_step}, but there is no {' and no '.join(paths)}; give "
-            "Callback(resume_from=) the folder of a checkpoint that was written with this callback, "
-            "or Callback(allow_recipe_change=True), if it was trained without"
+            "Callback(resume_from=) the folder of a checkpoint that was written with this "
+            "callback, or Callback(allow_recipe_change=True), if it was trained without"
         )
 
     def on_step_begin(self, args, state, control, model, **kwargs):

@@ -251,7 +251,7 @@ class TrainingState:
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> dcp = torch.distributed.checkpoint
-    >>> state = {"model": model.state_dict(), "train_state": fq.TrainingState(model)}
+    >>> state = {"model": model.state_dict(), "train_state": fq.steps.TrainingState(model)}
     >>> _ = dcp.save(state, checkpoint_id="step_1", no_dist=True)  # without: in a run of ranks
     >>> dcp.load(state, checkpoint_id="step_1", no_dist=True)
     """
@@ -392,8 +392,8 @@ def _check_rank(saved_by: list[int] | None) -> None:
         raise ValueError(
             f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
             "activations are each rank's own: under one key the last to write it wins, so save "
-            "fq.TrainingState(model), which holds those of all ranks; to go on with the histories "
-            f"of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
+            "fq.steps.TrainingState(model), which holds those of all ranks; to go on with the "
+            f"histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
 
 
