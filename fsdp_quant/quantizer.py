@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -65,6 +66,17 @@ class Quantizer:
     rounding: str = "nearest"
     rotation: bool = False
     eps: float = 0.0
+
+    if TYPE_CHECKING:  # names are converted
+
+        def __init__(
+            self,
+            fmt: Format | str,
+            scaling: str | DelayedScaling = "current",
+            rounding: str = "nearest",
+            rotation: bool = False,
+            eps: float = 0.0,
+        ): ...
 
     def __post_init__(self):
         fmt = format_of(self.fmt)
@@ -151,6 +163,15 @@ class HybridQuantizer:
     rowwise: Quantizer | None
     columnwise: Quantizer | None
     columnwise_source: str = "original"
+
+    if TYPE_CHECKING:  # names are converted
+
+        def __init__(
+            self,
+            rowwise: Quantizer | Format | str | None,
+            columnwise: Quantizer | Format | str | None,
+            columnwise_source: str = "original",
+        ): ...
 
     def __post_init__(self):
         for name in ("rowwise", "columnwise"):
