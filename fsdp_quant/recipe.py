@@ -46,7 +46,8 @@ from .recipe_options import (
     switches_of,
     with_options,
 )
-from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
+from .roles import QUANTIZED_TYPES, Role, covers, default_override, overridden
+from .roles import matches as matches
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -239,7 +240,7 @@ class PerLayer:
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = [i for i, name in enumerate(names) if matches(pattern, name)]
+            matching = [i for i, name in enumerate(names) if covers(pattern, name)]
             for i in matching:
                 result[i] = recipe
             if not matching:

@@ -91,6 +91,12 @@ def matches(pattern: str, name: str) -> bool:
     )
 
 
+def covers(pattern: str, name: str) -> bool:
+    """Return whether `pattern` matches a layer of that name, or a module around it."""
+    parts = name.split(".")
+    return any(matches(pattern, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
+
+
 def slot_ids(name: str) -> Tensor:
     """Return int64 [3]: the ids of a module's slots, which key their random bits."""
     ids = [tensor_id(f"{name}.{slot}") for slot in QUANTIZED_TYPES]

@@ -39,7 +39,6 @@ NAMES = {
 MX, NV = recipes.mxfp8(), recipes.nvfp4()
 
 
-
 def test_types_say_that_names_are_recipes():
     """If false, a type checker refuses what every page writes, or reads no types at all."""
     assert (ROOT / "fsdp_quant" / "py.typed").exists()

@@ -19,7 +19,8 @@ from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.linear import Linear
 from ..linear.passes import steps_of
 from ..migration import answers_keywords
-from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..roles import covers, matches
 from ..tensor import torch_compat
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
@@ -49,7 +50,7 @@ CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were gi
 def convert(
     model: nn.Module,
     recipe: Recipe | PerLayer | Schedule | str,
-    skip: Iterable[str] = (),
+    skip: Iterable[str | type[nn.Module]] = (),
     grouped: Iterable[str] = (),
     fuse: bool | Pattern | Iterable[Pattern] = True,
     recompute: str | None = None,
@@ -59,8 +60,9 @@ def convert(
 
     recipe:     of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`;
                 or `fq.recipes.schedule(...)`, which this model then follows.
-    skip:       modules that stay as they are: qualified names, last components ("lm_head") or globs
-                ("*.gate"); "auto" adds heads, routers, tied and small layers, and warns which.
+    skip:       layers that stay as they are, named or in a named module: qualified names,
+                last components ("lm_head"), globs ("*.gate") or classes; "auto" adds heads,
+                routers, tied and small layers, and warns which. `fq.plan` lists what each matched.
     grouped:    modules with packed experts, named likewise: a parameter `weight` [E, N, K], a
                 `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around
                 `torch._grouped_mm`. They become `fq.GroupedLinear`.
@@ -86,7 +88,7 @@ def convert(
     recipe = _checked(model, recipe, skip)
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     gathered = torch_compat.reshard(model)
-    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
+    targets = _targets(model, [skip] if isinstance(skip, str | type) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     order = list(targets)
@@ -127,7 +129,9 @@ def convert(
 
 
 def _checked(
-    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str]
+    model: nn.Module,
+    recipe: Recipe | PerLayer | Schedule | str,
+    skip: Iterable[str | type[nn.Module]],
 ) -> Recipe | PerLayer | Schedule:
     """Return the recipe. Raises ValueError for arguments of `convert` of other types."""
     if not isinstance(model, nn.Module):
@@ -135,12 +139,20 @@ def _checked(
             f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
         )
     recipe = as_recipe(recipe, "fq.convert")
-    if callable(skip) or not all(isinstance(pattern, str) for pattern in skip):
+    patterns = [skip] if isinstance(skip, type) else [] if callable(skip) else skip
+    if (callable(skip) and not patterns) or not all(_is_pattern(p) for p in patterns):
         raise ValueError(
             f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
-            "['lm_head', '*.router'], and no filter function"
+            "['lm_head', '*.router'], and classes of modules, but no filter function: pass [name "
+            "for name, module in model.named_modules() if ...]"
         )
     return recipe
+
+
+def _is_pattern(pattern: object) -> bool:
+    return isinstance(pattern, str) or (
+        isinstance(pattern, type) and issubclass(pattern, nn.Module)
+    )
 
 
 def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:
@@ -204,7 +216,7 @@ def _fused(
     return patterns | {n: p._replace(recompute=recompute) for n, p in mlps.items()}
 
 
-def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
+def _targets(model: nn.Module, skip: list, grouped: list[str]) -> dict[str, nn.Module]:
     """Return the modules that become quantized, in the order of the model, by name; note in each
     other one why it stays as it is (`fq.plan`)."""
     modules = dict(model.named_modules())
@@ -293,7 +305,7 @@ def _check_weight(name: str, module: nn.Module, weight: nn.Parameter) -> None:
         )
 
 
-def _skipped(model: nn.Module, patterns: list[str], layers: dict[str, nn.Module]) -> set[str]:
+def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> set[str]:
     """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
     skipped: set[str] = set()
     for pattern in patterns:
@@ -305,12 +317,26 @@ def _skipped(model: nn.Module, patterns: list[str], layers: dict[str, nn.Module]
             warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {text}"
             warnings.warn(warning, stacklevel=4)
             skipped.update(reasons)
-        elif names := {n for n in layers if matches(pattern, n)}:
+        elif names := _matching(model, pattern, layers):
+            for name in names:
+                layers[name].__dict__["_left_out"] = f"skip={_text(pattern)}"
             skipped |= names
         else:
-            warning = f"skip={pattern!r} matches no nn.Linear; the model has {_some(layers)}"
+            warning = f"skip={_text(pattern)} matches no nn.Linear; the model has {_some(layers)}"
             warnings.warn(warning, stacklevel=4)
     return skipped
+
+
+def _matching(model: nn.Module, pattern: str | type, layers: Iterable[str]) -> set[str]:
+    """Names of the layers that a pattern of `skip` matches."""
+    if isinstance(pattern, str):
+        return {name for name in layers if covers(pattern, name)}
+    around = tuple(f"{n}.".lstrip(".") for n, m in model.named_modules() if isinstance(m, pattern))
+    return {name for name in layers if f"{name}.".startswith(around)}
+
+
+def _text(pattern: str | type) -> str:
+    return pattern.__name__ if isinstance(pattern, type) else repr(pattern)
 
 
 def _adapters(model: nn.Module) -> set[str]:
