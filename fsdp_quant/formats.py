@@ -531,6 +531,16 @@ def format_of(name: str | Format, **changes) -> Format:
     return replace(fmt, **changes) if changes else fmt
 
 
+def format_of_facts(facts: dict) -> Format:
+    """The format of these `Format.facts`; facts that an older file lacks are those of its name."""
+    fields: dict[str, Any] = facts | {"block": tuple(facts["block"])}
+    name = fields.pop("name")
+    if not isinstance(name, str) or name in known_formats():
+        return format_of(name, **fields)
+    fields["element"] = ELEMENTS[fields["element"]]
+    return Format(name, **fields)
+
+
 @functools.cache
 def anchored_format(fmt: Format, run: int | None, whole: bool = False, outer: int = 1) -> Format:
     """The format of codes of `fmt` with one fp32 scale per `run` elements of the contraction (None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,14 +69,7 @@ class Quantizer:
 
     if TYPE_CHECKING:  # names are converted
 
-        def __init__(
-            self,
-            fmt: Format | str,
-            scaling: str | DelayedScaling = "current",
-            rounding: str = "nearest",
-            rotation: bool = False,
-            eps: float = 0.0,
-        ): ...
+        def __init__(self, fmt: Format | str, *fields: Any, **options: Any): ...
 
     def __post_init__(self):
         fmt = format_of(self.fmt)
@@ -144,6 +137,9 @@ class Quantizer:
         return "+".join(marks)
 
 
+_Side = Quantizer | Format | str | None
+
+
 @answers_keywords
 @value_class
 class HybridQuantizer:
@@ -166,12 +162,7 @@ class HybridQuantizer:
 
     if TYPE_CHECKING:  # names are converted
 
-        def __init__(
-            self,
-            rowwise: Quantizer | Format | str | None,
-            columnwise: Quantizer | Format | str | None,
-            columnwise_source: str = "original",
-        ): ...
+        def __init__(self, rowwise: _Side, columnwise: _Side, columnwise_source: str = ""): ...
 
     def __post_init__(self):
         for name in ("rowwise", "columnwise"):

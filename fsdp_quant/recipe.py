@@ -46,8 +46,7 @@ from .recipe_options import (
     switches_of,
     with_options,
 )
-from .roles import QUANTIZED_TYPES, Role, covers, default_override, overridden
-from .roles import matches as matches
+from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -240,7 +239,7 @@ class PerLayer:
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = [i for i, name in enumerate(names) if covers(pattern, name)]
+            matching = [i for i, name in enumerate(names) if matches(pattern, name, inside=True)]
             for i in matching:
                 result[i] = recipe
             if not matching:
@@ -567,10 +566,8 @@ def custom(qfactory: Callable, **options) -> Recipe:
     return Recipe(name, qfactory, **options)
 
 
-_RECIPE_FUNCTIONS = (
-    *(identity, fp8_current, fp8_delayed, fp8_row, fp8_block),
-    *(mxfp8, nvfp4, mxfp6, mxfp4, hybrid),
-)
+_RECIPE_FUNCTIONS = identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4, mxfp6
+_RECIPE_FUNCTIONS += mxfp4, hybrid
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
 _BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf16": identity}

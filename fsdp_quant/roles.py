@@ -82,19 +82,14 @@ def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) 
     return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str, inside: bool = False) -> bool:
     """Return whether `pattern` is a layer's qualified name, its last component, or a glob of the
-    name, with its wrappers or without."""
-    return any(
+    name, with its wrappers or without. inside: or is that of a module around the layer."""
+    around = name.rpartition(".")[0]
+    return (inside and around != "" and matches(pattern, around, inside)) or any(
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))
     )
-
-
-def covers(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches a layer of that name, or a module around it."""
-    parts = name.split(".")
-    return any(matches(pattern, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
 
 def slot_ids(name: str) -> Tensor:

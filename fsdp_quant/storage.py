@@ -23,16 +23,7 @@ import torch
 from torch import Tensor
 
 from .encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
-from .formats import (
-    ELEMENTS,
-    ROWWISE,
-    Direction,
-    Encoding,
-    Format,
-    ceil_div,
-    format_of,
-    known_formats,
-)
+from .formats import ROWWISE, Direction, Encoding, Format, ceil_div, format_of_facts
 from .ops import dispatch
 from .ops.capability import arch_of
 from .ops.gemm_layout import in_native_order, native_scale, swizzled_scale
@@ -411,13 +402,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     for name in ("pow2", "tensor_scale", "rotated"):
         if not isinstance(fields.get(name, False), bool):
             raise TypeError(f"{name} is {fields[name]!r}")
-    name = fields.pop("format")
-    if name in known_formats():
-        fmt = format_of(name, **fields, block=block)
-    elif not isinstance(name, str):
-        raise TypeError(f"the format's name is {name!r}")
-    else:  # of a recipe of one's own
-        fmt = Format(name, ELEMENTS[fields.pop("element")], block, **fields)
+    fmt = format_of_facts({"name": fields.pop("format"), **fields, "block": block})
     if (
         len(shape) != 2
         or not all(map(_is_size, shape))

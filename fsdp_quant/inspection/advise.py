@@ -36,8 +36,7 @@ from ..linear.training_steps import begin_step
 from ..models.convert import convert
 from ..models.progress import progress
 from ..models.set_recipe import converted_units, set_recipe
-from ..recipe import PerLayer, identity, names, per_layer
-from ..roles import covers
+from ..recipe import PerLayer, identity, matches, names, per_layer
 from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
@@ -348,5 +347,5 @@ def _recipe(formats: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
 def _pattern(layer: str, layers: Iterable[str]) -> str:
     """Return a pattern that matches only this layer. A name without dots also matches the last
     component of other names."""
-    alone = [other for other in layers if covers(layer, other)] == [layer]
+    alone = [other for other in layers if matches(layer, other, inside=True)] == [layer]
     return layer if alone else f"[{layer[0]}]{layer[1:]}"

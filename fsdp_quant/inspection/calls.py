@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
 from ..models.set_recipe import converted_units
-from ..roles import covers
+from ..recipe import matches
 from ..tensor import torch_compat
 from ..tensor.torch_compat import local_of
 
@@ -33,7 +33,7 @@ def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> l
         return units
     selected: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name for name, _, _ in units if covers(pattern, name)}
+        matching = {name for name, _, _ in units if matches(pattern, name, inside=True)}
         if not matching:
             names = ", ".join(name for name, _, _ in units[:5])
             raise ValueError(f"layers: {pattern!r} matches no layer; the model has {names}")

@@ -19,8 +19,7 @@ from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.linear import Linear
 from ..linear.passes import steps_of
 from ..migration import answers_keywords
-from ..recipe import PerLayer, Recipe, Schedule, as_recipe
-from ..roles import covers, matches
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor import torch_compat
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
@@ -139,20 +138,13 @@ def _checked(
             f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
         )
     recipe = as_recipe(recipe, "fq.convert")
-    patterns = [skip] if isinstance(skip, type) else [] if callable(skip) else skip
-    if (callable(skip) and not patterns) or not all(_is_pattern(p) for p in patterns):
+    if not all(isinstance(p, str | type) for p in ([skip] if callable(skip) else skip)):
         raise ValueError(
             f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
             "['lm_head', '*.router'], and classes of modules, but no filter function: pass [name "
             "for name, module in model.named_modules() if ...]"
         )
     return recipe
-
-
-def _is_pattern(pattern: object) -> bool:
-    return isinstance(pattern, str) or (
-        isinstance(pattern, type) and issubclass(pattern, nn.Module)
-    )
 
 
 def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:
@@ -309,20 +301,21 @@ def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> 
     """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
     skipped: set[str] = set()
     for pattern in patterns:
+        text = getattr(pattern, "__name__", repr(pattern))
         if pattern == AUTO:
             reasons = auto_skips(model, layers)
             for name, reason in reasons.items():
                 layers[name].__dict__["_left_out"] = f"skip='auto': {reason}"
-            text = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
-            warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {text}"
+            listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
+            warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {listed}"
             warnings.warn(warning, stacklevel=4)
             skipped.update(reasons)
         elif names := _matching(model, pattern, layers):
             for name in names:
-                layers[name].__dict__["_left_out"] = f"skip={_text(pattern)}"
+                layers[name].__dict__["_left_out"] = f"skip={text}"
             skipped |= names
         else:
-            warning = f"skip={_text(pattern)} matches no nn.Linear; the model has {_some(layers)}"
+            warning = f"skip={text} matches no nn.Linear; the model has {_some(layers)}"
             warnings.warn(warning, stacklevel=4)
     return skipped
 
@@ -330,13 +323,9 @@ def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> 
 def _matching(model: nn.Module, pattern: str | type, layers: Iterable[str]) -> set[str]:
     """Names of the layers that a pattern of `skip` matches."""
     if isinstance(pattern, str):
-        return {name for name in layers if covers(pattern, name)}
+        return {name for name in layers if matches(pattern, name, inside=True)}
     around = tuple(f"{n}.".lstrip(".") for n, m in model.named_modules() if isinstance(m, pattern))
     return {name for name in layers if f"{name}.".startswith(around)}
-
-
-def _text(pattern: str | type) -> str:
-    return pattern.__name__ if isinstance(pattern, type) else repr(pattern)
 
 
 def _adapters(model: nn.Module) -> set[str]:

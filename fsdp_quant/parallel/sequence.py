@@ -193,11 +193,10 @@ def describe(layer: Linear) -> str | None:
 
 
 def _cuts_sequence(layer: Linear, axis: TensorParallel) -> bool | None:
-    """Whether the activation that `axis` may gather is cut along the sequence; None: a DTensor that
-    the layer is given says so."""
-    if isinstance(layer.parallel, TensorParallel):
-        return axis.sequence_dim is not None
+    """Whether the activation that `axis` may gather is cut; None: its DTensor says so."""
     layouts = layer.parallel
+    if isinstance(layouts, TensorParallel):
+        return axis.sequence_dim is not None
     layout = layouts and (layouts.input if axis.column else layouts.output)
     if isinstance(layout, Shard):
         return layout.dim != -1

@@ -264,11 +264,11 @@ class TrainingState:
         Every rank must call it."""
         state, file = state_dict(self.model), io.BytesIO()
         own = {key: state.pop(key) for key in ("histories", "moved")}
-        torch.save(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, own), file)
+        torch.save(own, file)
         ranks = [file.getvalue()]
-        if dist.is_available() and dist.is_initialized():
-            meet([(dist.group.WORLD,)])
-            ranks *= dist.get_world_size()
+        if dist.is_available() and (group := dist.group.WORLD) is not None:
+            meet([(group,)])
+            ranks *= group.size()
             dist.all_gather_object(ranks, file.getvalue())
         return state | {RANKS: ranks}
 
