@@ -251,9 +251,9 @@ class BuildNative(build_ext):
             say(f"kept {', '.join(p.name for p in built)} of an earlier build; to build: {INSTALL}")
             self.made = built
             return
-        for stale in [*built, *folder.glob(build.RECORD)]:
-            stale.unlink()
         if self.native is None:
+            for stale in [*built, *folder.glob(build.RECORD)]:
+                stale.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             build.Record(reason=self.reason).write(folder)
             self.made = [folder / build.RECORD]
@@ -262,6 +262,8 @@ class BuildNative(build_ext):
             self.made = self.native.build(folder)
         except build.Failed as error:
             fail(str(error))
+        for stale in set(built) - set(self.made):  # those that worked stay until others do
+            stale.unlink()
         if not in_place:  # what compiles glue for another torch
             headers = [p for p in CSRC.rglob("*.h")] + [
                 CSRC / "bindings.cpp",

@@ -36,7 +36,7 @@ utils.device_type, utils.device_module = "cpu", _CPU
 from torchtitan import trainer as titan  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.distributed import activation_checkpoint, fsdp  # noqa: E402, F401
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402

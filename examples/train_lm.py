@@ -242,15 +242,13 @@ def run_facts(recipe: fq.Recipe, config: ModelConfig, args: argparse.Namespace) 
     return {"recipe": str(recipe), **asdict(config), "seed": args.seed}
 
 
-def full_state(model: nn.Module, optimizer, world: int) -> dict:
-    """Everything that is saved and loaded. Sharded tensors load at any world size. Amax histories
-    belong to one rank: a rank loads those of its number modulo the saved world size.
-    """
+def full_state(model: nn.Module, optimizer) -> dict:
+    """Everything that is saved and loaded, at any world size."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     for group in optimizer_state["param_groups"]:
         group["lr"] = float(group["lr"])  # a tensor where a CUDA graph reads it
-    own = {f"rank_{dist.get_rank() % world}": fq.state_dict(model)}
-    return {"model": model_state, "optimizer": optimizer_state, "fsdp_quant": own}
+    own = fq.steps.TrainingState(model)
+    return {"model": model_state, "optimizer": optimizer_state, "train_state": own}
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer, facts: dict) -> None:
@@ -260,11 +258,11 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer, facts:
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     dist.barrier()
-    world = dist.get_world_size()
-    dcp.save(full_state(model, optimizer, world), checkpoint_id=part)  # syncs its files
+    dcp.save(full_state(model, optimizer), checkpoint_id=part)  # syncs its files
     if dist.get_rank() == 0:
         with fq.checkpoint.replacing(part / "run.json") as mark:
-            mark.write_text(json.dumps({"step": step, "world": world, **facts}, indent=1))
+            facts = {"step": step, "world": dist.get_world_size(), **facts}
+            mark.write_text(json.dumps(facts, indent=1))
         fq.checkpoint.publish(part, path)
     dist.barrier()
 
@@ -298,15 +296,12 @@ def find_checkpoint(folder: Path, facts: dict, steps: int) -> tuple[int, Path]:
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer) -> int:
     """Load the checkpoint into model and optimizer; returns the next step."""
-    saved = json.loads((path / "run.json").read_text())
-    state = full_state(model, optimizer, saved["world"])
+    state = full_state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    (own,) = state["fsdp_quant"].values()
-    fq.load_state_dict(model, own)
-    return saved["step"]
+    return json.loads((path / "run.json").read_text())["step"]
 
 
 # Reports #

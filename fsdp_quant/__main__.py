@@ -135,7 +135,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     adviser.add_argument("--budget", type=float, default=0.01, help="of the loss, in its units")
     adviser.add_argument(
-        "--gradient-error", type=float, default=0.3, help="relative, of the gradient"
+        "--gradient-error",
+        type=float,
+        default=advise.GRADIENT_ERROR,
+        help="relative, of the gradient (default: %(default)s)",
     )
     adviser.add_argument(
         "--candidates", default=",".join(advise.CANDIDATES), help="families of formats"

@@ -268,7 +268,13 @@ class Format:
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
 
     def facts(self) -> dict:
-        """The fields by name, in JSON's types."""
+        """The fields by name, in JSON's types. Raises ValueError for an element that no reader of
+        them knows."""
+        if ELEMENTS.get(self.element.name) != self.element:
+            raise ValueError(
+                f"{self.name}: element {self.element.name} is not in fsdp_quant.formats.ELEMENTS, "
+                f"so its codes cannot be read back; known elements: {', '.join(ELEMENTS)}"
+            )
         fields = {f.name: getattr(self, f.name) for f in fields_of(self)}
         return fields | {"element": self.element.name, "block": list(self.block)}
 
@@ -528,6 +534,16 @@ def format_of(name: str | Format, **changes) -> Format:
             )
         changes["element"] = ELEMENTS[changes["element"]]
     return replace(fmt, **changes) if changes else fmt
+
+
+def format_of_facts(facts: dict) -> Format:
+    """The format of these `Format.facts`; facts that an older file lacks are those of its name."""
+    fields: dict[str, Any] = facts | {"block": tuple(facts["block"])}
+    name = fields.pop("name")
+    if not isinstance(name, str) or name in known_formats():
+        return format_of(name, **fields)
+    fields["element"] = ELEMENTS[fields["element"]]
+    return Format(name, **fields)
 
 
 @functools.cache

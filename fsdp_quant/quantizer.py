@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,10 @@ class Quantizer:
     rounding: str = "nearest"
     rotation: bool = False
     eps: float = 0.0
+
+    if TYPE_CHECKING:  # names are converted
+
+        def __init__(self, fmt: Format | str, *fields: Any, **options: Any): ...
 
     def __post_init__(self):
         fmt = format_of(self.fmt)
@@ -132,6 +137,9 @@ class Quantizer:
         return "+".join(marks)
 
 
+_Side = Quantizer | Format | str | None
+
+
 @answers_keywords
 @value_class
 class HybridQuantizer:
@@ -151,6 +159,10 @@ class HybridQuantizer:
     rowwise: Quantizer | None
     columnwise: Quantizer | None
     columnwise_source: str = "original"
+
+    if TYPE_CHECKING:  # names are converted
+
+        def __init__(self, rowwise: _Side, columnwise: _Side, columnwise_source: str = ""): ...
 
     def __post_init__(self):
         for name in ("rowwise", "columnwise"):

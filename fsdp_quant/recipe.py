@@ -247,7 +247,7 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = [i for i, name in enumerate(names) if matches(pattern, name)]
+            matching = [i for i, name in enumerate(names) if matches(pattern, name, inside=True)]
             for i in matching:
                 result[i] = recipe
             if not matching:
@@ -565,16 +565,16 @@ def custom(qfactory: Callable, **options) -> Recipe:
     return Recipe(name, qfactory, **options)
 
 
-_WITH_EXPERTS = (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
-_RECIPE_FUNCTIONS = (*_WITH_EXPERTS, mxfp6, mxfp4, hybrid)
+_RECIPE_FUNCTIONS = identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4, mxfp6
+_RECIPE_FUNCTIONS += mxfp4, hybrid
 # Names of functions whose recipes are `by_families` of their arguments.
 NAMED = tuple(f.__name__ for f in _RECIPE_FUNCTIONS)
 _BY_NAME = {f.__name__: f for f in _RECIPE_FUNCTIONS if f is not hybrid} | {"bf16": identity}
 
 
 def names() -> list[str]:
-    """Return the names for `by_name` of recipes whose experts run as one grouped GEMM."""
-    return sorted(["bf16", *(f.__name__ for f in _WITH_EXPERTS)])
+    """Return the names for `by_name` of recipes; "forward/backward" pairs are others."""
+    return sorted(_BY_NAME)
 
 
 def by_name(name: str, **options) -> Recipe:

@@ -82,10 +82,11 @@ def overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) 
     return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str, inside: bool = False) -> bool:
     """Return whether `pattern` is a layer's qualified name, its last component, or a glob of the
-    name, with its wrappers or without."""
-    return any(
+    name, with its wrappers or without. inside: or is that of a module around the layer."""
+    around = name.rpartition(".")[0]
+    return (inside and around != "" and matches(pattern, around, inside)) or any(
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))
     )

@@ -11,9 +11,10 @@ A model counts its steps itself; a trainer calls these to count them by hand.
 
 from .context import token_offset
 from .linear.training_steps import backward_dw, begin_step, skip_step, sync
-from .training.training_state import load_state_dict, share_amaxes, state_dict
+from .training.training_state import TrainingState, load_state_dict, share_amaxes, state_dict
 
 __all__ = [
+    "TrainingState",
     "backward_dw",
     "begin_step",
     "load_state_dict",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
-from .formats import ROWWISE, Direction, Encoding, Format, ceil_div, format_of
+from .formats import ROWWISE, Direction, Encoding, Format, ceil_div, format_of_facts
 from .ops import dispatch
 from .ops.capability import arch_of
 from .ops.gemm_layout import in_native_order, native_scale, swizzled_scale
@@ -402,7 +402,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     for name in ("pow2", "tensor_scale", "rotated"):
         if not isinstance(fields.get(name, False), bool):
             raise TypeError(f"{name} is {fields[name]!r}")
-    fmt = format_of(fields.pop("format"), **fields, block=block)
+    fmt = format_of_facts({"name": fields.pop("format"), **fields, "block": block})
     if (
         len(shape) != 2
         or not all(map(_is_size, shape))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import os
 import re
@@ -25,6 +26,8 @@ from dataclasses import fields
 
 if "FSDP_QUANT_MEGATRON" not in os.environ:
     sys.exit("FSDP_QUANT_MEGATRON names no checkout of Megatron-LM; see the head of this file")
+# before Megatron's `examples`, which are a package and would hide ours
+FlatLayout = importlib.import_module("examples.mini_megatron.flat").FlatLayout
 sys.path.insert(0, os.environ["FSDP_QUANT_MEGATRON"])
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore")
@@ -47,7 +50,6 @@ from torch import Tensor, nn  # noqa: E402
 
 import fsdp_quant as fq  # noqa: E402
 from dist_tests.laws import assert_same_bytes, values  # noqa: E402
-from examples.mini_megatron.flat import FlatLayout  # noqa: E402
 from fsdp_quant.integrations import megatron as ours  # noqa: E402
 from fsdp_quant.integrations.megatron import gather  # noqa: E402
 from fsdp_quant.integrations.megatron.config import HONOURED  # noqa: E402

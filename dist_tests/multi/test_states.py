@@ -143,10 +143,11 @@ def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
             model(values(4, 64, seed=rank, dtype=torch.float32) * (1 + rank)).sum().backward()
             own, shared = {f"rank_{rank}": fq.state_dict(model)}, {"fq": fq.state_dict(model)}
             path = folder / f"{recipe.name}-{sharded}"
-            dcp.save({**own, **shared}, checkpoint_id=path)
+            dcp.save({**own, **shared, "all": fq.steps.TrainingState(model)}, checkpoint_id=path)
             dcp.load({**own, **shared}, checkpoint_id=path)
             fq.load_state_dict(model, own[f"rank_{rank}"])
             before = {k: v["amaxes"].clone() for k, v in fq.state_dict(model)["histories"].items()}
+            dcp.load({"all": fq.steps.TrainingState(model)}, checkpoint_id=path)
             try:
                 fq.load_state_dict(model, shared["fq"])
                 said.append("loaded")
@@ -156,6 +157,7 @@ def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
                 assert_same_bytes(history["amaxes"], before[key], f"{key} after a refused load")
     verified = checkpoint.verify(folder / "fp8_delayed-True")
     assert not verified.problems, str(verified)
+    assert sum("all: step 1" in line for line in verified.lines) == 2, "each rank's is verified"
     return said
 
 
@@ -163,7 +165,7 @@ def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
     """If false, every rank but one resumes with scales of another rank's activations, and nobody is
     told."""
     first, second = run_ranks(2, _shared_key, tmp_path)
-    assert "rank_{rank}" in first[0] and second[0] == first[0]
+    assert "fq.steps.TrainingState(model)" in first[0] and second[0] == first[0]
     assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], (
         "of DDP the rank that was saved goes on"
     )
@@ -172,30 +174,31 @@ def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
     )
 
 
-def _damaged(rank: int, world: int) -> str:
-    """One rank's file is damaged."""
+def _damaged(rank: int, world: int) -> list[str]:
+    """One rank's file is damaged, or its part of one file."""
     model = fully_shard(
         fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2))
     )
     model(values(4, 64, dtype=torch.float32)).sum().backward()
-    state = fq.state_dict(model)
+    state, shared = fq.state_dict(model), fq.steps.TrainingState(model).state_dict()
     state["step"], before = (state["step"] + 5 if rank else -1), fq.state_dict(model)["step"]
-    try:
-        fq.load_state_dict(model, state)
-    except ValueError as error:
-        assert fq.state_dict(model)["step"] == before
-        return str(error)
-    return "loaded"
+    shared["ranks"][0] = shared["ranks"][0][:-9]
+    said = ["loaded", "loaded"]
+    for i, damaged in enumerate((state, shared)):
+        try:
+            fq.load_state_dict(model, damaged)
+        except ValueError as error:
+            assert fq.state_dict(model)["step"] == before
+            said[i] = str(error)
+    return said
 
 
 def test_a_state_that_one_rank_refuses_is_refused_by_all():
     """If false, one rank raises while the others wait for its fingerprints, or go on from another
     step."""
     mine, other = run_ranks(2, _damaged)
-    assert (
-        "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine
-        and other == mine
-    )
+    assert "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine[0]
+    assert "the saved state of rank 0 is damaged" in mine[1] and other == mine
 
 
 # Calls of every rank #

@@ -340,6 +340,11 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
     for net, what in ((plain, "torch's styles"), (ours, "our styles, nothing cut")):
         for got, one in zip(run(fq.convert(net, recipe), x, dy), want):
             assert_close(got, one, what)
+        said = str(fq.plan(net))
+        assert "row layers: activations are whole" in said, (what, said)
+        assert "column layers: input, where it is cut along the sequence, is gathered" in said
+    whole_input = fq.parallel.ColumnParallelLinear(D, FFN, group, recipe=recipe)
+    assert "column layers: activations are whole" in str(fq.plan(nn.Sequential(whole_input)))
     cut_input = {
         "up": fq.parallel.ColwiseParallel(input_layouts=Shard(1), recipe=recipe),
         "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1), recipe=recipe),
@@ -347,6 +352,8 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
     net = parallelize_module(build()[0], mesh, cut_input)
     for got, one in zip(run(net, *mine), [*of_rank, *want[2:]]):
         assert_close(got, one, "recipes of styles")
+    said = str(fq.plan(net))
+    assert "layers: input is gathered" in said and "layers: grad_output is gathered" in said, said
 
     class Mlp(nn.Module):
         def __init__(self, dim):

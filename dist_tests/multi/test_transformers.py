@@ -39,8 +39,12 @@ transformers = pytest.importorskip("transformers")
 pytestmark = on_cpu
 
 
-def _trainer(out, recipe: str, model=None, callbacks=(), resume=None, scaler=None, **arguments):
-    """A Trainer that has trained."""
+def _trainer(
+    out, recipe: str, model=None, callbacks=(), resume=None, scaler=None, options={}, **arguments
+):
+    """A Trainer that has trained. options: of its Callback; recipe "": of a converted model."""
+    own = (RECIPES[recipe](),) if recipe else ()
+    options = options | ({"skip": ["lm_head"]} if recipe else {})
     defaults = dict(
         output_dir=str(out),
         per_device_train_batch_size=BATCH,
@@ -62,7 +66,7 @@ def _trainer(out, recipe: str, model=None, callbacks=(), resume=None, scaler=Non
         train_dataset=examples(),
         eval_dataset=examples(4),
         callbacks=[
-            fq.integrations.transformers.Callback(RECIPES[recipe](), skip=["lm_head"]),
+            fq.integrations.transformers.Callback(*own, **options),
             *callbacks,
         ],
     )
@@ -201,6 +205,39 @@ def test_resume_goes_on(recipe: str, tmp_path: Path):
     shutil.move(out, moved)
     with pytest.raises(ValueError, match="resume_from"):
         _trainer(out, recipe, resume=str(moved / "checkpoint-2"))
+
+
+def test_a_training_resumes_under_another_recipe_on_request(tmp_path: Path):
+    """If false, what the error of a resume advises cannot be done by who uses a Trainer, and a run
+    in bf16 cannot go on in FP8."""
+    _trainer(tmp_path, "fp8_delayed", max_steps=1, save_strategy="steps", save_steps=1)
+    for case in ("another recipe", "no state"):
+        with pytest.raises(ValueError, match="allow_recipe_change=True"):
+            _trainer(tmp_path, "mxfp8", resume=True)
+        trainer = _trainer(tmp_path, "mxfp8", resume=True, options={"allow_recipe_change": True})
+        assert trainer.state.global_step == STEPS and len(_losses(trainer)) == STEPS, case
+        assert fq.state_dict(trainer.model)["step"] == STEPS
+        (tmp_path / "checkpoint-1" / "fsdp_quant.pt").unlink(missing_ok=True)
+
+
+def test_adapters_over_codes_resume_as_the_page_writes(tmp_path: Path):
+    """If false, LoRA of docs/finetuning.md resumes with the random bits of its first steps."""
+    peft = pytest.importorskip("peft")
+
+    def model():
+        base = fq.convert(llama(), "nvfp4", skip=["lm_head"]).requires_grad_(False)
+        fq.freeze(base)
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+
+    want = _trainer(tmp_path / "whole", "", model()).model
+    _trainer(tmp_path, "", model(), max_steps=2, save_strategy="steps", save_steps=2)
+    got = _trainer(tmp_path, "", model(), resume=True).model
+    for (name, a), b in zip(got.named_parameters(), want.parameters(), strict=True):
+        if b.requires_grad:
+            assert_same_bytes(a, b, name)
+    page = (Path(fq.__file__).parents[1] / "docs/finetuning.md").read_text()
+    assert "Callback()" in page.partition("## In full")[0]
 
 
 def test_skipped_step_leaves_nothing(tmp_path: Path):

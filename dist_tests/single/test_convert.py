@@ -472,6 +472,35 @@ def test_patterns_see_through_wrappers(how: str):
     assert heads and all(m.recipe == recipes.fp8_current() for m in heads)
 
 
+class Router(nn.Sequential):
+    """A container of layers."""
+
+
+@pytest.mark.parametrize(
+    "skip, says",
+    [(["blocks.0"], "skip='blocks.0'"), (["router"], "skip='router'"), (Router, "skip=Router")],
+    ids=["by name", "by last component", "by class"],
+)
+def test_patterns_cover_what_is_inside_a_module(skip, says: str):
+    """If false, a container or a class of layers that is left out is quantized, a recipe per block
+    is refused, or fq.plan does not say which pattern left a layer out."""
+    net = nn.ModuleDict({"up": nn.Linear(64, 64)})
+    net["blocks"] = nn.ModuleList(
+        nn.ModuleDict({"router": Router(nn.Linear(64, 64), nn.Linear(64, 64))}) for _ in range(1)
+    )
+    plain = copy.deepcopy(net)
+    fq.convert(net, "mxfp8", skip=skip)
+    assert [n for n, m in net.named_modules() if isinstance(m, fq.Linear)] == ["up"]
+    assert sum(says in note for note in fq.plan(net).notes) == 2
+    if not isinstance(skip, type):
+        fq.convert(plain, recipes.per_layer("mxfp8", {skip[0]: "nvfp4"}))
+        assert [m.recipe.name for m in plain.modules() if isinstance(m, fq.Linear)] == [
+            "mxfp8",
+            "nvfp4",
+            "nvfp4",
+        ]
+
+
 class Unchosen(nn.Module):
     """Modules of this package, made with a recipe, and a linear layer."""
 

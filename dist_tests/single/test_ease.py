@@ -4,6 +4,8 @@ what an import costs."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
-from fsdp_quant import recipes
+from fsdp_quant import public, recipes
 from fsdp_quant.__main__ import main
 from fsdp_quant.inspection.remedies import Machine, remedies
 from fsdp_quant.models import progress
@@ -35,6 +37,20 @@ NAMES = {
     "fp8_block / mxfp4": recipes.hybrid("fp8_block", "mxfp4"),
 }
 MX, NV = recipes.mxfp8(), recipes.nvfp4()
+
+
+def test_types_say_that_names_are_recipes():
+    """If false, a type checker refuses what every page writes, or reads no types at all."""
+    assert (ROOT / "fsdp_quant" / "py.typed").exists()
+    assert '"fsdp_quant" = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
+    takers = {}
+    for name, value in (public.NAMES | public.ALIASES | vars(fq.parallel)).items():
+        if inspect.isroutine(value) or inspect.isclass(value):
+            with contextlib.suppress(ValueError):
+                taken = inspect.signature(value).parameters
+                takers |= {name: taken["recipe"].annotation} if "recipe" in taken else {}
+    assert len(takers) > 10 and [n for n, hint in takers.items() if "str" not in str(hint)] == []
+    assert fq.set_recipe(model := fq.convert(net(), MX), "nvfp4") is model
 
 
 def net(width: int = 32) -> nn.Sequential:

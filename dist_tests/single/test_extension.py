@@ -414,6 +414,25 @@ def test_a_build_that_sees_no_torch_keeps_the_operators(checkout: Path):
         assert ("of an earlier build" in done.stdout) is kept, done.stdout
 
 
+def test_a_build_that_fails_keeps_the_operators(checkout: Path):
+    """If false, an install that cannot compile leaves a checkout without the kernels it had."""
+    home = Path(toolkit(checkout, "13.0"))
+    (home / "include" / "cublasLt.h").touch()
+    (home / "include" / "cublas_api.h").write_text(
+        "#define CUBLAS_VER_MAJOR 13\n#define CUBLAS_VER_MINOR 0\n"
+    )
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcublasLt.so.13").touch()
+    library(checkout / "fsdp_quant")
+    files = set((checkout / "fsdp_quant").glob("_*.so"))
+    done = run(
+        "setup.py", "build_ext", "--inplace", cwd=checkout, CUDA_HOME=str(home), CXX="false",
+        PYTHONPATH=str(checkout), FSDP_QUANT_NATIVE="auto",
+    )  # fmt: skip
+    assert done.returncode != 0 and "building for torch" in done.stdout, done.stderr
+    assert files and all(path.exists() for path in files), done.stderr
+
+
 def test_setup_tells_what_disagrees(checkout: Path):
     """Otherwise the operators are built by a compiler whose runtime torch does not have."""
     done = setup(checkout, FSDP_QUANT_NATIVE="1", CUDA_HOME=toolkit(checkout, "12.4"))

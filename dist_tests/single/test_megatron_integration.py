@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import runpy
 import sys
+import warnings
 from dataclasses import dataclass, replace
 
 import pytest
@@ -471,3 +473,20 @@ def test_what_needs_megatron_says_so(monkeypatch):
     for name in ("SpecProvider", "gpt_layer_spec", "ColumnParallelLinear", "weight_proxies"):
         with pytest.raises(ImportError, match=f"{name} needs Megatron-LM .*put the checkout"):
             getattr(megatron, name)
+
+
+def test_the_contract_finds_our_examples_beside_a_checkout(tmp_path, monkeypatch):
+    """If false, the command of docs/megatron.md ends in an import error: `examples` of Megatron-LM
+    is a package, which hides ours."""
+    for name in ("examples", "megatron"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    code = "import examples.mini_megatron.flat as ours, sys; sys.exit(ours.__file__)"
+    (tmp_path / "megatron" / "__init__.py").write_text(code)
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("examples", "megatron")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("FSDP_QUANT_MEGATRON", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings(), pytest.raises(SystemExit, match=r"flat\.py"):
+        runpy.run_module("dist_tests.contract.megatron")

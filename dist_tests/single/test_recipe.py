@@ -526,6 +526,7 @@ def test_unknown_names_list_the_known_ones():
         ValueError, match="tensor_type must be one of input, weight, grad_output.*'wieght'"
     ):
         fq.Role("linear", "wieght")
+    assert {*recipes.names(), "hybrid"} == {*fq.recipe.NAMED, "bf16"}, "lists leave out a recipe"
     for name in recipes.names():
         assert recipes.by_name(name).hybrid(role("weight")) is not None
     assert recipes.by_name("nvfp4", tail=0.5) == recipes.nvfp4(tail=0.5)

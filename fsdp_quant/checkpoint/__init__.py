@@ -18,10 +18,11 @@ from types import ModuleType
 
 from .code_hash import fingerprint, fingerprints
 from .files import export_safetensors, load_safetensors, publish, replacing
-from .verification import SAVED_BY, SKIPPED, Verified, verify
+from .verification import RANKS, SAVED_BY, SKIPPED, Verified, of_rank, verify
 from .weights import LocalWeight, code_tensors, prepared, storage_tensors
 
 __all__ = [
+    "RANKS",
     "SAVED_BY",
     "SKIPPED",
     "LocalWeight",
@@ -31,6 +32,7 @@ __all__ = [
     "fingerprint",
     "fingerprints",
     "load_safetensors",
+    "of_rank",
     "prepared",
     "publish",
     "replacing",

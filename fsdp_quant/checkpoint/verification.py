@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -34,6 +35,7 @@ from .weights import LocalWeight
 # whether its step was skipped. DCP can load older files because they are no leaves of their own. No
 # attribute, and so no module that is one, has a name with a space.
 SAVED_BY, SKIPPED = "saved by", "step skipped"
+RANKS = "ranks"  # of a state of all ranks: what each has of its own
 
 
 @dataclass
@@ -73,6 +75,20 @@ def verify(path: str | PathLike) -> Verified:
             _verify_file(path, report)
     print(report)
     return report
+
+
+def of_rank(state: dict, rank: int) -> dict:
+    """The state of a rank, or of rank r % W, in one that W ranks saved; a state of one rank as it
+    is. Raises ValueError for damaged bytes."""
+    if RANKS not in state:
+        return state
+    try:
+        own = state[RANKS][rank % len(state[RANKS])]
+        if isinstance(own, bytes):  # else of an earlier version
+            own = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)
+        return {key: value for key, value in state.items() if key != RANKS} | own
+    except Exception as error:  # readers of damaged bytes raise anything
+        raise ValueError(f"the saved state of rank {rank} is damaged: {error!r}") from error
 
 
 def _verify_file(path: Path, report: Verified) -> None:
@@ -131,8 +147,11 @@ def _verify_folder(path: Path, report: Verified) -> None:
                 if p[: len(place) - 1] == place[:-1]
             }
             try:
-                rank, world = _verify_state(".".join(place[:-1]) or "state", state, values, report)
-                ranks.setdefault(world, set()).add(rank)
+                for own in _of_each_rank(state):
+                    rank, world = _verify_state(
+                        ".".join(place[:-1]) or "state", own, values, report
+                    )
+                    ranks.setdefault(world, set()).add(rank)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 report.problems.append(
                     f"{'.'.join(place[:-1])} is no state of fq.state_dict: {error}"
@@ -141,8 +160,22 @@ def _verify_folder(path: Path, report: Verified) -> None:
         if world and len(saved) < world and any("histories" in place for place in values):
             report.problems.append(
                 f"it holds amax histories of ranks {sorted(saved)} of {world}, and each rank has "
-                "its own; save fq.state_dict under a key per rank"
+                "its own; save fq.steps.TrainingState(model)"
             )
+
+
+def _of_each_rank(state: dict[tuple, Any]) -> Iterator[dict[tuple, Any]]:
+    """Yield the state of each rank; codes, which they share, with the first alone."""
+    of_ranks = state.pop((RANKS,), None)
+    if of_ranks is None:
+        yield state
+        return
+    for rank in range(len(of_ranks)):
+        own = of_rank({RANKS: of_ranks}, rank)
+        histories = own["histories"].items()
+        flat = {("histories", name, key): t for name, h in histories for key, t in h.items()}
+        yield state | flat | {("moved",): own["moved"]}
+        state = {place: value for place, value in state.items() if place[0] != "codes"}
 
 
 def _read_one(path: Path, key: str, stored: object) -> Any:
@@ -176,6 +209,8 @@ def _verify_state(
                 )
     recipes_of_state, same, other = _recipes_in(text), 0, []
     codes = {place[1]: value for place, value in state.items() if place[0] == "codes"}
+    if not codes:
+        return rank, world
     for weight, saved in codes.items() if recipes_of_state else ():
         is_same = _reproduces(recipes_of_state, weight, saved, histories, values)
         same += is_same is True

@@ -41,6 +41,9 @@ from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
 CANDIDATES = ("nvfp4", "mxfp8")
+# A backward in mxfp8 has 0.03 in the first step of examples/train_lm.py and 0.006 after 60 steps,
+# one in nvfp4 0.11 and 0.03; that of the model of docs/diverging_run.md in nvfp4 has 0.25.
+GRADIENT_ERROR = 0.1
 ROUNDS = 8  # recipes to measure before falling back to high precision
 
 Loss = Callable[[nn.Module, object], Tensor]
@@ -117,7 +120,7 @@ def advise(
     budget: float = 0.01,
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
-    gradient_error: float = 0.3,
+    gradient_error: float = GRADIENT_ERROR,
     skip: Iterable[str] = (),
     say: Callable[[str], object] = print,
 ) -> PerLayer:
@@ -155,7 +158,7 @@ def study(
     budget: float = 0.01,
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
-    gradient_error: float = 0.3,
+    gradient_error: float = GRADIENT_ERROR,
     skip: Iterable[str] = (),
 ) -> Advice:
     """Choose the recipe of `advise`, and return it with its measurements."""
@@ -344,5 +347,5 @@ def _recipe(formats: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
 def _pattern(layer: str, layers: Iterable[str]) -> str:
     """Return a pattern that matches only this layer. A name without dots also matches the last
     component of other names."""
-    alone = [other for other in layers if matches(layer, other)] == [layer]
+    alone = [other for other in layers if matches(layer, other, inside=True)] == [layer]
     return layer if alone else f"[{layer[0]}]{layer[1:]}"

@@ -34,7 +34,7 @@ def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> l
         return units
     selected: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name for name, _, _ in units if matches(pattern, name)}
+        matching = {name for name, _, _ in units if matches(pattern, name, inside=True)}
         if not matching:
             names = ", ".join(name for name, _, _ in units[:5])
             raise ValueError(f"layers: {pattern!r} matches no layer; the model has {names}")

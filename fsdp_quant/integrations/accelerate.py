@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
-
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from ..recipe import PerLayer, Recipe, Schedule
 from ..tensor.quantized_tensor import addresses_are_names
+from ..training.training_state import TrainingState
 from .conversion import convert_once
-from .rank_states import gather_state, load_gathered_state
 
 
 def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe | PerLayer | Schedule | None = None,
+    recipe: Recipe | PerLayer | Schedule | str | None = None,
     **convert_options,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Convert a model and call `accelerator.prepare(model, optimizer)`.
@@ -34,10 +31,6 @@ def prepare(
     Raises ValueError for a recipe that is given twice or never.
     """
     model = convert_once(model, recipe, convert_options, "prepare")
-    state = SimpleNamespace(
-        state_dict=partial(gather_state, model),
-        load_state_dict=partial(load_gathered_state, model),
-    )
-    accelerator.register_for_checkpointing(state)
+    accelerator.register_for_checkpointing(TrainingState(model))
     with addresses_are_names():  # accelerate identifies parameters by their addresses
         return accelerator.prepare(model, optimizer)

@@ -14,7 +14,7 @@ from ..recipe import PerLayer, Recipe, Schedule
 
 def convert_once(
     model: nn.Module,
-    recipe: Recipe | PerLayer | Schedule | None,
+    recipe: Recipe | PerLayer | Schedule | str | None,
     options: dict[str, Any],
     receiver: str,
 ) -> nn.Module:

@@ -15,8 +15,8 @@ from torch import autocast, bfloat16, nn
 from ..linear.training_steps import begin_step, count_passes
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
+from ..training.training_state import TrainingState
 from .conversion import convert_once
-from .rank_states import gather_state, load_gathered_state
 
 
 class FabricPrecision(fabric.Precision):
@@ -36,7 +36,7 @@ class FabricPrecision(fabric.Precision):
 
     def __init__(
         self,
-        recipe: Recipe | PerLayer | Schedule | None = None,
+        recipe: Recipe | PerLayer | Schedule | str | None = None,
         precision: str = "32-true",
         **convert_options,
     ):
@@ -74,10 +74,10 @@ class FabricPrecision(fabric.Precision):
         return self._plain.forward_context()
 
     def state_dict(self) -> dict[str, Any]:
-        return gather_state(self._model)
+        return TrainingState(self._model).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_gathered_state(self._model, state_dict)
+        TrainingState(self._model).load_state_dict(state_dict)
 
 
 class Precision(trainer.Precision, FabricPrecision):

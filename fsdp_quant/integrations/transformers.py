@@ -17,8 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..linear.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
+from ..training.training_state import TrainingState
 from .conversion import convert_once
-from .rank_states import gather_state, load_gathered_state
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
 
@@ -33,25 +33,29 @@ class Callback(TrainerCallback):
                   micro-batches.
     resume_from:  folder of the checkpoint of `train(resume_from_checkpoint=...)`, if that is
                   neither `args.resume_from_checkpoint` nor in `args.output_dir`.
+    allow_recipe_change:  resume from a checkpoint of another recipe, or of a training without this
+                          callback.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     Random bits and schedules follow `state.global_step`; a step that a GradScaler skips is dropped.
     Each checkpoint holds `fq.state_dict` of all ranks in `FILE`, which a resumed training loads.
 
     Raises ValueError for a recipe that is given twice or never, and at a resume from a checkpoint
-    without `FILE`.
+    without `FILE`, or of another recipe, unless allow_recipe_change=True.
     """
 
     def __init__(
         self,
-        recipe: Recipe | PerLayer | Schedule | None = None,
+        recipe: Recipe | PerLayer | Schedule | str | None = None,
         *,
         hold: bool | None = None,
         resume_from: str | None = None,
+        allow_recipe_change: bool = False,
         **convert_options,
     ):
         self.recipe, self.convert_options = recipe, convert_options
         self.hold, self.resume_from = hold, resume_from
+        self.allow_recipe_change = allow_recipe_change
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
@@ -67,13 +71,13 @@ class Callback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self._convert(model)  # `model_init` returns a new model per training
-        if state.global_step:
-            load_gathered_state(
-                model, torch.load(self._file(args, state), map_location="cpu", weights_only=True)
-            )
+        if state.global_step and (path := self._file(args, state)):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            TrainingState(model, self.allow_recipe_change).load_state_dict(saved)
 
-    def _file(self, args: TrainingArguments, state: TrainerState) -> str:
-        """Path of the state in the checkpoint to resume from; the Trainer only knows its step."""
+    def _file(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        """Path of the state in the checkpoint to resume from, of which the Trainer only knows the
+        step; None: there is none, nor need there be."""
         folders = [self.resume_from]
         if not self.resume_from:
             folders = [args.resume_from_checkpoint, _folder(args, state)]
@@ -81,9 +85,12 @@ class Callback(TrainerCallback):
         for path in paths:
             if os.path.isfile(path):
                 return path
+        if self.allow_recipe_change:
+            return None
         raise ValueError(
             f"resumed at step {state.global_step}, but there is no {' and no '.join(paths)}; give "
-            "Callback(resume_from=) the folder of a checkpoint that was written with this callback"
+            "Callback(resume_from=) the folder of a checkpoint that was written with this "
+            "callback, or Callback(allow_recipe_change=True), if it was trained without"
         )
 
     def on_step_begin(self, args, state, control, model, **kwargs):
@@ -118,7 +125,7 @@ class Callback(TrainerCallback):
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
             return
-        gathered = gather_state(model)
+        gathered = TrainingState(model).state_dict()
         if args.should_save:
             torch.save(gathered, os.path.join(_folder(args, state), FILE))
 

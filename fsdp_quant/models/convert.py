@@ -49,7 +49,7 @@ CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were gi
 def convert(
     model: nn.Module,
     recipe: Recipe | PerLayer | Schedule | str,
-    skip: Iterable[str] = (),
+    skip: Iterable[str | type[nn.Module]] = (),
     grouped: Iterable[str] = (),
     fuse: bool | Pattern | Iterable[Pattern] = True,
     recompute: str | None = None,
@@ -59,8 +59,9 @@ def convert(
 
     recipe:     of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`;
                 or `fq.recipes.schedule(...)`, which this model then follows.
-    skip:       modules that stay as they are: qualified names, last components ("lm_head") or globs
-                ("*.gate"); "auto" adds heads, routers, tied and small layers, and warns which.
+    skip:       layers that stay as they are, named or in a named module: qualified names,
+                last components ("lm_head"), globs ("*.gate") or classes; "auto" adds heads,
+                routers, tied and small layers, and warns which. `fq.plan` lists what each matched.
     grouped:    modules with packed experts, named likewise: a parameter `weight` [E, N, K], a
                 `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around
                 `torch._grouped_mm`. They become `fq.GroupedLinear`.
@@ -86,7 +87,7 @@ def convert(
     recipe = _checked(model, recipe, skip)
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     gathered = torch_compat.reshard(model)
-    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
+    targets = _targets(model, [skip] if isinstance(skip, str | type) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     order = list(targets)
@@ -127,7 +128,9 @@ def convert(
 
 
 def _checked(
-    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str]
+    model: nn.Module,
+    recipe: Recipe | PerLayer | Schedule | str,
+    skip: Iterable[str | type[nn.Module]],
 ) -> Recipe | PerLayer | Schedule:
     """Return the recipe. Raises ValueError for arguments of `convert` of other types."""
     if not isinstance(model, nn.Module):
@@ -135,10 +138,11 @@ def _checked(
             f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
         )
     recipe = as_recipe(recipe, "fq.convert")
-    if callable(skip) or not all(isinstance(pattern, str) for pattern in skip):
+    if not all(isinstance(p, str | type) for p in ([skip] if callable(skip) else skip)):
         raise ValueError(
             f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
-            "['lm_head', '*.router'], and no filter function"
+            "['lm_head', '*.router'], and classes of modules, but no filter function: pass [name "
+            "for name, module in model.named_modules() if ...]"
         )
     return recipe
 
@@ -204,7 +208,7 @@ def _fused(
     return patterns | {n: p._replace(recompute=recompute) for n, p in mlps.items()}
 
 
-def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
+def _targets(model: nn.Module, skip: list, grouped: list[str]) -> dict[str, nn.Module]:
     """Return the modules that become quantized, in the order of the model, by name; note in each
     other one why it stays as it is (`fq.plan`)."""
     modules = dict(model.named_modules())
@@ -293,24 +297,35 @@ def _check_weight(name: str, module: nn.Module, weight: nn.Parameter) -> None:
         )
 
 
-def _skipped(model: nn.Module, patterns: list[str], layers: dict[str, nn.Module]) -> set[str]:
+def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> set[str]:
     """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
     skipped: set[str] = set()
     for pattern in patterns:
+        text = getattr(pattern, "__name__", repr(pattern))
         if pattern == AUTO:
             reasons = auto_skips(model, layers)
             for name, reason in reasons.items():
                 layers[name].__dict__["_left_out"] = f"skip='auto': {reason}"
-            text = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
-            warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {text}"
+            listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
+            warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {listed}"
             warnings.warn(warning, stacklevel=4)
             skipped.update(reasons)
-        elif names := {n for n in layers if matches(pattern, n)}:
+        elif names := _matching(model, pattern, layers):
+            for name in names:
+                layers[name].__dict__["_left_out"] = f"skip={text}"
             skipped |= names
         else:
-            warning = f"skip={pattern!r} matches no nn.Linear; the model has {_some(layers)}"
+            warning = f"skip={text} matches no nn.Linear; the model has {_some(layers)}"
             warnings.warn(warning, stacklevel=4)
     return skipped
+
+
+def _matching(model: nn.Module, pattern: str | type, layers: Iterable[str]) -> set[str]:
+    """Names of the layers that a pattern of `skip` matches."""
+    if isinstance(pattern, str):
+        return {name for name in layers if matches(pattern, name, inside=True)}
+    around = tuple(f"{n}.".lstrip(".") for n, m in model.named_modules() if isinstance(m, pattern))
+    return {name for name in layers if f"{name}.".startswith(around)}
 
 
 def _adapters(model: nn.Module) -> set[str]:

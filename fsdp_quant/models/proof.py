@@ -80,7 +80,7 @@ def prove(
     Raises ValueError if there is none.
     """
     cls = cls or type(module)
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         parameters = pattern.probe(name, module, torch.float32, nn.Linear)[2]
     shapes = *(p.shape for p in parameters), *(p.dtype for p in module.parameters())
     try:

@@ -32,7 +32,9 @@ from .symbols import Unproven
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, property
-_STABLE = "torch", "fsdp_quant", "math", "typing", "warnings"  # packages whose code does not change
+# Packages whose code does not change; the last two annotate tensors, and change no value.
+_STABLE = "torch", "fsdp_quant", "math", "typing", "warnings"
+_STABLE += "spmd_types", "torchtitan.distributed.spmd_types"
 _SPACES = "__dict__", "_modules", "_parameters", "_buffers"  # of a module, that have its attributes
 # Bookkeeping of nn.Module: hooks are looked at by themselves.
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
@@ -52,8 +54,11 @@ def is_defined_by(function: Callable, packages: tuple[str, ...]) -> bool:
 
 def _is_stable(function: Callable) -> bool:
     """Its code is of a package whose code does not change."""
-    name = getattr(function, "__globals__", {}).get("__name__", "torch")
-    return name.partition(".")[0] in _STABLE
+    return _is_in_stable(getattr(function, "__globals__", {}).get("__name__", "torch"))
+
+
+def _is_in_stable(module: str) -> bool:
+    return f"{module}.".startswith(tuple(f"{package}." for package in _STABLE))
 
 
 class _Code(NamedTuple):
@@ -217,8 +222,8 @@ class Reads:
             for name in sorted(names & space.keys()):
                 value = space[name]
                 if isinstance(value, types.ModuleType):
-                    package = value.__name__.partition(".")[0]
-                    if package not in _STABLE and all(vars(value) is not s for s in spaces):
+                    is_new = all(vars(value) is not s for s in spaces)
+                    if is_new and not _is_in_stable(value.__name__):
                         spaces.append(vars(value))
                 elif not isinstance(value, logging.Logger):
                     self._add(((), id(space), name), space)

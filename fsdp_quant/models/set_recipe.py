@@ -29,8 +29,9 @@ from .steps import count_steps
 from .transposed_linear import TransposedLinear
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
-    """Change the recipe of every converted module, between steps. Every rank must call it.
+def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> nn.Module:
+    """Change the recipe of every converted module, between steps; returns `model`. Every rank must
+    call it.
 
     A schedule that the model followed ends. Delayed scaling continues where a tensor had it
     before: its newest amaxes stay, whatever changes besides (the other direction, other tensors,
@@ -41,7 +42,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     converted modules, a gathered weight, or a published or frozen one of other formats.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
-    >>> fq.set_recipe(model, fq.recipes.identity())
+    >>> model = fq.set_recipe(model, fq.recipes.identity())
     """
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
@@ -52,6 +53,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     agree_on_recipes(model, recipe, recipes)
     give_recipes(model, units, recipes, managed)
     follow(model, recipe)
+    return model
 
 
 def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ELEMENTS, Direction, Encoding, Format, ceil_div
+from ..formats import Direction, Encoding, Format, ceil_div, format_of_facts
 from . import reference, rng
 
 _THREAD = threading.local()
@@ -92,9 +92,7 @@ def format_text(fmt: Format) -> str:
 
 @functools.cache
 def format_from(text: str) -> Format:
-    fields = json.loads(text)
-    fields["element"], fields["block"] = ELEMENTS[fields["element"]], tuple(fields["block"])
-    return Format(**fields)
+    return format_of_facts(json.loads(text))
 
 
 @functools.cache

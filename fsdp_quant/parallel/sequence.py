@@ -12,6 +12,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
@@ -171,19 +172,32 @@ def describe(layer: Linear) -> str | None:
     axis = _axis_of(layer, None)
     if axis is None:
         return None
-    slot, operands = "input" if axis.column else "grad_output", []
+    kind, slot = ("column", "input") if axis.column else ("row", "grad_output")
+    shared = f"tensor parallel over {axis.group.size()} ranks, {kind} layers"
+    is_cut, operands = _cuts_sequence(layer, axis), []
+    if is_cut is False:
+        return f"{shared}: activations are whole, and none is gathered"
     for d, encoding in layer.plan.hybrid(slot).encodings.items():
         rows, unless = encoding.fmt.row_alignment(d), ""
         if rows > 1:
             unless = f" (in high precision unless a rank has a multiple of {rows} rows)"
         operands.append(f"{d.value} {encoding.fmt}{unless}")
-    kind, pieces = "column" if axis.column else "row", ""
+    pieces = ""
     if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:
         pieces = (
             f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces "
             "while their products run"
         )
-    return (
-        f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as "
-        f"{', '.join(operands)}{pieces}"
-    )
+    condition = "" if is_cut else ", where it is cut along the sequence,"
+    return f"{shared}: {slot}{condition} is gathered as {', '.join(operands)}{pieces}"
+
+
+def _cuts_sequence(layer: Linear, axis: TensorParallel) -> bool | None:
+    """Whether the activation that `axis` may gather is cut; None: its DTensor says so."""
+    layouts = layer.parallel
+    if isinstance(layouts, TensorParallel):
+        return axis.sequence_dim is not None
+    layout = layouts and (layouts.input if axis.column else layouts.output)
+    if isinstance(layout, Shard):
+        return layout.dim != -1
+    return None if axis.column else False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint import SAVED_BY, SKIPPED, fingerprints
+from ..checkpoint import RANKS, SAVED_BY, SKIPPED, fingerprints, of_rank
 from ..context import STEP
 from ..formats import Direction
 from ..linear.grouped_linear import GroupedLinear
@@ -242,6 +243,41 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     }
 
 
+class TrainingState:
+    """The state of `state_dict(model)` on every rank, under one key of a checkpoint, for any number
+    of ranks: a `Stateful` of torch.distributed.checkpoint, also by hand.
+
+    allow_recipe_change:  of `load_state_dict`.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
+    >>> dcp = torch.distributed.checkpoint
+    >>> state = {"model": model.state_dict(), "train_state": fq.steps.TrainingState(model)}
+    >>> _ = dcp.save(state, checkpoint_id="step_1", no_dist=True)  # without: in a run of ranks
+    >>> dcp.load(state, checkpoint_id="step_1", no_dist=True)
+    """
+
+    def __init__(self, model: nn.Module, allow_recipe_change: bool = False):
+        self.model, self.allow_recipe_change = model, allow_recipe_change
+
+    def state_dict(self) -> dict:
+        """Return what all ranks have in common, and a list of bytes, what each has of its own.
+        Every rank must call it."""
+        state, file = state_dict(self.model), io.BytesIO()
+        own = {key: state.pop(key) for key in ("histories", "moved")}
+        torch.save(own, file)
+        ranks = [file.getvalue()]
+        if dist.is_available() and (group := dist.group.WORLD) is not None:
+            meet([(group,)])
+            ranks *= group.size()
+            dist.all_gather_object(ranks, file.getvalue())
+        return state | {RANKS: ranks}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Restore it, after the parameters; rank r of a run of other size has the histories of rank
+        r % W of the W that saved. Every rank must call it. Raises as `fq.load_state_dict`."""
+        load_state_dict(self.model, state_dict, self.allow_recipe_change)
+
+
 # Loading #
 
 
@@ -308,6 +344,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Saved:
         raise ValueError(
             f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
         )
+    state = of_rank(state, _rank()[0])
     step = _integer(state, "step", range(2**62))
     seed = _integer(state, "seed", range(-(2**63), 2**63))
     digest = _part(state, "fingerprint", str)
@@ -354,10 +391,9 @@ def _check_rank(saved_by: list[int] | None) -> None:
     if saved_by is not None and saved_by[1] == world and saved_by[0] != rank:
         raise ValueError(
             f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of "
-            "activations are "
-            'each rank\'s own: save fq.state_dict under a key per rank ({f"rank_{rank}": '
-            "fq.state_dict(model)}), since under one key the last to write it wins; to go on with "
-            f"the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
+            "activations are each rank's own: under one key the last to write it wins, so save "
+            "fq.steps.TrainingState(model), which holds those of all ranks; to go on with the "
+            f"histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
 
 

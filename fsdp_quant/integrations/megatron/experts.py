@@ -53,7 +53,7 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         tp_comm_buffer_name: str | None = None,
         pg_collection: Any = None,
         name: str | None = None,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
     ):
         nn.Module.__init__(self)
         name = layer_name(self, name)
