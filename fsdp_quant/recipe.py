@@ -32,7 +32,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from .families import FAMILIES, family_of
-from .formats import Direction, canonical_text
+from .formats import canonical_text
 from .migration import recipe_remedy
 from .options import check, integer, text
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
@@ -77,7 +77,8 @@ class Recipe(_OfAllSteps):
     backward_override:    None; "high_precision": the backward multiplies the original values;
                           "dequantized": it multiplies the decoded operands of the forward. Neither
                           quantizes grad_output and grad_input. Default: `default_override()`.
-    accuracy:             "fast", or "exact": only domains that decode exactly.
+    accuracy:             "fast"; "token": no token's output or input gradient depends on others by
+                          an exponent that they share; "exact": only domains that decode exactly.
     anchor_tolerance:     error that anchors may add to a GEMM, relative to that of its formats,
                           before all layers use the next rung (`linear.plan.LADDER`) from the next
                           step on.
@@ -152,12 +153,6 @@ class Recipe(_OfAllSteps):
             raise ValueError(
                 f"{role.name}: {role.tensor_type}: {self.name} gave {value!r}: {error}"
             ) from error
-
-    def is_token_local(self, gradients: bool = False) -> bool:
-        """Return whether outputs of a token (gradients: input gradients) depend on no other token
-        of the call: no scale of a linear layer's input (output gradient) serves two."""
-        hybrid = self.hybrid(Role("linear", "grad_output" if gradients else "input"))
-        return hybrid is None or hybrid.side(Direction.ROWWISE).fmt.keeps_rows_apart
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
         """Return the recipe of each layer in order: identity for the last `tail` of them, rounded

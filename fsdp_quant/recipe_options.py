@@ -25,7 +25,7 @@ RECIPE_OPTIONS = {  # see `recipe.Recipe`
     "name": text(),
     "arguments": Option("a tuple of (name, value) pairs", _is_pairs),
     "backward_override": choice(*BACKWARD_OVERRIDES),
-    "accuracy": choice("fast", "exact"),
+    "accuracy": choice("fast", "token", "exact"),
     "anchor_tolerance": number(0.0),
     "save_original_input": choice(None, True, False),
     "strict": flag(),

@@ -72,6 +72,8 @@ RECIPES: dict[str, Callable[[], fq.Recipe]] = {
     "fp8_row": fq.recipes.fp8_row,
     "fp8_block": fq.recipes.fp8_block,
     "mxfp8": fq.recipes.mxfp8,
+    "fp8_block_token": functools.partial(fq.recipes.fp8_block, accuracy="token"),
+    "mxfp8_token": functools.partial(fq.recipes.mxfp8, accuracy="token"),
     "nvfp4": fq.recipes.nvfp4,
     "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
     "nvfp4_exact": functools.partial(fq.recipes.nvfp4, scale_rule="fp8_exact"),

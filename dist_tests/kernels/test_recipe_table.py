@@ -39,8 +39,9 @@ def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
     check_cell(recipe, module, mode, GPU)
 
 
+@pytest.mark.parametrize("accuracy", ["fast", "token"])
 @pytest.mark.parametrize("recipe", [*NAMED, *HYBRIDS])
-def test_tokens_depend_on_each_other_where_the_table_says(recipe: str):
+def test_tokens_depend_on_each_other_where_the_table_says(recipe: str, accuracy: str):
     """If false, a packed sequence, a policy or a batch of an evaluation changes with its neighbours
     under a recipe that `fq.recipes.table()` calls token-local."""
-    check_token_local(recipe, GPU)
+    check_token_local(recipe, accuracy, GPU)

@@ -160,8 +160,9 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
         assert not [t for t in saved if t.dtype is torch.uint8], "codes of the input"
 
 
+@pytest.mark.parametrize("accuracy", ["fast", "token"])
 @pytest.mark.parametrize("recipe", [*NAMED, *HYBRIDS])
-def test_tokens_depend_on_each_other_where_the_table_says(recipe: str):
+def test_tokens_depend_on_each_other_where_the_table_says(recipe: str, accuracy: str):
     """If false, a packed sequence, a policy or a batch of an evaluation changes with its neighbours
     under a recipe that `fq.recipes.table()` calls token-local."""
-    check_token_local(recipe)
+    check_token_local(recipe, accuracy)

@@ -227,7 +227,7 @@ class GemmPlan:
     def _tensor_quantizers(self, product: Product) -> dict[tuple[str, Direction], Quantizer] | None:
         """Return the quantizers that give operands of a GEMM one exponent per tensor; None if codes
         of one of them keep other scales."""
-        if self.rung(product) != ANCHORED_TENSOR or self.accuracy == EXACT:
+        if self.rung(product) != ANCHORED_TENSOR or self._keeps_scales(product):
             return None
         operands = product.a, product.b
         scaled = {o: side for o in operands if (side := self._tensor_scaled(*o)) is not None}
@@ -259,6 +259,16 @@ class GemmPlan:
         ):
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
+
+    def _keeps_scales(self, product: Product) -> bool:
+        """Return whether the accuracy rules out that all tokens share an exponent."""
+        return self.accuracy == EXACT or (self.accuracy == "token" and product.name != "wgrad")
+
+    def is_token_local(self, gradients: bool = False) -> bool:
+        """Return whether outputs of a token (gradients: input gradients) depend on no other token
+        of the call, on whichever device."""
+        plan, product = self._with_tensor_scales, PRODUCTS[gradients]
+        return plan.operand(*product.a).keeps_rows_apart and not plan.by_tensor[gradients]
 
     def _watched(self, product: Product, domain: str) -> tuple[int, int]:
         if domain != "anchored":
@@ -317,7 +327,7 @@ class GemmPlan:
             ladder = (ANCHORED_TENSOR, ANCHORED, EXACT)
         else:
             ladder = (ANCHORED_TENSOR, EXACT)
-        if is_shared and rung == ANCHORED_TENSOR:
+        if (is_shared or self._keeps_scales(product)) and rung == ANCHORED_TENSOR:
             rung = self.shared_rungs[PRODUCTS.index(product)]
         if rung == ANCHORED_TILE and ladder == LADDER_OVER_TOKENS:
             return ANCHORED_128
