@@ -153,6 +153,20 @@ def test_the_errors_page_quotes_messages_of_the_sources():
     assert len(quoted) > 20 and [message for message in quoted if message not in text] == []
 
 
+def test_the_api_page_lists_parameters():
+    """If false, parameters are one preformatted block, or Markdown takes stars and underscores of a
+    docstring for its own."""
+    page = load(DOCS / "site" / "api.py").body(
+        "x:     [M, K] of *.gate\n       or `a_b`\nreturns: y_\nProse of\nlines.\n\n>>> f(x_)\n1"
+    )
+    assert page.split("\n\n") == [
+        "\n- `x`: [M, K] of \\*.gate\n       or `a_b`\n- `returns`: y\\_\n".rstrip("\n"),
+        "Prose of\nlines.",
+        "```pycon\n>>> f(x_)\n1\n```",
+        "",
+    ]
+
+
 def test_measured_tables_are_those_of_the_json():
     """If false, the page of measurements or README's picture shows other numbers than
     docs/measurements."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 
 MARKER = "<!-- api -->"
+_PARAMETER = re.compile(r"([\w*][\w*, ./]*): {2,}(\S.*)|(returns): (\S.*)")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -32,7 +34,7 @@ def text() -> str:
 
 
 def entry(name: str, value: object, level: str = "###") -> str:
-    """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
+    """A heading, the signature, the first sentence, and the rest of the docstring."""
     first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
     # a dataclass without one shows its signature
     if value.__doc__ is None or first.startswith(f"{name.rpartition('.')[2]}("):
@@ -42,7 +44,36 @@ def entry(name: str, value: object, level: str = "###") -> str:
         f"```python\n{signature(name, value)}\n```\n",
         f"{' '.join(first.split())}\n",
     ]
-    return "\n".join([*lines, f"```text\n{rest}\n```\n"] if rest else lines)
+    return "\n".join([*lines, body(rest)])
+
+
+def body(docstring: str) -> str:
+    """Markdown of paragraphs: parameters as lists, examples and what is indented as they stand."""
+    return "".join(f"{_paragraph(p)}\n\n" for p in docstring.split("\n\n") if p.strip())
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith(">>>"):
+        return f"```pycon\n{text}\n```"
+    if text.startswith(" "):
+        return f"```text\n{text}\n```"
+    lines: list[str] = []
+    in_list = False
+    for line in text.splitlines():
+        match = _PARAMETER.fullmatch(line)
+        if (match or not line.startswith(" ")) and bool(match) != in_list:
+            lines.append("")  # Markdown divides a list from prose by an empty line
+            in_list = bool(match)
+        if match:
+            name, meaning = (group for group in match.groups() if group)
+            line = f"- `{name}`: {meaning}"
+        lines.append(line)
+    return _escaped("\n".join(lines))
+
+
+def _escaped(text: str) -> str:
+    """Text in which Markdown marks code alone."""
+    return re.sub(r"(`[^`]*`)|([*_<])", lambda m: m[1] or f"\\{m[2]}", text)
 
 
 class _Annotation(str):
@@ -70,7 +101,7 @@ def signature(name: str, value: object) -> str:
 
 def module_entry(name: str, module: types.ModuleType) -> str:
     """The docstring of a module, and an entry per name of its `__all__`."""
-    lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
+    lines = [f"### `fq.{name}`\n", body(inspect.getdoc(module) or "")]
     for member in getattr(module, "__all__", ()):
         try:
             value = getattr(module, member)
