@@ -167,6 +167,13 @@ def test_the_api_page_lists_parameters():
     ]
 
 
+def test_a_page_of_the_site_asks_no_other_site_for_its_search():
+    """If false, the site that opens from a folder has no search without a network."""
+    shim = '<script src="https://example.org/iframe-worker/shim"></script>'
+    page = load(DOCS / "site" / "api.py").on_post_page(f"<head>{shim}</head>")
+    assert "https://" not in page and "window.Worker = class" in page
+
+
 def test_measured_tables_are_those_of_the_json():
     """If false, the page of measurements or README's picture shows other numbers than
     docs/measurements."""

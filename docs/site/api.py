@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: the API page, from the docstrings of every public name."""
+"""Hooks of mkdocs: the API page, from the docstrings of every public name; search without a
+server."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import types
+from pathlib import Path
 
 MARKER = "<!-- api -->"
 _PARAMETER = re.compile(r"([\w*][\w*, ./]*): {2,}(\S.*)|(returns): (\S.*)")
@@ -14,6 +16,16 @@ _PARAMETER = re.compile(r"([\w*][\w*, ./]*): {2,}(\S.*)|(returns): (\S.*)")
 def on_page_markdown(markdown: str, page, **_) -> str:
     """reference/api.md with the docstrings in place of its marker."""
     return markdown.replace(MARKER, text()) if page.file.src_uri == "reference/api.md" else markdown
+
+
+def on_post_page(output: str, **_) -> str:
+    """A page with worker.js in place of the script that the offline plugin loads from a network."""
+    script = Path(__file__).with_name("worker.js").read_text()
+    return re.sub(
+        r'<script src="[^"]*/iframe-worker/shim"></script>',
+        lambda _: f"<script>{script}</script>",
+        output,
+    )
 
 
 def text() -> str:
