@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 import fsdp_quant as fq
 from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
@@ -40,8 +40,9 @@ def _trainer(rank: int, world: int, folder: str) -> int:
     page = DOCS / "trainers.md"
     (index,) = (i for i, (_, t, _) in enumerate(blocks(page)) if test_pages.ON_TWO_RANKS in t)
     scope = run_page(page, test_pages.a_trainer(), slice(index, index + 1))
-    weight = scope["model"].model.layers[0].mlp.up_proj.weight
-    assert isinstance(weight, DTensor) and weight.to_local().shape[0] * world == weight.shape[0]
+    layer = scope["model"].model.layers[0]
+    weight = layer.mlp.up_proj.weight
+    assert isinstance(layer, FSDPModule) and weight.to_local().shape[0] * world == weight.shape[0]
     return sum(fq.receipt().gathers.values())
 
 
