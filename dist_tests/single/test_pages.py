@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import fsdp_quant as fq
+from dist_tests import trainers
 from dist_tests.pages import DOCS, ROOT, blocks, run_page
 from fsdp_quant.__main__ import main
 from fsdp_quant.context import STEP
@@ -88,7 +89,6 @@ def a_net_in_training() -> dict:
 
 
 def a_language_model() -> dict:
-    trainers = pytest.importorskip("dist_tests.trainers")
     pytest.importorskip("transformers")
     model = trainers.llama()
     batch = {"input_ids": trainers.batch(0), "labels": trainers.batch(0)}
