@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-from pathlib import Path
+import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+import fsdp_quant as fq
 from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
-
-ROOT = Path(__file__).parents[2]
+from dist_tests.pages import DOCS, ROOT, blocks, run_page
+from dist_tests.single import test_pages
+from dist_tests.trainers import take_fsdp_path_on_cpu
 
 
 def _page(rank: int, world: int) -> int:
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/tensor_parallelism.md").read_text(), re.S
-    )
     # the harness did, and will
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
-    scope: dict = {"__name__": "page"}
-    exec(compile(block, "docs/tensor_parallelism.md", "exec"), scope)
+    scope = run_page(DOCS / "tensor_parallelism.md", {})
     return sum(scope["fq"].receipt().sequence.values())
 
 
@@ -30,6 +28,28 @@ def _page(rank: int, world: int) -> int:
 def test_tensor_parallelism_in_ten_lines():
     """If false, the tutorial fails, or gathers no codes."""
     assert all(sent > 0 for sent in run_ranks(2, _page))
+
+
+def _trainer(rank: int, world: int, folder: str) -> int:
+    import transformers
+
+    os.chdir(folder)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    take_fsdp_path_on_cpu()
+    transformers.TrainingArguments = test_pages.short(transformers.TrainingArguments)
+    page = DOCS / "trainers.md"
+    (index,) = (i for i, (_, t, _) in enumerate(blocks(page)) if test_pages.ON_TWO_RANKS in t)
+    scope = run_page(page, test_pages.a_trainer(), slice(index, index + 1))
+    layer = scope["model"].model.layers[0]
+    weight = layer.mlp.up_proj.weight
+    assert isinstance(layer, FSDPModule) and weight.to_local().shape[0] * world == weight.shape[0]
+    return sum(fq.receipt().gathers.values())
+
+
+@on_cpu
+def test_a_trainer_under_fsdp2_gathers_codes(tmp_path):
+    """If false, the page launches a Trainer that fails, shards nothing, or gathers bf16."""
+    assert all(sent > 0 for sent in run_ranks(2, _trainer, str(tmp_path)))
 
 
 def _example(rank: int, world: int) -> list[float]:

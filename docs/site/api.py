@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: the API page, from the docstrings of every public name."""
+"""Hooks of mkdocs: the API page, from the docstrings of every public name; search without a
+server."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import types
+from pathlib import Path
 
 MARKER = "<!-- api -->"
+_PARAMETER = re.compile(r"([\w*][\w*, ./]*): {2,}(\S.*)|(returns): (\S.*)")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
     """reference/api.md with the docstrings in place of its marker."""
     return markdown.replace(MARKER, text()) if page.file.src_uri == "reference/api.md" else markdown
+
+
+def on_post_page(output: str, **_) -> str:
+    """A page with worker.js in place of the script that the offline plugin loads from a network."""
+    script = Path(__file__).with_name("worker.js").read_text()
+    return re.sub(
+        r'<script src="[^"]*/iframe-worker/shim"></script>',
+        lambda _: f"<script>{script}</script>",
+        output,
+    )
 
 
 def text() -> str:
@@ -32,7 +46,7 @@ def text() -> str:
 
 
 def entry(name: str, value: object, level: str = "###") -> str:
-    """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
+    """A heading, the signature, the first sentence, and the rest of the docstring."""
     first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
     # a dataclass without one shows its signature
     if value.__doc__ is None or first.startswith(f"{name.rpartition('.')[2]}("):
@@ -42,7 +56,36 @@ def entry(name: str, value: object, level: str = "###") -> str:
         f"```python\n{signature(name, value)}\n```\n",
         f"{' '.join(first.split())}\n",
     ]
-    return "\n".join([*lines, f"```text\n{rest}\n```\n"] if rest else lines)
+    return "\n".join([*lines, body(rest)])
+
+
+def body(docstring: str) -> str:
+    """Markdown of paragraphs: parameters as lists, examples and what is indented as they stand."""
+    return "".join(f"{_paragraph(p)}\n\n" for p in docstring.split("\n\n") if p.strip())
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith(">>>"):
+        return f"```pycon\n{text}\n```"
+    if text.startswith(" "):
+        return f"```text\n{text}\n```"
+    lines: list[str] = []
+    in_list = False
+    for line in text.splitlines():
+        match = _PARAMETER.fullmatch(line)
+        if (match or not line.startswith(" ")) and bool(match) != in_list:
+            lines.append("")  # Markdown divides a list from prose by an empty line
+            in_list = bool(match)
+        if match:
+            name, meaning = (group for group in match.groups() if group)
+            line = f"- `{name}`: {meaning}"
+        lines.append(line)
+    return _escaped("\n".join(lines))
+
+
+def _escaped(text: str) -> str:
+    """Text in which Markdown marks code alone."""
+    return re.sub(r"(`[^`]*`)|([*_<])", lambda m: m[1] or f"\\{m[2]}", text)
 
 
 class _Annotation(str):
@@ -70,7 +113,7 @@ def signature(name: str, value: object) -> str:
 
 def module_entry(name: str, module: types.ModuleType) -> str:
     """The docstring of a module, and an entry per name of its `__all__`."""
-    lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
+    lines = [f"### `fq.{name}`\n", body(inspect.getdoc(module) or "")]
     for member in getattr(module, "__all__", ()):
         try:
             value = getattr(module, member)
