@@ -37,6 +37,8 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
 from fsdp_quant.linear.operands import weight_storages
+from fsdp_quant.linear.plan import build_plan
+from fsdp_quant.linear.products import PRODUCTS
 from fsdp_quant.models.steps import converted_modules
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
@@ -166,3 +168,14 @@ def test_tokens_depend_on_each_other_where_the_table_says(recipe: str, accuracy:
     """If false, a packed sequence, a policy or a batch of an evaluation changes with its neighbours
     under a recipe that `fq.recipes.table()` calls token-local."""
     check_token_local(recipe, accuracy)
+
+
+def test_the_first_rung_of_a_token_local_plan_is_one_exponent_per_token():
+    """If false, accuracy="token" begins with an exponent of the tensor, or the check moves a GEMM
+    to the rung that it is on."""
+    fast, local = (build_plan(recipes.mxfp8(accuracy=a), "fc") for a in ("fast", "token"))
+    of_ranks = [fast.next_rung(product, True) for product in PRODUCTS]
+    assert [local.next_rung(p, False) for p in PRODUCTS[:2]] == of_ranks[:2]
+    assert local.next_rung(PRODUCTS[2], False) == fast.next_rung(PRODUCTS[2], False) != of_ranks[2]
+    on_hopper = [plan._with_tensor_scales.by_tensor for plan in (fast, local)]
+    assert on_hopper == [(True, True, True), (False, False, True)]
