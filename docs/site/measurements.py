@@ -123,7 +123,7 @@ def draw() -> None:
 
     arms = bars()[::-1]
     colors = [
-        "#999999" if "bf16" in arm else "#e0a458" if "torchao" in arm else "#3b6fb6"
+        "#999999" if arm.startswith("bf16") else "#e0a458" if "torchao" in arm else "#3b6fb6"
         for arm, _, _ in arms
     ]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.9), sharey=True, layout="constrained")
