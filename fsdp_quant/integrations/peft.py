@@ -19,6 +19,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from ..linear.routes import dispatch
 from ..models.transposed_linear import TransposedLinear
 from ..tensor.model_weights import quantized_weights
 from ..tensor.torch_compat import grouped_mm
@@ -60,7 +61,8 @@ def _adapted(wrapper: Any, active: list[str]) -> AbstractContextManager:
 
 def _add(factors: Sequence[tuple], product: Any, inputs: tuple, y: Tensor) -> Tensor:
     """y of experts and of their adapters, scaling * x (lhs rhs), as the weight is stored."""
-    rows, ends = inputs
+    rows, ends, *routes = inputs
+    rows = dispatch(rows, *routes[0]) if any(routes) else rows
     for lhs, rhs, scaling in factors:
         a, b = (lhs, rhs) if product.transposed else (rhs.mT, lhs.mT)
         x, sizes = rows.to(a.dtype), (*a.shape[1:], b.shape[2])
