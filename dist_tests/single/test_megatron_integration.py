@@ -456,6 +456,7 @@ def test_a_recipe_survives_the_command_line():
             "local",
             "--bf16",
             "--no-gradient-accumulation-fusion",
+            "--no-persist-layer-norm",
         ]
     assert "--overlap-param-gather" in megatron.arguments(HYBRID, gathers_codes=True)
     with pytest.raises(ValueError, match="gpt_layer_spec in a file"):

@@ -26,6 +26,7 @@ def arguments(recipe: Recipe | str, *, gathers_codes: bool = False) -> list[str]
     """
     chosen = as_recipe(recipe, "arguments", Recipe)
     flags = ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
+    flags.append("--no-persist-layer-norm")  # which the local RMSNorm refuses
     if gathers_codes:
         flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     options = dict(chosen.arguments)
