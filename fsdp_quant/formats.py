@@ -396,7 +396,7 @@ class Format:
     @property
     def keeps_rows_apart(self) -> bool:
         """No scale of a rowwise storage serves two rows."""
-        return not self.has_scales or (self.block[0] == 1 and not self.spans_rows(ROWWISE))
+        return self.row_alignment(ROWWISE) == 1 and not self.spans_rows(ROWWISE)
 
     def tensor_scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int]:
         """[1] of the second-level amax of a [rows, cols] tensor; with scale_per="row" [rows], of a

@@ -36,10 +36,9 @@ def table() -> str:
             continue
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
-        on_demand = 'with accuracy="token"' if is_token_local(recipe, accuracy="token") else "no"
-        is_local = "yes" if is_token_local(recipe) else on_demand
-        rows.append((f"{name}()", *slots, is_local, _shown_switches(recipe)))
-    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", 'with accuracy="token"', "of W and mxfp8"))
+        rows.append((f"{name}()", *slots, _shown_locality(recipe), _shown_switches(recipe)))
+    of_qat = _shown_locality(qat("mxfp4"))
+    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", of_qat, "of W and mxfp8"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
@@ -54,6 +53,11 @@ def is_token_local(recipe: _definitions.Recipe, gradients: bool = False, **chang
     True
     """
     return build_plan(replace(recipe, **changes), "layer").is_token_local(gradients)
+
+
+def _shown_locality(recipe: _definitions.Recipe) -> str:
+    on_demand = 'with accuracy="token"' if is_token_local(recipe, accuracy="token") else "no"
+    return "yes" if is_token_local(recipe) else on_demand
 
 
 def _shown_switches(recipe: _definitions.Recipe) -> str:

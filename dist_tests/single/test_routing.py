@@ -89,7 +89,7 @@ def test_tokens_come_back_as_the_sums_over_their_experts(
 
 
 def test_sums_are_in_order_and_rounded_once():
-    """If false, bits depend on where experts lie, or a sum of eight experts is rounded eight
+    """If false, bits depend on where experts are, or a sum of eight experts is rounded eight
     times."""
     order, back = routes(9, 8)
     rows, weights = laws.values(72, 24, seed=1), laws.values(9, 8, seed=2, dtype=FP32)

@@ -158,8 +158,12 @@ def _spans_experts(
 def reads_routes(plan: GemmPlan, x: Tensor) -> bool:
     """Return whether one product for all experts reads rows of x by their routes; else they are
     copied first."""
-    is_native = not isinstance(x, QuantizedTensor) and not plan.decodes_groups(arch_of(x.device))
-    return is_native and plan.saves != "input"
+    return _is_native(plan, x) and plan.saves != "input"
+
+
+def _is_native(plan: GemmPlan, x: Tensor) -> bool:
+    """Return whether one native call per pass computes products of x."""
+    return not (isinstance(x, QuantizedTensor) or plan.decodes_groups(arch_of(x.device)))
 
 
 # The program #
@@ -225,7 +229,7 @@ class GroupedCall(NamedTuple):
         stacks = self._weights(weights, directions, x.dtype)
         weight = stacks.pop(ROWWISE).operand()
         out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
-        if self._is_native(x):
+        if _is_native(plan, x):
             number = self._number(x)
             y, groups, codes = native.grouped_step(
                 x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
@@ -263,7 +267,7 @@ class GroupedCall(NamedTuple):
             weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
             operand = weight.operand()
         transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
-        if (need_x or need_w) and self._is_native(dy):
+        if (need_x or need_w) and _is_native(self.call.plan, dy):
             codes, number = codes if need_w else [], self._number(dy)
             dx, dw = native.grouped_step_backward(
                 dy, groups, operand, codes, number, self.call, self.ids, transposes
@@ -276,10 +280,6 @@ class GroupedCall(NamedTuple):
         return dx, dw, _bias_gradients(groups, dy) if need_b else None
 
     # Operands #
-
-    def _is_native(self, x: Tensor) -> bool:
-        """Return whether one native call per pass computes products of x."""
-        return not (isinstance(x, QuantizedTensor) or self._decodes(x))
 
     def _decodes(self, x: Tensor) -> bool:
         return self.call.plan.decodes_groups(arch_of(x.device))

@@ -6,7 +6,7 @@
                saves `back`, weights, and the rows where the weights have a gradient
 
 Routes are a pair of int64 tensors: `order` [T * k] sorts the copies of all tokens by expert, and
-`back` [T, k] says where each copy lies. The backward of `dispatch` is the sum of `combine`, without
+`back` [T, k] says where each copy is. The backward of `dispatch` is the sum of `combine`, without
 weights. A product that reads tokens by their routes (`grouped.reads_routes`) needs no `dispatch`.
 """
 

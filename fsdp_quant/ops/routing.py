@@ -11,7 +11,7 @@ if there is one for the tensors.
     weights, dweights  [T, k], or None for 1
 
 Both compute in fp32 (in fp64 of fp64) and round once. `combine` adds in the order of j, on every
-device: bits do not depend on where a row lies. Sums over columns are those of torch, or of a kernel
+device: bits do not depend on where a row is. Sums over columns are those of torch, or of a kernel
 in an order of its own, which is the same in every call.
 """
 

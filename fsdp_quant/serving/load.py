@@ -204,7 +204,7 @@ def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> 
     if isinstance(local, QuantizedTensor) and local.is_frozen:
         raise ValueError(
             f"{name} is frozen already, as {local}, which a load would have to replace; call "
-            "fq.unfreeze(model) first, or load into a model that is converted anew"
+            "fq.unfreeze(model) first, or load into a newly converted model"
         )
     if keeps is None:
         return
