@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -474,6 +475,12 @@ def canonical_text(value: object) -> str:
         return repr(value)
     of_value = getattr(value, "_canonical_text", None)
     return _text_of_fields(value) if of_value is None else of_value()
+
+
+def digest(value: object) -> str:
+    """Return 32 hex digits in place of `canonical_text`: short, as arguments of operators are
+    copied and hashed in each call."""
+    return hashlib.sha256(canonical_text(value).encode()).hexdigest()[:32]
 
 
 def _text_of_fields(value: Any) -> str:

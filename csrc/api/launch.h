@@ -204,7 +204,9 @@ struct QuantizeGroup : MultiTensorLaunch<Table> {
     table.spec[0] = spec[0], table.spec[1] = spec[1], table.input = input, table.phases = phase;
   }
   int32_t add(const at::Tensor& x, int64_t row0, const EncodingBuffers (&buffers)[2]) {
-    TensorArgs t = tensor_args(x, row0);
+    return add(tensor_args(x, row0), buffers);
+  }
+  int32_t add(TensorArgs t, const EncodingBuffers (&buffers)[2]) {
     t.buffers[0] = buffers[0], t.buffers[1] = buffers[1];
     const int32_t tiles = tiles_of(t, {});
     return MultiTensorLaunch<Table>::add(t, tiles);

@@ -279,6 +279,9 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
         d == 1 && shares_codes_transposed ? amax_at[0] : workspace.reserve(count * g[d].scale_rows * g[d].scale_cols);
   }
   workspace.allocate(x, stream);
+  TensorArgs matrix = tensor_args(x.select(0, 0), 0);  // and its successors
+  const int64_t matrix_bytes = x.stride(0) * x.element_size();
+  matrix.vector_load = matrix.vector_load && matrix_bytes % 16 == 0;
   for (const Phase phase : {kStatistics, kEncode}) {
     EncodingSpec asked[2] = {row, col};
     for (int d = 0; d < 2; ++d)
@@ -303,7 +306,9 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
         if (phase == kEncode && !histories[d].enc.empty()) b.enc = histories[d].enc[i].const_data_ptr<float>();
         if (phase == kEncode && !histories[d].record.empty()) b.record = histories[d].record[i].mutable_data_ptr<float>();
       }
-      launch.add(x.select(0, i), 0, both);
+      TensorArgs t = matrix;
+      t.x = static_cast<const uint8_t*>(matrix.x) + i * matrix_bytes;
+      launch.add(t, both);
     }
     launch.flush();
   }

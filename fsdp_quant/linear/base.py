@@ -273,7 +273,8 @@ class BaseLinear(HasWeight, nn.Linear):
         note_traced(self, plan, inputs.ids.device)
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
-            delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
+            if plan.has_histories:
+                delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else inputs.rank
         save, codes = grad and weight.requires_grad, None
         if inputs.codes is not None and (inputs.has_columnwise or not grad):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context import STEP
-from ..formats import ROWWISE, canonical_text, value_class
+from ..formats import ROWWISE, digest, value_class
 from ..ops import dispatch, opaque
 from ..ops.rng import own_name, tensor_id
 from ..quantizer import HybridQuantizer, as_rows
@@ -17,7 +17,7 @@ from ..recipe import Recipe, Role, as_recipe
 from ..roles import BOUNDARY_TYPES
 from ..tensor import torch_compat
 
-# by the text that stands for one in an operator's arguments
+# by key
 _BOUNDARIES: dict[str, OutputQuantization] = {}
 
 
@@ -28,12 +28,12 @@ class OutputQuantization:
     output: HybridQuantizer | None
     grad_input: HybridQuantizer | None
 
-    key: ClassVar[str]  # the text that stands for it in an operator's arguments
+    key: ClassVar[str]  # stands for it in an operator's arguments
     quantizes: ClassVar[tuple[bool, bool]]
 
     def __post_init__(self):
         sides = (self.output, self.grad_input)
-        object.__setattr__(self, "key", canonical_text(self))
+        object.__setattr__(self, "key", digest(self))
         object.__setattr__(
             self,
             "quantizes",

@@ -436,17 +436,21 @@ class GroupedLinear(HasWeight):
         self, plan: GemmPlan, is_keyed: bool
     ) -> tuple[Tensor | None, list, list, list, list]:
         """Step, ids, guards, factors and histories of `traced_experts`."""
-        first, graphs = self._linears[0], [layer.runtime.graphs for layer in self._linears]
-        device = graphs[0].ids.device
+        first, factors, histories = self._linears[0], [], []
+        inputs = first.runtime.graphs
+        device = inputs.ids.device
         note_traced(first, plan, device)
         if not plan.needs_steps:
             return None, [], [], [], []
-        delayed = [tensors.delayed.get(plan.histories_key, NO_HISTORIES) for tensors in graphs]
-        factors, histories = (
-            [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
-        )
-        ids = [tensors.ids for tensors in graphs if is_keyed]
-        return STEP.in_graph(device), ids, graphs[0].guards, factors, histories
+        # dynamo guards, in each call, each expert that is read
+        ids = [layer.runtime.graphs.ids for layer in self._linears] if is_keyed else []
+        if plan.has_histories:
+            of_all, key = [layer.runtime.graphs.delayed for layer in self._linears], plan.histories_key
+            delayed = [of_one.get(key, NO_HISTORIES) for of_one in of_all]
+            factors, histories = (
+                [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
+            )
+        return STEP.in_graph(device), ids, inputs.guards, factors, histories
 
     @torch.compiler.disable(
         reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "

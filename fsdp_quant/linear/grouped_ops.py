@@ -215,7 +215,7 @@ def _call_of(
     """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
     [3, 2], as far as there are any."""
     guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
-    amaxes = x.new_zeros((len(factors), 1), dtype=torch.float32)
+    amaxes = [x.new_zeros((len(factors), 1), dtype=torch.float32)] if factors else []
     owners = _delayed_slots(plan, spec.experts)
 
     def by_slot(tensors: Sequence[Tensor]) -> BySlot:
@@ -231,9 +231,9 @@ def _call_of(
         guard=guard,
         backward_guard=guard,
         factors=by_slot(factors),
-        histories=by_slot(amaxes.unbind()),
+        histories=by_slot([amax for table in amaxes for amax in table]),
     )
-    results = [amaxes] * bool(factors) + ([] if guard is None else [guard])
+    results = amaxes + ([] if guard is None else [guard])
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
 
 

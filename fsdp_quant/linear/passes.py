@@ -477,7 +477,7 @@ def histories_of(layers: Iterable[Layer]) -> list[AmaxHistory]:
     weights are encoded, after an optimizer's step.
     """
     histories: list[AmaxHistory] = []
-    for layer in layers:
+    for layer in layers if AmaxHistory.live else ():
         state = layer.runtime.weight_state
         after_steps = isinstance(state, QuantizedWeightState) or state.weight_sync is not None
         for (_, slot, *_), history in state.histories.items():

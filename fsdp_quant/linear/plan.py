@@ -22,7 +22,7 @@ from ..formats import (
     Direction,
     Format,
     anchored_format,
-    canonical_text,
+    digest,
     check_pair,
     value_class,
 )
@@ -124,13 +124,15 @@ class GemmPlan:
     # Computed, so no fields; no properties, which dynamo does not call of a constant.
     key: ClassVar[str]  # represents this plan in an operator's arguments
     needs_steps: ClassVar[bool]
+    has_histories: ClassVar[bool]
     histories_key: ClassVar[str]
 
     def __post_init__(self):
-        object.__setattr__(self, "key", canonical_text(self))
-        object.__setattr__(self, "needs_steps", self._needs_steps())
         slots = self.input, self.weight, self.grad_output  # whatever the rungs
-        object.__setattr__(self, "histories_key", canonical_text(slots))
+        object.__setattr__(self, "key", digest(self))
+        object.__setattr__(self, "has_histories", any(h.delayed_directions for h in slots))
+        object.__setattr__(self, "needs_steps", self._needs_steps())
+        object.__setattr__(self, "histories_key", digest(slots))
         _PLANS.setdefault(self.key, self)
 
     def __setstate__(self, state: dict) -> None:
@@ -149,12 +151,11 @@ class GemmPlan:
 
     def _needs_steps(self) -> bool:
         """The bits depend on the step, or the guard watches the plan on some device."""
-        delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
         of = self.boundary
         sides = () if of is None else (of.output, of.grad_input)
         rounded = self.is_keyed or any(s is not None and s.is_stochastic for s in sides)
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
-        return delayed or rounded or anchored or self._with_tensor_scales != self
+        return self.has_histories or rounded or anchored or self._with_tensor_scales != self
 
     @cached_property
     def of_groups(self) -> GemmPlan:
