@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining of a small Llama, each recipe beside bf16 of the same data and initial values.
+"""Pretraining of a Llama, each recipe beside bf16 of the same data and initial values: what a step
+costs and what the loss becomes, in one run.
 
-    python -m dist_tests.bench.pretrain [--size 110m|350m] [--arms bf16,bf16:1,mxfp8,...] [--steps
-    1250] [--data 'DIR/**/*.py']
-                                        [--json out.json] [--plot out.png]
+    python -m dist_tests.bench.pretrain [--size 110m|350m|1b] [--arms bf16,bf16:1,mxfp8,...]
+                                        [--steps 1250] [--data 'DIR/**/*.py'] [--json out.json]
+                                        [--plot out.png] [--checkpoint DIR] [--seconds 500]
+    torchrun --nproc-per-node 4 -m dist_tests.bench.pretrain --size 1b  # fully_shard
     python -m dist_tests.bench.pretrain --size tiny --steps 20      # a smoke test, on a CPU too
     python -m dist_tests.bench.pretrain --table out.json other.json # of runs before; --plot draws
-    them
+                                                                    # them
 
-transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast, every layer
-compiled, fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is
-the Python files of the installed packages; every fiftieth file is for validation. Arms: bf16, the
-recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
-nvfp4_exact), "nvfp4+row", "nvfp4+4over6", "nvfp4+forward" (a backward in high
-precision), any of them with "/two", where the underflow check knows two rungs, with
-"/bf16-grads", "/fp8_1x128-grads", .., whose gradients are those that 4 ranks would send so
-(`fq.set_gradient_reduction`; bf16 loses nothing and is the base of the others), and with ":1",
-another seed of initial values and of the order of the data.
+transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast (sharded: bf16
+computation, fp32 reduction), every layer compiled, fused AdamW, 32768 tokens a step, learning rate
+by a cosine after a warm-up. The text is the Python files of the installed packages; every fiftieth
+file is for validation. Arms: bf16, "torchao" and "torchao_rowwise" (its float8), the recipes of
+`bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of nvfp4_exact),
+"nvfp4+row", "nvfp4+4over6", "nvfp4+forward" (a backward in high precision), any of them with
+"/two", where the underflow check knows two rungs, with "/bf16-grads", "/fp8_1x128-grads", .., whose
+gradients are those that 4 ranks would send so (`fq.set_gradient_reduction`; bf16 loses nothing and
+is the base of the others), with "@0.9", of that share of the steps, and with ":1", another seed of
+initial values and of the order of the data.
+
+--checkpoint and --seconds: the process ends after so many seconds, when an arm next validates; the
+next call goes on there, with the same bits, and omits arms that --json holds.
 
 Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as
-a share, and the law: at most LIMITS, or the difference of bf16's two seeds. ms of a step (mean,
-compilation and validation included), peak GiB, and the products that the guard moved, of all.
-The table is of the arms that ran; with --json they are kept, and read again by --table. "e4m3" of a
-bf16 arm in the JSON is what a second rounding of its weights costs (`cost_of_e4m3`).
+a share, and the law: at most LIMITS, or the difference of bf16's two seeds. ms of a step: the
+median of intervals of 100, without validation and without the first steps of a process, which
+compile; what it is to bf16's; and "matched": that, times the share of bf16's steps after which
+bf16 has the arm's loss (a line through bf16 and the longest "bf16@"). Peak GiB, and the products
+that the guard moved, of all. --plot: the losses over tokens and over seconds of steps.
+"e4m3" of a bf16 arm in the JSON is what a second rounding of its weights costs (`cost_of_e4m3`).
 
 Exit status 1: an arm failed, or is beyond its law.
 """
@@ -33,14 +41,22 @@ import argparse
 import glob
 import json
 import math
+import os
+import shutil
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_quant as fq
@@ -57,10 +73,12 @@ SIZES = {  # width, layers, heads, hidden
     "tiny": (64, 2, 2, 128),
     "110m": (768, 12, 12, 2816),
     "350m": (1024, 24, 16, 3392),
+    "1b": (2048, 20, 16, 5632),
 }
 SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
 TAIL = 0.85
+INTERVAL, UNTIMED = 100, 3  # steps between validations; first steps of a process
 RANKS = 4  # of "-grads"
 # Of bf16's loss, what an arm may lose.
 LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any rule
@@ -70,20 +88,49 @@ OPTIONS = {  # of nvfp4
     "forward": {"backward_override": "high_precision"},
 }
 LIMIT = 0.0025
+STARTED = time.perf_counter()
 ARMS = ("bf16", "bf16:1", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "hybrid", "nvfp4", "tail")
 
 
-def recipe_of(name: str, steps: int):
-    """None: bf16."""
+class Arm(NamedTuple):
+    """What the name of an arm says: NAME[/two][/FORMAT-grads][@SHARE][:SEED]."""
+
+    name: str
+    sent_as: str | None
+    share: float
+    seed: int
+
+    @staticmethod
+    def of(text: str) -> Arm:
+        rest, _, seed = text.partition(":")
+        rest, _, share = rest.partition("@")
+        name, _, option = rest.partition("/")
+        sent_as = option.removesuffix("-grads") if option.endswith("-grads") else None
+        return Arm(name, sent_as, float(share or 1), int(seed or 0))
+
+
+def convert(model: LlamaForCausalLM, name: str, steps: int) -> bool:
+    """Convert the model; False: it stays in bf16, or is a peer's."""
+    if name.startswith("torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(name.partition("_")[2] or "tensorwise")
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, path: path != "lm_head"
+        )
+        return False
     if name == "bf16":
-        return None
+        return False
+    _, *options = name.split("+")
     if name.startswith("tail"):
         base = RECIPES[name.replace("tail", "nvfp4")]()
-        return recipes.schedule(base, (TAIL, 1.0, recipes.identity()), total_steps=steps)
-    _, *options = name.split("+")
-    if options:
-        return recipes.nvfp4(**{k: v for option in options for k, v in OPTIONS[option].items()})
-    return RECIPES[name]()
+        recipe = recipes.schedule(base, (TAIL, 1.0, recipes.identity()), total_steps=steps)
+    elif options:
+        recipe = recipes.nvfp4(**{k: v for option in options for k, v in OPTIONS[option].items()})
+    else:
+        recipe = RECIPES[name]()
+    fq.convert(model, recipe, ["lm_head"])
+    return True
 
 
 def text(pattern: str | None, device: torch.device, most: int = 2**28) -> tuple[Tensor, Tensor]:
@@ -140,29 +187,62 @@ def backward_of_ranks(model: LlamaForCausalLM, rows: Tensor, format: str, step: 
     return torch.stack(losses).mean()
 
 
+def of_rank(rows: Tensor) -> Tensor:
+    return rows[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else rows
+
+
 def validated(model: LlamaForCausalLM, data: Tensor, sequences: int) -> float:
     model.eval()
     g = torch.Generator().manual_seed(1234)
     with torch.no_grad():
-        loss = statistics.fmean(
-            loss_of(model, batch(data, sequences, g)).item() for _ in range(VALIDATION)
-        )
+        losses = [loss_of(model, of_rank(batch(data, sequences, g))) for _ in range(VALIDATION)]
+    loss = torch.stack(losses).mean()
+    if dist.is_initialized():
+        dist.all_reduce(loss, dist.ReduceOp.SUM)
+        loss /= dist.get_world_size()
     model.train()
-    return loss
+    return loss.item()
 
 
-def trained(
-    arm: str,
-    size: str,
-    steps: int,
-    sequences: int,
-    data: tuple[Tensor, Tensor],
-    say: Callable[[str], None],
-) -> dict:
-    """One arm: its losses, times and moved products."""
-    name, _, seed = arm.partition(":")
-    seed, device = int(seed or 0), data[0].device
-    width, layers, heads, hidden = SIZES[size]
+def folder_of(args: argparse.Namespace, arm: str) -> Path | None:
+    return None if args.checkpoint is None else Path(args.checkpoint) / arm.replace("/", "_")
+
+
+class Progress:
+    """Where an arm is, in a folder (None: nowhere): what its curve is and what would go on."""
+
+    def __init__(self, folder: Path | None, model, optimizer, data: torch.Generator, own: bool):
+        self.folder, self.model, self.optimizer, self.data = folder, model, optimizer, data
+        self.own = {"train_state": fq.steps.TrainingState(model)} if own else {}
+        self.step, self.curve, self.why = 0, [], []  # curve: step, loss, seconds
+        if folder is not None and (folder / "run.json").exists():
+            state = self._state()
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["moments"]
+            )
+            data.set_state(state["data"])
+            self.curve, self.why = json.loads((folder / "run.json").read_text())
+            self.step = self.curve[-1][0]
+
+    def _state(self) -> dict:
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "moments": moments, "data": self.data.get_state(), **self.own}
+
+    def save(self) -> None:
+        if self.folder is not None:
+            dcp.save(self._state(), checkpoint_id=self.folder)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                (self.folder / "run.json").write_text(json.dumps([self.curve, self.why]))
+
+
+def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict | None:
+    """One arm: its losses, times and moved products. None: its time was over before its steps."""
+    name, sent_as, share, seed = Arm.of(arm)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    steps, sequences = round(args.steps * share), ranks if args.size == "tiny" else BATCH
+    device = data[0].device
+    width, layers, heads, hidden = SIZES[args.size]
     torch.manual_seed(seed)
     torch.compiler.reset()
     counters.reset()
@@ -178,25 +258,31 @@ def trained(
             use_cache=False,
         )
     ).to(device)
-    sent_as = name.partition("/")[2].removesuffix("-grads") if name.endswith("-grads") else None
-    recipe = recipe_of(name.partition("/")[0], steps)
-    if recipe is not None:
-        fq.convert(model, recipe, ["lm_head"])
+    converted = convert(model, name, steps)
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    if dist.is_initialized():
+        for module in (*model.model.layers, model):
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(module, mp_policy=policy)
     optimizer = torch.optim.AdamW(
         model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
     )
-    g, curve, began = torch.Generator().manual_seed(seed), [], time.time()
+    g = torch.Generator().manual_seed(seed)
+    done, timed, began = Progress(folder_of(args, arm), model, optimizer, g, converted), 0, 0.0
+    first = done.step
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for step in range(steps):
+    for step in range(first, steps):
+        if step in (first + UNTIMED, done.step):
+            synchronize(device)
+            timed, began = step, time.perf_counter()
         rate = RATE * min(
             1, (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        rows = batch(data[0], sequences, g)
+        rows = of_rank(batch(data[0], sequences, g))
         if sent_as:
             loss = backward_of_ranks(model, rows, sent_as, step)
         else:
@@ -207,31 +293,37 @@ def trained(
         optimizer.zero_grad()
         if step % 10 == 9:  # the host runs ahead of nine
             loss.item()
-        if step % 100 == 99 or step == steps - 1:
-            curve.append((step + 1, validated(model, data[1], sequences)))
-            say(
-                f"{arm}: step {step + 1} of {steps}, loss {loss.item():.4f}, validation "
-                f"{curve[-1][1]:.4f}"
-            )
-    modules = converted_modules(model) if recipe is not None else {}
+        if step % INTERVAL != INTERVAL - 1 and step != steps - 1:
+            continue
+        synchronize(device)
+        took = (time.perf_counter() - began) / (step + 1 - timed) * (step + 1 - done.step)
+        seconds = took + (done.curve[-1][2] if done.curve else 0)
+        done.step = step + 1
+        done.curve.append((done.step, validated(model, data[1], sequences), seconds))
+        say(f"{arm}: step {done.step} of {steps}, validation {done.curve[-1][1]:.4f}")
+        moved = [row for row in counters.of("moved") if not row[2].startswith("as for")]
+        if done.step < steps and is_over(args.seconds, device):
+            done.why += [" ".join(row) for row in moved]
+            done.save()
+            return None
+    modules = converted_modules(model) if converted else {}
+    points = [(0, 0.0, 0.0), *done.curve]
+    each = [(b[2] - a[2]) / (b[0] - a[0]) * 1e3 for a, b in zip(points, points[1:])]
     return {
         "arm": arm,
-        "size": size,
+        "size": args.size,
         "steps": steps,
         "tokens": steps * sequences * SEQUENCE,
-        "curve": curve,
-        "loss": curve[-1][1],
-        "ms": (time.time() - began) / steps * 1e3,
+        "curve": done.curve,
+        "loss": done.curve[-1][1],
+        "ms": statistics.median(each),
         "products": 3 * len(modules),
         "moved": sum(len(m.plan.moved) for m in modules.values()),
-        "why": [
-            f"{module} {product} {why}"
-            for module, product, why in counters.of("moved")
-            if not why.startswith("as for")
-        ],
-        "e4m3": cost_of_e4m3(model) if recipe is None else None,
+        "why": done.why + [" ".join(row) for row in moved],
+        "e4m3": cost_of_e4m3(model) if name == "bf16" and not dist.is_initialized() else None,
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "ranks": ranks,
     }
 
 
@@ -254,79 +346,170 @@ def cost_of_e4m3(model: LlamaForCausalLM) -> dict[str, list[float]]:
 
 def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
     """(gap to bf16 of its seed, what it may be)."""
-    name, _, seed = arm["arm"].partition(":")
+    name, _, share, seed = Arm.of(arm["arm"])
     bases = {
-        r["arm"].partition(":")[2] or "0": r["loss"]
+        of.seed: r["loss"]
         for r in runs
-        if r["arm"].partition(":")[0] == "bf16" and same(r, arm)
+        if (of := Arm.of(r["arm"])).name == "bf16" and of.share == share and same(r, arm)
     }
-    base = bases.get(seed or "0")
-    if base is None or name == "bf16":
+    if seed not in bases or name == "bf16":
         return None, None
-    noise = max(bases.values()) - min(bases.values())
-    return arm["loss"] - base, max(
-        noise,
-        LIMITS.get(name.partition("/")[0].partition("+")[0].removesuffix("_exact"), LIMIT) * base,
-    )
+    base, noise = bases[seed], max(bases.values()) - min(bases.values())
+    share_of = LIMITS.get(name.partition("+")[0].removesuffix("_exact"), LIMIT)
+    return arm["loss"] - base, max(noise, share_of * base)
 
 
 def same(a: dict, b: dict) -> bool:
-    return (a["size"], a["tokens"], a["device"]) == (b["size"], b["tokens"], b["device"])
+    def facts(run: dict) -> tuple:
+        share = Arm.of(run["arm"]).share
+        return run["size"], round(run["tokens"] / share, -4), run["device"], run.get("ranks", 1)
+
+    return facts(a) == facts(b)
+
+
+def speed(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
+    """(bf16's ms of a step to the arm's, the same times the share of bf16's steps after which bf16
+    has the arm's loss)."""
+    bases = {
+        of.share: r
+        for r in runs
+        if (of := Arm.of(r["arm"])).name == "bf16" and of.seed == Arm.of(arm["arm"]).seed
+        if same(r, arm)
+    }
+    if 1 not in bases:
+        return None, None
+    ratio, shorter = bases[1]["ms"] / arm["ms"], sorted(bases)[-2:]
+    if len(shorter) < 2:
+        return ratio, None
+    share, loss = shorter[0], bases[1]["loss"]
+    lost = (arm["loss"] - loss) / (bases[share]["loss"] - loss) * (1 - share)
+    return ratio, ratio * (1 - lost)
 
 
 def table(runs: Sequence[dict]) -> bool:
     """Print what was measured; whether all arms keep to their law."""
     kept = True
     print(
-        f"\n{'arm':14}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}"
-        f"{'ms':>8}{'peak':>8}  moved  device"
+        f"\n{'arm':16}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}"
+        f"{'ms':>8}{'x bf16':>8}{'matched':>9}{'peak':>8}  moved  device"
     )
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
     for run in runs:
         gap, most = law(run, runs)
-        said = (
-            [f"{gap:+.4f}", f"{gap / (run['loss'] - gap):+.2%}", f"{most:.4f}"]
-            if gap is not None
-            else ["-"] * 3
-        )
+        share = None if gap is None else gap / (run["loss"] - gap)
+        ratio, matched = speed(run, runs)
+        said = [shown(gap, "+.4f"), shown(share, "+.2%"), shown(most, ".4f")]
         kept &= gap is None or gap <= most
-        peak = "-" if run["peak"] is None else f"{run['peak']:.1f}"
         beyond = "  beyond its law" if gap is not None and gap > most else ""
         print(
-            f"{run['arm']:14}{run['tokens']:12,}{run['loss']:9.4f}"
-            + "".join(f"{s:>9}" for s in said)
-            + f"{run['ms']:8.1f}{peak:>8}  {run['moved']} of {run['products']}  "
-            f"{run['device']}{beyond}"
+            f"{run['arm']:16}{run['tokens']:12,}{run['loss']:9.4f}"
+            + "".join(f"{value:>9}" for value in said)
+            + f"{run['ms']:8.1f}{shown(ratio, '.3f'):>8}{shown(matched, '.3f'):>9}"
+            + f"{shown(run['peak'], '.1f'):>8}  {run['moved']} of {run['products']}  "
+            + f"{run.get('ranks', 1)} x {run['device']}{beyond}"
         )
     return kept
 
 
 def plot(runs: Sequence[dict], path: str) -> None:
-    """Validation loss by tokens, and its gap to bf16 of the same seed."""
+    """Validation loss by tokens and by seconds of steps, and its gap to bf16 of the same seed; the
+    band is that of bf16's seeds."""
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4))
     colors, late = pyplot.get_cmap("tab20").colors, []
     for i, run in enumerate(runs):
-        tokens = [step * run["tokens"] / run["steps"] / 1e6 for step, _ in run["curve"]]
+        name, _, share, seed = Arm.of(run["arm"])
+        tokens = [row[0] * run["tokens"] / run["steps"] / 1e6 for row in run["curve"]]
+        losses = [row[1] for row in run["curve"]]
         as_arm = {"label": run["arm"], "color": colors[i % len(colors)]}
-        left.plot(tokens, [loss for _, loss in run["curve"]], **as_arm)
-        seed = run["arm"].partition(":")[2]
-        base = next(
-            (r for r in runs if r["arm"] == "bf16" + ":" * bool(seed) + seed and same(r, run)), None
-        )
+        left.plot(tokens, losses, **as_arm)
+        if len(run["curve"][0]) > 2:
+            middle.plot([row[2] for row in run["curve"]], losses, **as_arm)
+        same_seeds = [
+            r for r in runs if Arm.of(r["arm"])[:1] + Arm.of(r["arm"])[2:] == ("bf16", share, seed)
+        ]
+        base = next((r for r in same_seeds if same(r, run)), None)
         if base is not None and base is not run:
-            gaps = [loss - of for (_, loss), (_, of) in zip(run["curve"], base["curve"])]
+            gaps = [loss - row[1] for loss, row in zip(losses, base["curve"])]
             late += gaps[len(gaps) // 3 :]
             right.plot(tokens, gaps, **as_arm)
+    bases = [r for r in runs if Arm.of(r["arm"]).name == "bf16" and Arm.of(r["arm"]).share == 1]
+    if len(bases) > 1 and all(same(r, bases[0]) for r in bases):
+        rows = list(zip(*(r["curve"] for r in bases)))
+        tokens = [row[0][0] * bases[0]["tokens"] / bases[0]["steps"] / 1e6 for row in rows]
+        bands = [[pick(point[1] for point in row) for row in rows] for pick in (min, max)]
+        left.fill_between(tokens, *bands, color="black", alpha=0.2, label="seeds of bf16")
     left.set(xlabel="million tokens", ylabel="validation loss, nats a byte")
+    middle.set(xlabel="seconds of steps")
     right.set(xlabel="million tokens", ylabel="gap to bf16")
     right.axhline(0, color="black", linewidth=0.5)
     if late:  # early gaps are noise, and far larger
         room = 0.1 * (max(late) - min(late)) + 1e-4
         right.set_ylim(min(late) - room, max(late) + room)
-    left.legend()
+        lowest = min(row[1] for run in runs for row in run["curve"])
+        for axes in (left, middle):  # where arms differ
+            axes.set_ylim(lowest - 0.01, lowest + 0.25)
+    left.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def say(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def is_over(seconds: float, device: torch.device) -> bool:
+    """Whether the process has run for so long, on some rank."""
+    over = torch.tensor(float(time.perf_counter() - STARTED > seconds), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+    return bool(over)
+
+
+def run(args: argparse.Namespace, runs: list[dict]) -> bool:
+    """Append the arms that end to `runs`; whether one failed."""
+    device, failed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), False
+    if "LOCAL_RANK" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group()
+    kept = args.json and Path(args.json)
+    before = [json.loads(line) for line in kept.open()] if kept and kept.exists() else []
+    data = text(args.data, device)
+    for arm in args.arms.split(","):
+        of_arm = [r for r in before if (r["arm"], r["size"]) == (arm, args.size)]
+        if args.checkpoint and of_arm:
+            runs += of_arm[-1:]
+            continue
+        try:
+            with two_rungs("/two" in arm):
+                measured = trained(arm, args, data)
+        except Exception as error:  # the other arms go on
+            say(f"{arm} failed: {first_line(error)}")
+            failed = True
+            continue
+        if measured is None:
+            say(f"{arm} goes on in the next call")
+            break
+        runs.append(measured)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            if kept:
+                with kept.open("a") as file:
+                    print(json.dumps(measured), file=file)
+            if args.checkpoint:
+                shutil.rmtree(folder_of(args, arm), ignore_errors=True)
+    return failed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -341,33 +524,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data")
     parser.add_argument("--json")
     parser.add_argument("--plot")
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--table", nargs="+", default=[])
     args = parser.parse_args(argv)
     runs = [json.loads(line) for path in args.table for line in open(path)]
-    failed = False
-    if not args.table:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        data, sequences = text(args.data, device), 1 if args.size == "tiny" else BATCH
-        for arm in args.arms.split(","):
-            try:
-                with two_rungs("/two" in arm):
-                    runs.append(
-                        trained(
-                            arm,
-                            args.size,
-                            args.steps,
-                            sequences,
-                            data,
-                            lambda line: print(line, flush=True),
-                        )
-                    )
-            except Exception as error:  # the other arms go on
-                print(f"{arm} failed: {first_line(error)}", flush=True)
-                failed = True
-                continue
-            if args.json:
-                with open(args.json, "a") as file:
-                    print(json.dumps(runs[-1]), file=file)
+    failed = not args.table and run(args, runs)
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank:
+            return int(failed)
     kept = table(runs)
     if args.plot:
         plot(runs, args.plot)
