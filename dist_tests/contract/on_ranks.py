@@ -68,7 +68,7 @@ class Run:
             loss = float(step(i))  # waits for the device
             times.append(time.perf_counter() - start)
             losses.append(self.mean(loss))
-        return Curve(losses, 1e3 * statistics.median(times[self.steps // 2 :]))
+        return Curve(losses, median_ms(times))
 
     def mean(self, loss: float) -> float:
         """Over the ranks on which it is no nan."""
@@ -76,6 +76,11 @@ class Run:
         both = torch.tensor([loss if known else 0.0, float(known)], device=self.device)
         dist.all_reduce(both)
         return float(both[0] / both[1])
+
+
+def median_ms(seconds: list[float]) -> float:
+    """Of the second half of the steps."""
+    return 1e3 * statistics.median(seconds[len(seconds) // 2 :])
 
 
 def tokens(step: int, rows: int, length: int, vocabulary: int, device=None) -> Tensor:

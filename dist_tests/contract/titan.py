@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchtitan's Trainer of its Llama 3 debug model, or of two layers of its 8B: in bf16, with ours,
+with its float8 of torchao (rowwise)."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import fsdp_quant as fq
+from dist_tests import titan
+from dist_tests.contract.on_ranks import Curve, Run, median_ms
+
+BATCH = 8  # rows of a step, on any number of ranks
+
+
+def _config(run: Run, arm: str, checkpointing: str, settings: dict[str, Any]) -> Any:
+    model = "llama3_8b" if run.size == "wide" else "llama3"
+    made = titan.config(model, run.folder, **settings)
+    made.activation_checkpoint = getattr(titan.activation_checkpoint, checkpointing).Config()
+    if arm == "torchao":
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        converter = Float8LinearConverter.Config(
+            filter_fqns=["lm_head"],
+            emulate=not run.on_gpu,
+            model_compile_enabled=made.compile.enable,
+        )
+        made.model_spec.model = converter.build().convert(made.model_spec.model)
+    elif arm != "bf16":
+        made = fq.integrations.torchtitan.trainer_config(made, recipe=arm)
+    return made
+
+
+def _arms(run: Run, checkpointing: str, tensor: int = 1, **settings: Any) -> dict[str, Curve]:
+    tensor = min(tensor, run.world)
+    length = run.choose({"rows": 128}, {"rows": 1024}, {"rows": 4096})["rows"]
+    settings |= {
+        "training__steps": run.steps,
+        "training__seq_len": length,
+        "training__local_batch_size": BATCH * tensor // run.world,
+        "training__global_batch_size": BATCH,
+        "parallelism__tensor_parallel_degree": tensor,
+        "metrics__log_freq": 1,
+    }
+    arms = ["bf16", run.recipe]
+    if run.on_gpu or not settings.get("compile__enable"):  # torchao emulates eager steps alone
+        arms.append("torchao")
+    curves = {}
+    for arm in arms:
+        trainer = _config(run, arm, checkpointing, settings).build()
+        losses, times = [], [time.perf_counter()]
+
+        def keep(metrics: dict[str, float], step: int) -> None:  # after it waited for the device
+            losses.append(metrics["loss_metrics/global_avg_loss"])
+            times.append(time.perf_counter())
+
+        trainer.metrics_processor.logger.log = keep
+        trainer.train()
+        curves[arm] = Curve(losses, median_ms([b - a for a, b in pairwise(times)]))
+    return curves
+
+
+def fsdp(run: Run) -> dict[str, Curve]:
+    """FSDP2, blocks recomputed in the backward."""
+    return _arms(run, "FullAC")
+
+
+def tensor(run: Run) -> dict[str, Curve]:
+    """TP 2 with sequence parallelism; FSDP2 over the other ranks; half of the products
+    recomputed."""
+    return _arms(run, "SelectiveAC", tensor=2)
+
+
+def compiled(run: Run) -> dict[str, Curve]:
+    """FSDP2 of compiled blocks, half of whose products are recomputed."""
+    backend = "inductor" if run.on_gpu else "aot_eager"
+    compile = {"enable": True, "components": ["model"], "backend": backend}
+    return _arms(run, "SelectiveAC", **{f"compile__{k}": v for k, v in compile.items()})
