@@ -14,6 +14,7 @@ import statistics
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -76,6 +77,15 @@ class Run:
         both = torch.tensor([loss if known else 0.0, float(known)], device=self.device)
         dist.all_reduce(both)
         return float(both[0] / both[1])
+
+
+def values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The initial values of a parameter, the same however ranks cut it: N(0, .02^2) of matrices, 1
+    of other weights, 0 of biases."""
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.02
 
 
 def median_ms(seconds: list[float]) -> float:
