@@ -3,7 +3,7 @@
 of torchtitan.
 
 torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not
-there, none of it near a linear layer. On CPUs: the device module, attention (flex_attention has no
+there, none of it near a linear layer. Where they are not installed: packages of its data. On CPUs: the device module, attention (flex_attention has no
 backward there), averages of gloo. Everywhere: two functions of later torches (`set_timeout`; `step`
 of a pipeline that is given micro-batches). With FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
 """
@@ -11,8 +11,11 @@ of a pipeline that is given micro-batches). With FSDP_QUANT_TEST_DEVICE=cuda it 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib import abc, machinery, util
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.tools import utils
 
+
+class _Absent(abc.MetaPathFinder, abc.Loader):
+    """Packages that torchtitan imports for its own data, which is not read here."""
+
+    names = {name for name in ("datasets", "tokenizers", "PIL") if util.find_spec(name) is None}
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in self.names:
+            return machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        module = ModuleType(spec.name)
+        module.__getattr__ = lambda name: mock.MagicMock()
+        return module
+
+    def exec_module(self, module) -> None:
+        """Has no content."""
+
+
+sys.meta_path.append(_Absent())
 _CPU = SimpleNamespace(
     get_device_name=lambda device=None: "CPU",
     current_device=lambda: 0,

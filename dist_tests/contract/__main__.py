@@ -23,7 +23,7 @@ import sys
 import tempfile
 from importlib import metadata, util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,8 +85,9 @@ def cannot(contract: Contract, ranks: int) -> str:
     return ""
 
 
-def start(name: str, ranks: int, args: argparse.Namespace) -> dict[str, dict]:
-    """Run a contract's program on this many ranks: {arm: `on_ranks.Curve` as a dictionary}.
+def start(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a contract's program on this many ranks: {"arms": {arm: `on_ranks.Curve` as a
+    dictionary}, "receipt": what the library counted on rank 0}.
 
     Raises RuntimeError with the end of what it printed if it fails, or takes args.limit_s.
     """
@@ -150,13 +151,15 @@ def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
     if reason := cannot(contract, ranks):
         return row | {"result": reason}
     try:
-        arms = start(name, ranks, args)
-        reference = start(name, 1, args) if contract.compared == "one rank" else None
+        run = start(name, ranks, args)
+        reference = None
+        if contract.compared == "one rank":
+            reference = start(name, 1, args)["arms"]
     except RuntimeError as error:
         print(f"{name}:\n{error}", file=sys.stderr, flush=True)
         lines = str(error).strip().splitlines() or ["no output"]
         return row | {"holds": False, "result": f"FAILED: {lines[-1][:200]}", "log": str(error)}
-    return row | verdict(contract, arms, reference) | {"arms": arms, "reference": reference}
+    return row | run | verdict(contract, run["arms"], reference) | {"reference": reference}
 
 
 def table(rows: list[dict]) -> str:
@@ -185,7 +188,9 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m dist_tests.contract", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "python -m dist_tests.contract",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--only", help=f"of {','.join(CONTRACTS)}")
     parser.add_argument("--ranks", type=int, help="default: 2, and 4 where there are 4 GPUs")

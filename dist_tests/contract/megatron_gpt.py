@@ -31,7 +31,7 @@ import fsdp_quant as fq
 from dist_tests.contract.megatron import config
 from dist_tests.contract.on_ranks import Curve, Run, tokens, values
 from fsdp_quant.integrations.megatron import gpt_layer_spec
-from fsdp_quant.integrations.megatron.gather import gather_codes
+from fsdp_quant.integrations.megatron.gather import GathersCodes, gather_codes
 
 BATCH, MICRO_BATCHES, VOCABULARY, EXPERTS = 8, 2, 256, 4
 
@@ -67,7 +67,9 @@ def _cpu_for_cuda() -> Iterator[None]:
     tracker = tensor_parallel.random
     with (
         mock.patch.multiple(torch.cuda, **stands_in),
-        mock.patch.object(tracker.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+        mock.patch.object(
+            tracker.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()
+        ),
         mock.patch.object(tracker, "_set_cuda_rng_state", lambda *_, **__: None),
         _OnCPU(),
     ):
@@ -183,6 +185,7 @@ class _Trained:
         cfg.no_sync_func = self.ddp.no_sync
         if codes:
             gather_codes([self.ddp], self.optimizer)
+            assert any(isinstance(group, GathersCodes) for group in self.ddp.bucket_groups)
         self.ddp.start_param_sync(force_sync=True)
         self.run = run
 

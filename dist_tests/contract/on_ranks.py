@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of a contract does: meet the others, run the program, write its curves.
 
-    python -m torch.distributed.run ... -m dist_tests.contract.on_ranks MODULE.FUNCTION FOLDER
+python -m torch.distributed.run ... -m dist_tests.contract.on_ranks MODULE.FUNCTION FOLDER
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import fsdp_quant as fq
+from fsdp_quant.counters import counters
 
 
 @dataclass
@@ -131,8 +134,11 @@ def main() -> None:
         program = pkgutil.resolve_name(f"dist_tests.contract.{module}:{function}")
         run = Run(device, rank, world, args.folder, args.steps, args.recipe, args.size)
         curves = program(run)
+        if not counters.total("quantize"):
+            raise AssertionError(f"{args.program} quantized nothing: its arm {run.recipe} is bf16")
         if rank == 0:
-            result = {arm: asdict(curve) for arm, curve in curves.items()}
+            arms = {arm: asdict(curve) for arm, curve in curves.items()}
+            result = {"arms": arms, "receipt": str(fq.receipt())}
             Path(args.folder, "result.json").write_text(json.dumps(result))
         dist.barrier()
     except BaseException:

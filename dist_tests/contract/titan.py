@@ -5,6 +5,7 @@ with its float8 of torchao (rowwise)."""
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +44,9 @@ def _set_values(model: nn.Module) -> None:
         if old.is_floating_point():
             new = values(name, tuple(old.shape)).to(old.device)
             if isinstance(old, DTensor):
-                whole = DTensor.from_local(new, old.device_mesh, [Replicate()] * old.device_mesh.ndim)
+                whole = DTensor.from_local(
+                    new, old.device_mesh, [Replicate()] * old.device_mesh.ndim
+                )
                 new = whole.redistribute(placements=old.placements)
             state[name] = new
     model.load_state_dict(state)
@@ -61,7 +64,8 @@ def _arms(run: Run, checkpointing: str, tensor: int = 1, **settings: Any) -> dic
         "metrics__log_freq": 1,
     }
     arms = ["bf16", run.recipe]
-    if run.on_gpu or not settings.get("compile__enable"):  # torchao emulates eager steps alone
+    emulates = not run.on_gpu and settings.get("compile__enable")  # which torchao does eagerly
+    if find_spec("torchao") and not emulates:
         arms.append("torchao")
     curves = {}
     for arm in arms:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fsdp_quant as fq
 from dist_tests.contract.on_ranks import Curve, Run, tokens
@@ -111,6 +110,7 @@ def trainer(run: Run) -> dict[str, Curve]:
             data_collator=transformers.default_data_collator,
         )
         made.train(resume_from_checkpoint=resume and _checkpoint(run, folder))
+        assert isinstance(made.model, FSDPModule)
         return _losses(made, resume is not None)
 
     return _arms(run, train)
@@ -144,6 +144,7 @@ def sft(run: Run) -> dict[str, Curve]:
             callbacks=_callbacks(arm),
         )
         made.train(resume_from_checkpoint=resume and _checkpoint(run, folder))
+        assert isinstance(made.model, FSDPModule)
         return _losses(made, resume is not None)
 
     return _arms(run, train)
@@ -210,6 +211,7 @@ def accelerate(run: Run) -> dict[str, Curve]:
         else:
             prepare = fq.integrations.accelerate.prepare
             model, optimizer = prepare(accelerator, model, optimizer, arm, skip=["lm_head"])
+        assert isinstance(model, FSDPModule)
         if resume:
             accelerator.load_state(resume)
         losses = []
