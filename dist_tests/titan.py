@@ -3,9 +3,10 @@
 of torchtitan.
 
 torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not
-there, none of it near a linear layer. Where they are not installed: packages of its data. On CPUs: the device module, attention (flex_attention has no
+there, none of it near a linear layer. On CPUs: the device module, attention (flex_attention has no
 backward there), averages of gloo. Everywhere: two functions of later torches (`set_timeout`; `step`
-of a pipeline that is given micro-batches). With FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
+of a pipeline that is given micro-batches), and packages of its data that are not installed. With
+FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
 """
 
 from __future__ import annotations

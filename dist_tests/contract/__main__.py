@@ -14,6 +14,7 @@ ours are medians of the second half of the steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -162,28 +163,38 @@ def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
     return row | run | verdict(contract, run["arms"], reference) | {"reference": reference}
 
 
-def table(rows: list[dict]) -> str:
-    """The markdown table of rows."""
-    columns = ["contract", "ranks", "compared with", "result", "ms/step", "device"]
-    lines = [columns, ["---"] * len(columns)]
+COLUMNS = ["contract", "ranks", "compared with", "apart", "ms a step"]
+COLUMNS += ["device", "date", "torch", "versions"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The markdown table of rows, as docs/trainers.md has it."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
         speeds = {arm: curve["ms"] for arm, curve in row.get("arms", {}).items()}
         cells = [row["contract"], str(row["ranks"]), row["compared"], row["result"]]
         cells.append(", ".join(f"{arm} {ms:.1f}" for arm, ms in speeds.items() if ms) or "-")
-        lines.append([*cells, row["device"]])
+        lines.append([*cells, *(row[name] for name in ("device", "date", "torch", "versions"))])
     return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
 
 
-def versions() -> dict[str, str]:
-    """The packages of others that are installed, and torch."""
-    names = ("torch", "torchao", "megatron-core", "torchtitan", "transformers", "trl", "peft")
-    found = {}
-    for name in (*names, "accelerate", "lightning"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
-    return found
+def where() -> dict[str, str]:
+    """Cells of every row."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "device": device,
+        "date": str(datetime.date.today()),
+        "torch": torch.__version__,
+    }
+
+
+def versions(contract: Contract) -> str:
+    """The packages that a contract runs, as they are installed."""
+    found = []
+    for package in contract.needs:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package.replace('.', '-'))}")
+    return ", ".join(found) or "-"
 
 
 def main() -> int:
@@ -202,23 +213,17 @@ def main() -> int:
     if unknown := sorted(set(names) - set(CONTRACTS)):
         parser.error(f"--only names {', '.join(unknown)}; wanted some of {', '.join(CONTRACTS)}")
     most = 4 if torch.cuda.device_count() >= 4 else 2
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    facts = {
-        "device": device,
-        "date": str(datetime.date.today()),
-        "versions": versions(),
-        "settings": {name: getattr(args, name) for name in ("steps", "recipe", "size")},
-    }
     rows = []
     for name in names:
-        wanted = [args.ranks] if args.ranks else [n for n in CONTRACTS[name].ranks if n <= most]
+        contract = CONTRACTS[name]
+        wanted = [args.ranks] if args.ranks else [n for n in contract.ranks if n <= most]
         for ranks in wanted:
-            if ranks in CONTRACTS[name].ranks:
-                rows.append(check(name, ranks, args) | {"device": device})
+            if ranks in contract.ranks:
+                rows.append(check(name, ranks, args) | where() | {"versions": versions(contract)})
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 if args.json:  # what is known outlives a run that is cut off
-                    Path(args.json).write_text(json.dumps(facts | {"rows": rows}, indent=1))
-    print(f"\n{json.dumps({k: v for k, v in facts.items() if k != 'rows'})}\n\n{table(rows)}")
+                    Path(args.json).write_text(json.dumps({"arguments": vars(args), "rows": rows}))
+    print(f"\n{' '.join(sys.argv[1:])}\n\n{table(rows)}")
     return int(any(row["holds"] is False for row in rows))
 
 

@@ -27,7 +27,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import fsdp_quant as fq
 from dist_tests.contract.megatron import config
 from dist_tests.contract.on_ranks import Curve, Run, tokens, values
 from fsdp_quant.integrations.megatron import gpt_layer_spec

@@ -263,8 +263,9 @@ class QuantizedTensor(Tensor):
         found: dict[int, Tensor] = {}
         for pair in self._pair.groups or [self._pair]:
             pair.drop_operands()
-            matrices = [pair.get(direction) for direction in Direction]
-            found |= {t.data_ptr(): t for m in matrices if m is not None for t in m.buffers().values()}
+            for direction in Direction:
+                if (matrix := pair.get(direction)) is not None:
+                    found |= {t.data_ptr(): t for t in matrix.buffers().values()}
         return [t.view(-1).view(torch.uint8) for t in found.values()]
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
