@@ -5,10 +5,10 @@
                                   [--size small|wide] [--json FILE] [--limit-s 600]
 
 With GPUs: a GPU a rank, NCCL. Without: gloo, smaller models, and contracts that need a GPU say so.
-A contract is compared with the same program on one rank ("one rank": losses of every step, within
-`LIMIT` of the reference), or with itself ("resume": losses behind a resume from a checkpoint in the
-middle). The bf16 arm of the same program says what the order of sums alone changes. Its speed and
-ours are medians of the second half of the steps.
+A contract is compared with the same program on one rank ("one rank": losses of the first step
+within `FIRST`, of every step within `LIMIT` or twice what bf16 of the same program is apart), or
+with itself ("resume": losses behind a resume from a checkpoint in the middle). Speeds are medians
+of the second half of the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,9 @@ import torch
 from dist_tests.contract import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of a loss over its reference: 50 steps of bf16 alone on other ranks end up to a third of this
-# apart.
-LIMIT = 0.02
+# Of a loss apart from its reference. The first step's is of the same weights; later, rounding that
+# differs is fed back: 50 steps of bf16 end up to half of this apart, and so may ours.
+FIRST, LIMIT = 2e-4, 0.02
 RESUMED = 0.0 if not torch.cuda.is_available() else 1e-3  # kernels of attention add in any order
 
 
@@ -99,22 +98,23 @@ def start(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         command += [f"--recipe={args.recipe}", f"--size={args.size}"]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+        if "megatron" in name:  # of its manual, for sequence parallelism on Hopper
+            changes["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         process = subprocess.Popen(
             command,
             env=os.environ | changes,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
         try:
             printed, _ = process.communicate(timeout=args.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            printed, _ = process.communicate()
-            raise RuntimeError(f"{printed[-4000:]}\nstopped after {args.limit_s} s") from None
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException as error:
+            process.terminate()  # the agent ends its ranks, which are no group of its own
+            printed, _ = process.communicate(timeout=60)
+            if isinstance(error, subprocess.TimeoutExpired):
+                end = f"stopped after {args.limit_s} s"
+                raise RuntimeError(f"{printed[-4000:]}\n{end}") from None
             raise
         found = Path(folder, "result.json")
         if process.returncode or not found.exists():
@@ -124,25 +124,31 @@ def start(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def distance(got: list[float], wanted: list[float]) -> float:
-    """Return the largest difference of two curves over the wanted value; inf for nan or lengths."""
+    """The largest difference over the wanted value; inf for nan, or another number of steps."""
     if len(got) != len(wanted) or not got:
         return float("inf")
-    worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted))
-    return worst if worst == worst else float("inf")
+    found = [abs(a - b) / abs(b) for a, b in zip(got, wanted)]
+    return float("inf") if any(value != value for value in found) else max(found)
 
 
-def verdict(contract: Contract, arms: dict[str, dict], reference: dict[str, dict] | None) -> dict:
-    """{"holds": .., "result": a sentence, "apart": {arm: distance}} of a contract that ran."""
-    limit = RESUMED if reference is None else LIMIT
-    apart = {}
+def verdict(arms: dict[str, dict], reference: dict[str, dict] | None) -> dict[str, Any]:
+    """{"holds": .., "result": a sentence, "apart": {arm: distance}} of curves, and those of one
+    rank; None: resumed curves."""
+    apart, broken = {}, []
     for arm, curve in arms.items():
+        got = curve["losses"]
         wanted = curve["resumed"] if reference is None else reference[arm]["losses"]
-        apart[arm] = distance(curve["losses"][len(curve["losses"]) - len(wanted) :], wanted)
-    holds = all(value <= limit for value in apart.values())
-    learned = all(curve["losses"][-1] < curve["losses"][0] for curve in arms.values())
+        apart[arm] = distance(got[-len(wanted) :] if reference is None else got, wanted)
+        limit = RESUMED if reference is None else max(LIMIT, 2 * apart.get("bf16", 0.0))
+        if not apart[arm] <= limit < float("inf"):
+            broken.append(f"{arm} is apart")
+        if reference is not None and distance(got[:1], wanted[:1]) > FIRST:
+            broken.append(f"{arm} is apart in the first step")
+        if not got[-1] < got[0]:
+            broken.append(f"{arm} does not learn")
     facts = ", ".join(f"{arm} {value:.1e}" for arm, value in apart.items())
-    word = "holds" if holds and learned else "BROKEN" if learned else "BROKEN, does not learn"
-    return {"holds": holds and learned, "result": f"{word}: {facts}", "apart": apart}
+    result = f"BROKEN ({', '.join(broken)}): {facts}" if broken else facts
+    return {"holds": not broken, "result": result, "apart": apart}
 
 
 def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
@@ -160,7 +166,7 @@ def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
         print(f"{name}:\n{error}", file=sys.stderr, flush=True)
         lines = str(error).strip().splitlines() or ["no output"]
         return row | {"holds": False, "result": f"FAILED: {lines[-1][:200]}", "log": str(error)}
-    return row | run | verdict(contract, run["arms"], reference) | {"reference": reference}
+    return row | run | verdict(run["arms"], reference) | {"reference": reference}
 
 
 COLUMNS = ["contract", "ranks", "compared with", "apart", "ms a step"]

@@ -196,7 +196,7 @@ class _Trained:
 
         def loss_of(output: Tensor) -> tuple[Tensor, dict]:
             loss = output.float().mean()
-            return loss, {"loss": loss.detach()}
+            return loss, {"loss": loss.detach().clone()}  # which the schedule divides in place
 
         return model(x, place, mask, labels=y), loss_of
 

@@ -69,7 +69,9 @@ class Run:
         losses, times = [], []
         for i in range(self.steps):
             start = time.perf_counter()
-            loss = float(step(i))  # waits for the device
+            loss = float(step(i))
+            if self.on_gpu:
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
             losses.append(self.mean(loss))
         return Curve(losses, median_ms(times))

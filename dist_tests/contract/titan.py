@@ -62,6 +62,7 @@ def _arms(run: Run, checkpointing: str, tensor: int = 1, **settings: Any) -> dic
         "training__global_batch_size": BATCH,
         "parallelism__tensor_parallel_degree": tensor,
         "metrics__log_freq": 1,
+        "debug__deterministic": not run.on_gpu,
     }
     arms = ["bf16", run.recipe]
     emulates = not run.on_gpu and settings.get("compile__enable")  # which torchao does eagerly

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fsdp_quant as fq
 from dist_tests.contract.on_ranks import Curve, Run, tokens
@@ -242,8 +242,9 @@ def lightning(run: Run) -> dict[str, Curve]:
 
         def configure_model(self) -> None:
             mesh = self.device_mesh["data_parallel"]
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             for part in (*self.model.model.layers, self.model):
-                fully_shard(part, mesh=mesh)
+                fully_shard(part, mesh=mesh, mp_policy=policy)
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             ids = _own_rows(run, self.trainer.global_step)

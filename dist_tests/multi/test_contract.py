@@ -37,8 +37,11 @@ def test_a_contract_compares_ranks_with_one_rank(monkeypatch):
         curves[2]["mxfp8"]["losses"] = spoil(good[2]["mxfp8"]["losses"])
         row = contract.check("ddp", 2, args)
         assert row["holds"] is False and "BROKEN" in row["result"], row
-    curves[2]["mxfp8"]["losses"] = [loss * 1.03 for loss in good[2]["mxfp8"]["losses"]]
-    assert contract.check("ddp", 2, args)["holds"] is False
-    curves[2] = good[2] | {"mxfp8": good[1]["mxfp8"] | {"resumed": good[1]["mxfp8"]["losses"][-1:]}}
-    assert contract.verdict(contract.CONTRACTS["ddp"], curves[2], None)["apart"]["mxfp8"] == 0.0
+    for spoil in ([1.001, 1, 1], [1, 1, 1.03], [1, 1, 2]):
+        losses = good[2]["mxfp8"]["losses"]
+        curves[2]["mxfp8"]["losses"] = [a * b for a, b in zip(losses, spoil)]
+        assert contract.check("ddp", 2, args)["holds"] is False, spoil
+    for resumed, holds in ((losses[1:], True), (losses[:2], False), ([], False)):
+        arms = {"mxfp8": good[2]["mxfp8"] | {"resumed": resumed}}
+        assert contract.verdict(arms, None)["holds"] is holds, resumed
     assert contract.check("context", 2, args)["result"].startswith("needs a GPU: flash attention")
