@@ -13,7 +13,7 @@ from dist_tests.contract import on_ranks, parallelisms
 from dist_tests.multi.harness import on_cpu, run_ranks
 
 pytestmark = on_cpu
-STEPS = 3
+STEPS = 2
 
 
 def _ddp(rank: int, world: int) -> dict[str, on_ranks.Curve]:
@@ -37,11 +37,11 @@ def test_a_contract_compares_ranks_with_one_rank(monkeypatch):
         curves[2]["mxfp8"]["losses"] = spoil(good[2]["mxfp8"]["losses"])
         row = contract.check("ddp", 2, args)
         assert row["holds"] is False and "BROKEN" in row["result"], row
-    for spoil in ([1.001, 1, 1], [1, 1, 1.03], [1, 1, 2]):
+    for spoil in ([1.001, 1], [1, 1.03], [1, 2]):
         losses = good[2]["mxfp8"]["losses"]
         curves[2]["mxfp8"]["losses"] = [a * b for a, b in zip(losses, spoil)]
         assert contract.check("ddp", 2, args)["holds"] is False, spoil
-    for resumed, holds in ((losses[1:], True), (losses[:2], False), ([], False)):
+    for resumed, holds in ((losses[1:], True), (losses[:1], False), ([], False)):
         arms = {"mxfp8": good[2]["mxfp8"] | {"resumed": resumed}}
         assert contract.verdict(arms, None)["holds"] is holds, resumed
     assert contract.check("context", 2, args)["result"].startswith("needs a GPU: flash attention")
