@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -218,6 +219,7 @@ def main() -> int:
     names = args.only.split(",") if args.only else list(CONTRACTS)
     if unknown := sorted(set(names) - set(CONTRACTS)):
         parser.error(f"--only names {', '.join(unknown)}; wanted some of {', '.join(CONTRACTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
     most = 4 if torch.cuda.device_count() >= 4 else 2
     rows = []
     for name in names:
