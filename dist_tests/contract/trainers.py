@@ -86,10 +86,10 @@ def _losses(trainer: Any, resumes: bool) -> list[float]:
     return losses[-trainer.args.save_steps :] if resumes else losses
 
 
-def _callbacks(arm: str, **options) -> list:
+def _callbacks(arm: str) -> list:
     if arm == "bf16":
         return []
-    return [fq.integrations.transformers.Callback(arm, skip=["lm_head"], **options)]
+    return [fq.integrations.transformers.Callback(arm, skip=["lm_head"])]
 
 
 def _checkpoint(run: Run, folder: str) -> str:
