@@ -3,16 +3,20 @@
 of torchtitan.
 
 torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not
-there, none of it near a linear
-layer: the device module, attention (flex_attention has no backward on CPUs), averages of gloo, and
-       two functions of later
-torches (`set_timeout`; `step` of a pipeline that is given micro-batches).
+there, none of it near a linear layer. On CPUs: the device module, attention (flex_attention has no
+backward there), averages of gloo. Everywhere: two functions of later torches (`set_timeout`; `step`
+of a pipeline that is given micro-batches), and packages of its data that are not installed. With
+FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib import abc, machinery, util
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.tools import utils
 
+
+class _Absent(abc.MetaPathFinder, abc.Loader):
+    """Packages that torchtitan imports for its own data, which is not read here."""
+
+    names = {name for name in ("datasets", "tokenizers", "PIL") if util.find_spec(name) is None}
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in self.names:
+            return machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        module = ModuleType(spec.name)
+        module.__getattr__ = lambda name: mock.MagicMock()
+        return module
+
+    def exec_module(self, module) -> None:
+        """Has no content."""
+
+
+sys.meta_path.append(_Absent())
 _CPU = SimpleNamespace(
     get_device_name=lambda device=None: "CPU",
     current_device=lambda: 0,
@@ -31,7 +55,9 @@ _CPU = SimpleNamespace(
     empty_cache=lambda: None,
     synchronize=lambda: None,
 )
-utils.device_type, utils.device_module = "cpu", _CPU
+ON_CPU = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu") == "cpu"
+if ON_CPU:
+    utils.device_type, utils.device_module = "cpu", _CPU
 
 from torchtitan import trainer as titan  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -40,7 +66,7 @@ from torchtitan.distributed import activation_checkpoint, fsdp  # noqa: E402, F4
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel  # noqa: E402
 
 
 def _attention(q, k, v, *, scale, enable_gqa, **_):
@@ -65,8 +91,9 @@ def _step(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_o
     )
 
 
-FlexAttention.compiled_flex_attn = staticmethod(_attention)
-fsdp.disable_fsdp_gradient_division = _undivided
+if ON_CPU:
+    FlexAttention.compiled_flex_attn = staticmethod(_attention)
+    fsdp.disable_fsdp_gradient_division = _undivided
 dist_utils.set_pg_timeouts = lambda **_: None
 PipelineScheduleSingle.step = _step
 titan.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=titan.time.perf_counter)
@@ -130,11 +157,15 @@ class Tokens(BaseDataLoader):
         self.read = state.get("read", 0)
 
 
-MODELS = {"llama3": llama3_debugmodel, "deepseek_v3": deepseek_v3_debugmodel}
+MODELS = {
+    "llama3": llama3_debugmodel,
+    "llama3_8b": llama3_8b,
+    "deepseek_v3": deepseek_v3_debugmodel,
+}
 
 
 def config(model: str = "llama3", folder: str = "outputs", **settings) -> titan.Trainer.Config:
-    """A debug model's configuration, of two layers.
+    """The configuration of a model of two layers.
 
     settings:  by name, the dots written as two underscores: training__steps=3.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `fsdp_quant.integrations.megatron` with a checkout of Megatron-LM, on the CPU,
-with two gloo ranks:
+"""The contract of `fsdp_quant.integrations.megatron` with Megatron-Core's package, or a checkout of
+Megatron-LM, on the CPU, with two gloo ranks:
 
-    FSDP_QUANT_MEGATRON=/path/of/Megatron-LM python -m dist_tests.contract.megatron
+    [FSDP_QUANT_MEGATRON=/path/of/Megatron-LM] python -m dist_tests.contract.megatron
 
 Every check runs Megatron's own code beside ours. Its DDP allocates on the CPU
 (`torch.cuda.current_device` is replaced), its tracker of CUDA random states has none, and what
@@ -24,12 +24,12 @@ import traceback
 import warnings
 from dataclasses import fields
 
-if "FSDP_QUANT_MEGATRON" not in os.environ:
-    sys.exit("FSDP_QUANT_MEGATRON names no checkout of Megatron-LM; see the head of this file")
 # before Megatron's `examples`, which are a package and would hide ours
 FlatLayout = importlib.import_module("examples.mini_megatron.flat").FlatLayout
-sys.path.insert(0, os.environ["FSDP_QUANT_MEGATRON"])
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if "FSDP_QUANT_MEGATRON" in os.environ:
+    sys.path.insert(0, os.environ["FSDP_QUANT_MEGATRON"])
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402

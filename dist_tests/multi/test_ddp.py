@@ -103,3 +103,29 @@ def test_ddp_trains_as_the_average_of_ranks(label: str):
     """If false, DDP reduces other gradients than the layers made, waits for one that never comes,
     or keeps a stale bucket."""
     run_ranks(2, _trains, label)
+
+
+def _frozen(rank: int, world: int) -> None:
+    for name in ("mxfp8", "nvfp4", "fp8_current"):
+        net = fq.convert(Net(), name)
+        for block in (net.first, net.second):
+            for p in block.requires_grad_(False).parameters():
+                p.data += 0.1 * rank
+        fq.freeze(net)
+        x = laws.values(8, 32, seed=1, dtype=torch.float32)
+        before = net(x, False).detach()  # operands of these codes are cached
+        wrapped = DistributedDataParallel(net)
+        y = wrapped(x, False)
+        outputs = [torch.empty_like(y) for _ in range(world)]
+        dist.all_gather(outputs, y.detach())
+        laws.assert_same_bytes(outputs[rank], outputs[0], f"{name}: codes are rank 0's")
+        if rank == 0:
+            laws.assert_same_bytes(y.detach(), before, name)
+        y.square().mean().backward()
+        assert net.sometimes.up.weight.grad is not None and net.first.up.weight.grad is None
+
+
+def test_ddp_sends_the_codes_of_a_frozen_base():
+    """If false, adapters over a frozen base cannot train in DDP, which is what trainers wrap around
+    them on several GPUs, or ranks multiply codes of their own."""
+    run_ranks(2, _frozen)

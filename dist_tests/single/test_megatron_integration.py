@@ -385,7 +385,8 @@ def reduce_by_ddp(layer: nn.Module, param: nn.Parameter, ready: list) -> None:
 @pytest.mark.parametrize("make", [column, row, ColumnParallelGroupedLinear])
 def test_megatrons_ddp_takes_the_wgrads_of_its_options(make, options: str):
     """If false, `gradient_accumulation_fusion` or `delay_wgrad_compute` trains on other gradients,
-    or DDP reduces weights before their gradients are there, or never."""
+    or DDP reduces weights before their gradients are there, or never; or other weights are marked
+    otherwise than Megatron's."""
     fuses, delays = "fuses" in options, "delays" in options
     config = Config(gradient_accumulation_fusion=fuses, delay_wgrad_compute=delays)
     is_grouped, counts = make is ColumnParallelGroupedLinear, [32, 0, 64]
@@ -394,6 +395,7 @@ def test_megatrons_ddp_takes_the_wgrads_of_its_options(make, options: str):
     alone, ready = [], []
     for e, weight in enumerate(weights):
         name = f"experts.{e}" if is_grouped else "layer"
+        assert hasattr(weight, "skip_backward_post_hook") == delays
         alone.append(fq.Linear(64, 128, False, dtype=BF16, recipe=HYBRID, name=name))
         alone[e].fuse_wgrad_accumulation = fuses
         alone[e].weight.data.copy_(weight)

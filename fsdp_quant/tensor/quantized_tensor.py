@@ -255,6 +255,19 @@ class QuantizedTensor(Tensor):
         rows = f"rows [{start}, {start + length}) of {self!r}"
         raise refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
 
+    def codes_to_write(self) -> list[Tensor] | None:
+        """The bytes of its codes, each once; what was derived from them is dropped. None unless it
+        is a frozen parameter."""
+        if not self.is_frozen:
+            return None
+        found: dict[int, Tensor] = {}
+        for pair in self._pair.groups or [self._pair]:
+            pair.drop_operands()
+            for direction in Direction:
+                if (matrix := pair.get(direction)) is not None:
+                    found |= {t.data_ptr(): t for t in matrix.buffers().values()}
+        return [t.view(-1).view(torch.uint8) for t in found.values()]
+
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
 

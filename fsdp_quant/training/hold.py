@@ -147,6 +147,7 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     dict. Packed experts and transposed weights are codes of [.., N, K], which are kept compact.
 
     Under `fully_shard` each rank keeps the compact codes of its rows, and gathers send them.
+    DistributedDataParallel sends rank 0's codes when it is built.
     `freeze` comes before `fully_shard`, or after it; then every rank must call it. A model's state
     dict holds their decoded values, and loads those that the codes stand for, and no others.
 
@@ -175,7 +176,12 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
     read_rowwise(module, layers_of(module, weights), keep == "codes")
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
+    torch_compat.let_ddp_send(_frozen_codes)
     return len(weights)
+
+
+def _frozen_codes(parameter: Tensor) -> list[Tensor] | None:
+    return parameter.codes_to_write() if isinstance(parameter, QuantizedTensor) else None
 
 
 def _codes_of(weight: ModelWeight, backward: bool, compact: bool) -> QuantizedTensor:

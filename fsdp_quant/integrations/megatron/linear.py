@@ -52,8 +52,9 @@ class TakesWgrad:
     def take_wgrad(self, config: Any, *weights: nn.Parameter) -> None:
         self.fuse_wgrad_accumulation = getattr(config, "gradient_accumulation_fusion", False)
         self.delay_wgrad_compute = getattr(config, "delay_wgrad_compute", False)
-        for weight in weights:  # Megatron's DDP then registers its hooks with the module
-            vars(weight)["skip_backward_post_hook"] = self.delay_wgrad_compute
+        if self.delay_wgrad_compute:  # Megatron's DDP then registers its hooks with the module
+            for weight in weights:
+                vars(weight)["skip_backward_post_hook"] = True
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Run a hook of Megatron's DDP behind each `backward_dw`."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import utils as _utils
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -125,3 +126,25 @@ def wrap_ends_of_groups() -> None:
         end = wrapped(getattr(dist.distributed_c10d, name))
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, end)
+
+
+# The start of DDP #
+
+
+@functools.cache
+def let_ddp_send(buffers: Callable[[Tensor], list[Tensor] | None]) -> None:
+    """Let DDP send rank 0's `buffers(parameter)` in place of a parameter, unless they are None.
+
+    DDP flattens what it sends in C++, which a parameter of codes has no view for.
+    """
+    send = _utils._sync_params_and_buffers
+
+    @functools.wraps(send)
+    def send_buffers(process_group, module_states, *args, **kwargs):
+        states = []
+        for state in module_states:
+            parts = buffers(state)
+            states += [state] if parts is None else parts
+        return send(process_group, states, *args, **kwargs)
+
+    setattr(_utils, "_sync_params_and_buffers", send_buffers)
