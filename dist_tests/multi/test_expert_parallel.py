@@ -17,11 +17,14 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, run_ranks
 from fsdp_quant.formats import Direction, format_of
+from fsdp_quant.linear import routes
 from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch
 from fsdp_quant.parallel.experts import why_high_precision
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -264,6 +267,144 @@ def test_experts_of_ranks_equal_one_process(world):
     run_ranks(world, modules)
 
 
+# Rowwise codes, tokens by their routes, and the sum of what comes back #
+
+
+class Rounded(torch.autograd.Function):
+    """Values of rowwise codes of x, or (of_gradient) of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, hybrid, of_gradient):
+        ctx.hybrid = hybrid if of_gradient else None
+        return x.clone() if of_gradient else hybrid.quantize(x).rowwise.dequantize()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (
+            dy if ctx.hybrid is None else ctx.hybrid.quantize(dy).rowwise.dequantize(),
+            None,
+            None,
+        )
+
+
+class Reads(TorchFunctionMode):
+    """What the host reads of tensors."""
+
+    NAMES = "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.NAMES or (name == "to" and "cpu" in args):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+KINDS = "spread", "one rank", "no tokens", "dropped"
+
+
+def drawn(rank: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+    """(order, back, rows of each expert, those of `order` that are sent) of a rank's tokens, which
+    go to two experts each: of all, or of the last rank."""
+    tokens = 0 if kind == "no tokens" and rank == 0 else 9 + 4 * rank
+    some, g = EXPERTS // 2 if kind == "one rank" else EXPERTS, torch.Generator().manual_seed(rank)
+    scores = torch.rand(tokens, some, generator=g, device="cpu").to(DEVICE)
+    chosen = (scores.argsort(1)[:, :2] + (EXPERTS - some)).flatten()
+    order = chosen.sort(stable=True).indices
+    counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
+    sent = torch.cat([torch.arange(n) < (3 if kind == "dropped" else n) for n in counts])
+    return order, order.argsort().view(-1, 2), counts, sent
+
+
+def layers(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    style = {"transport": "rowwise", "gradients": "rowwise"}
+    for recipe, kind in itertools.product((fq.recipes.mxfp8(), fq.recipes.fp8_block()), KINDS):
+        what, drops = f"{recipe} {kind}", kind == "dropped"
+        reference, net = Experts(recipe), spread(Experts(recipe), mesh, **style)
+        everyones = [drawn(r, kind) for r in range(world)]
+        given = [
+            [
+                laws.values(len(back), n, seed=10 * i + r, dtype=dtype).requires_grad_()
+                for i, (n, dtype) in enumerate(((K, torch.bfloat16), (2, torch.float32)))
+            ]
+            for r, (_, back, *_) in enumerate(everyones)
+        ]
+        splits = [[min(n, 3) if drops else n for n in counts] for _, _, counts, _ in everyones]
+
+        def rows_of(r: int, x: torch.Tensor) -> torch.Tensor:
+            order, back, _, sent = everyones[r]
+            return routes.dispatch(x, order, back)[sent]
+
+        # experts of ranks
+        (order, back, *_), (x, weights) = everyones[rank], given[rank]
+        read, met = [Reads(), Reads()], [Collectives(), Collectives()]
+        rows = rows_of(rank, x) if drops else x
+        named = {} if drops else {"routes": (order, back), "weights": weights}
+        fq.reset_receipt()
+        with read[0], met[0]:
+            y = net(rows, splits[rank], **named)
+        dy = laws.values(*y.shape, seed=rank + 50, dtype=torch.bfloat16)
+        with read[1], met[1]:
+            y.backward(dy)
+        assert [of.names for of in met] == [["alltoall_base_"] * 3, ["alltoall_base_"] * 2], what
+        assert [of.names for of in read] == [["to", "tolist"], []], (what, [r.names for r in read])
+        planned = planned_dispatch(net, splits[rank])
+        assert fq.receipt().dispatch == planned, (what, planned)
+        plan = net.gate.first.plan
+        sent_as = plan.input.rowwise.fmt.name
+        codes = {key for key in planned if key[1] != "sum"}
+        assert codes == {(p, "rowwise", sent_as) for p in ("forward", "backward")}, (what, codes)
+
+        # one process
+        every = [[t.detach().clone().requires_grad_() for t in of] for of in given]
+        pieces = [
+            rows_of(r, Rounded.apply(x, plan.input, False)).split(splits[r])
+            for r, (x, _) in enumerate(every)
+        ]
+        order_of = [(e, r) for e in range(EXPERTS) for r in range(world)]
+        sizes = [sum(of[e] for of in splits) for e in range(EXPERTS)]
+        came = reference(torch.cat([pieces[r][e] for e, r in order_of]), sizes)
+        parts = dict(zip(order_of, came.split([splits[r][e] for e, r in order_of])))
+        wanted = []
+        for r, (_, w) in enumerate(every):
+            of_rank = torch.cat([parts[e, r] for e in range(EXPERTS)])
+            want = Rounded.apply(of_rank, plan.grad_output, True)
+            wanted.append(want if drops else routes.combine(want, everyones[r][1], w))
+        dys = [
+            laws.values(*want.shape, seed=r + 50, dtype=torch.bfloat16)
+            for r, want in enumerate(wanted)
+        ]
+        torch.autograd.backward(wanted, dys)
+        laws.assert_same_bytes(y, wanted[rank], f"{what} y")
+        for name, mine, theirs in zip(("dx", "dweights"), given[rank], every[rank]):
+            if mine.grad is not None:
+                laws.assert_same_bytes(mine.grad, theirs.grad, f"{what} {name}")
+        mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+        for (key, p), q in zip(net.named_parameters(), reference.parameters()):
+            laws.assert_same_bytes(p.grad.to_local(), q.grad[mine], f"{what} {key}.grad")
+
+
+def test_a_layer_sends_rowwise_codes_and_waits_once():
+    """If false, tokens travel in bf16 or once more, a layer waits for the device twice, or ranks
+    without tokens, or with all of them, hang or train other experts than one process."""
+    run_ranks(2, layers)
+
+
 # Beside FSDP2 #
 
 
@@ -407,7 +548,9 @@ def refusals(rank: int, world: int) -> None:
         dispatch_tokens(x, counts, mesh.get_group(), "mxfp8", transport="codes")
     with pytest.raises(ValueError, match="transport='codes', and there is no quantizer"):
         dispatch_tokens(x, counts, mesh.get_group(), transport="codes")
-    with pytest.raises(ValueError, match="transports are auto, codes, high_precision, got .fp8."):
+    with pytest.raises(
+        ValueError, match="transports are auto, codes, rowwise, high_precision, got .fp8."
+    ):
         dispatch_tokens(x, counts, mesh.get_group(), "mxfp8", transport="fp8")
     with pytest.raises(ValueError, match=r"y is \[1, 48\]; wanted the .* rows of its route"):
         combine_tokens(x[:1], dispatch_tokens(x, counts, mesh.get_group())[1])
@@ -446,7 +589,10 @@ def refusals(rank: int, world: int) -> None:
     refused(
         "input would be .*histories of the experts", fq.recipes.fp8_delayed(), transport="codes"
     )
-    refused("gradients must be one of auto, codes, high_precision, got 'bf16'", gradients="bf16")
+    refused(
+        "gradients must be one of auto, codes, rowwise, high_precision, got 'bf16'",
+        gradients="bf16",
+    )
     with pytest.raises(ValueError, match="input would be .*and require_native=True"):
         strict = spread(Experts(mxfp8), mesh)
         for layer in (strict.gate, strict.up):

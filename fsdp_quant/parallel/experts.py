@@ -15,20 +15,26 @@ to a multiple of them. Scales of all tokens of an expert follow from amaxes that
 first, in one collective. What is not encoded from the values is derived from the rowwise codes,
 where they arrive. Otherwise tokens travel in high precision, and are quantized where they arrive.
 Results of a combine are added up: they stay in high precision.
+
+With transport="rowwise" the rowwise codes alone travel, and experts are given their values, which
+are exact: scales are powers of two. Quantized again, rowwise codes have the same values; columnwise
+ones too, except those below the smallest normal number of their block. An expert is then what it
+is of tokens that were rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..counters import bytes_of, counters
-from ..formats import Direction
+from ..counters import counters
+from ..formats import ROWWISE, Direction
+from ..linear.routes import sum_of_copies, tokens_of
 from ..ops import dispatch
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..scaling import share_amaxes
@@ -37,12 +43,61 @@ from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
 from .sequence import planned_bytes
-from .token_route import TokenRoute, route_tokens
+from .token_route import TokenRoute, route_tokens, row_bytes
 
-TRANSPORTS = ("auto", "codes", "high_precision")
+TRANSPORTS = ("auto", "codes", "rowwise", "high_precision")
+FORCED = ("codes", "rowwise")
 
 
 # The rule #
+
+
+class Travel(NamedTuple):
+    """How tokens travel: as codes of these directions, or (hybrid is None) in high precision.
+
+    decodes:  experts are given the values of the codes.
+    reason:   why not as codes, in one clause.
+    """
+
+    hybrid: HybridQuantizer | None
+    directions: tuple[Direction, ...]
+    decodes: bool = False
+    reason: str | None = None
+
+    @property
+    def sent(self) -> tuple[Direction, ...]:
+        """Directions whose codes travel."""
+        if self.hybrid is None:
+            return ()
+        return gathered_directions(self.hybrid, frozenset(self.directions))
+
+    @property
+    def keeps_tokens_apart(self) -> bool:
+        """What travels of a token depends on no other token."""
+        return self.hybrid is None or (
+            self.sent == (ROWWISE,) and self.hybrid.side(ROWWISE).fmt.keeps_rows_apart
+        )
+
+    def __str__(self) -> str:
+        if self.hybrid is None:
+            return f"in high precision ({self.reason})"
+        sent = ", ".join(f"{d.value} {self.hybrid.encodings[d].fmt}" for d in self.sent)
+        return f"as {sent}" + ", whose values experts are given" * self.decodes
+
+
+def travel_of(
+    hybrid: HybridQuantizer,
+    directions,
+    alignment: int,
+    cols: int,
+    dtype: torch.dtype,
+    transport: str,
+) -> Travel:
+    """Return how tokens [.., cols] travel. Arguments as of `why_high_precision`."""
+    decodes = transport == "rowwise"
+    directions = (ROWWISE,) if decodes else tuple(directions)
+    reason = why_high_precision(hybrid, directions, alignment, cols, dtype, transport)
+    return Travel(None if reason else hybrid, directions, decodes and not reason, reason)
 
 
 def why_high_precision(
@@ -56,7 +111,8 @@ def why_high_precision(
     """Return why tokens are not dispatched as codes, in one clause; None where they are (see the
     note).
 
-    transport:  "auto": where codes are also fewer bytes; "codes": wherever they can be.
+    transport:  "auto": where codes are also fewer bytes; "codes": wherever they can be; "rowwise":
+                where, besides, rowwise codes have values of `dtype`.
     """
     if transport == "high_precision":
         return "so it was asked"
@@ -70,6 +126,12 @@ def why_high_precision(
                 return f"{operand} is rounded stochastically by an expert's rows"
             rows = e.fmt.row_alignment(e.direction)
             return f"{operand} has blocks of {rows} tokens, and ranks send multiples of {alignment}"
+    if transport == "rowwise":
+        fmt = hybrid.side(ROWWISE).fmt
+        is_exact = fmt.decodes_exactly_to_bf16 and not (
+            fmt.scale_leaves_contraction or fmt.tensor_scale or dtype is torch.float16
+        )
+        return None if is_exact else f"values of rowwise {fmt} are not exact in {dtype}"
     shape = alignment, cols
     size = sum(planned_bytes("forward", hybrid, directions, shape, dtype, alignment).values())
     high = alignment * cols * dtype.itemsize
@@ -82,15 +144,20 @@ def why_high_precision(
 
 
 def _dispatched(
-    x: Tensor, route: TokenRoute, hybrid: HybridQuantizer | None, directions, phase: str
+    x: Tensor, route: TokenRoute, travel: Travel, phase: str, tokens: Tensor | None
 ) -> Tensor | QuantizedTensor:
-    """Return what the experts of this rank are sent of x [M, K]; hybrid: None where it travels in
-    high precision."""
-    placed = route.placed(x)
-    if hybrid is None:
-        _count(route, phase, "both", "high precision", placed)
-        return route.spread([(placed, 1)])[0]
-    encoded = _encoded(placed, route, hybrid, gathered_directions(hybrid, frozenset(directions)))
+    """Return what the experts of this rank are sent of x [M, K].
+
+    tokens:  row of x of each row that is sent, before fill; None: x has them.
+    """
+    is_early = route.alignment == 1 and travel.keeps_tokens_apart
+    if not is_early:
+        x, tokens = route.placed(x if tokens is None else x.index_select(0, tokens)), None
+    if travel.hybrid is None:
+        _count(route, phase, "both", "high precision", x)
+        return route.spread([(x, 1)], tokens)[0]
+    # `is_early`: once, whatever number of experts a token has, while the counts are on their way
+    encoded = _encoded(x.contiguous(), travel.hybrid, travel.sent, route)
     keys, buffers = [], []
     for d, storages in encoded.items():
         fmt = storages[0].fmt
@@ -100,10 +167,13 @@ def _dispatched(
                 buffer = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                 buffers.append((buffer, fmt.dims(d)[0] if name == "scale" else 1))
                 keys.append((d, name))
-                _count(route, phase, d.value, fmt.name, buffer)
-    received = {
-        key: (buffer, n) for key, buffer, (_, n) in zip(keys, route.spread(buffers), buffers)
-    }
+                _count(route, phase, d.value, fmt.name, *buffers[-1])
+    arrived = route.spread(buffers, tokens)
+    if travel.decodes:
+        ((storage,),) = encoded.values()
+        shape, fields = (sum(route.splits), x.shape[1]), zip((name for _, name in keys), arrived)
+        return replace(storage, shape=shape, **dict(fields)).dequantize(x.dtype)
+    received = {key: (buffer, n) for key, buffer, (_, n) in zip(keys, arrived, buffers)}
     first, start, groups = route.group.rank() * len(route.splits), 0, []
     for e, rows in enumerate(route.splits, first):
         fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
@@ -119,13 +189,12 @@ def _dispatched(
 
 
 def _encoded(
-    x: Tensor, route: TokenRoute, hybrid: HybridQuantizer, directions
+    x: Tensor, hybrid: HybridQuantizer, directions: Sequence[Direction], route: TokenRoute
 ) -> dict[Direction, list[Storage]]:
     """Compact storages of x [sum of sent, K]: of each expert's rows where some scale follows from
     all its tokens, else one."""
-    spanning = {
-        d: e for d, e in hybrid.encodings.items() if d in directions and e.fmt.spans_rows(d)
-    }
+    encodings = {d: hybrid.encodings[d] for d in directions}
+    spanning = {d: e for d, e in encodings.items() if e.fmt.spans_rows(d)}
     others = [d for d in directions if d not in spanning]
     storages = {d: [s] for d, s in hybrid.storages(x, others)[0].items()} if others else {}
     if not spanning:
@@ -145,41 +214,46 @@ def _encoded(
     return storages
 
 
-def _count(route: TokenRoute, phase: str, direction: str, fmt: str, sent: Tensor) -> None:
+def _count(
+    route: TokenRoute, phase: str, direction: str, fmt: str, buffer: Tensor, n: int = 1
+) -> None:
+    """Count what this rank sends of a buffer, a row of which serves n rows."""
     if route.ranks > 1:
-        counters.add("expert dispatch", (phase, direction, fmt), bytes_of(sent))
+        size = sum(route.sent) // n * row_bytes(buffer)
+        counters.add("expert dispatch", (phase, direction, fmt), size)
 
 
 class ExchangeTokens(torch.autograd.Function):
     """dispatches: send tokens to the ranks of their experts; else results back, and sum. The
-    backward is the other one. hybrid, directions: of what is dispatched."""
+    backward is the other one. travel: of what is dispatched. order, back: routes of x, or None."""
 
     @staticmethod
-    def forward(ctx, x, route, hybrid, directions, dispatches):
-        ctx.route, ctx.hybrid, ctx.directions, ctx.dispatches = (
-            route,
-            hybrid,
-            directions,
-            dispatches,
-        )
-        return _exchanged(x.detach(), route, hybrid, directions, dispatches, "forward")
+    def forward(ctx, x, route, travel, dispatches, order=None, back=None):
+        ctx.exchange, ctx.dispatches = (route, travel), dispatches
+        ctx.save_for_backward(back)
+        tokens = None if order is None else tokens_of(order, back)
+        return _exchanged(x.detach(), route, travel, dispatches, "forward", tokens)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = _exchanged(dy, ctx.route, ctx.hybrid, ctx.directions, not ctx.dispatches, "backward")
-        return dx, None, None, None, None
+        dx, (back,) = (
+            _exchanged(dy, *ctx.exchange, not ctx.dispatches, "backward"),
+            ctx.saved_tensors,
+        )
+        dx = dx if back is None else sum_of_copies(dx, back)
+        return dx, None, None, None, None, None
 
 
 def _exchanged(
     x: Tensor,
     route: TokenRoute,
-    hybrid: HybridQuantizer | None,
-    directions,
+    travel: Travel,
     dispatches: bool,
     phase: str,
+    tokens: Tensor | None = None,
 ) -> Tensor | QuantizedTensor:
     if dispatches:
-        return _dispatched(x, route, hybrid, directions, phase)
+        return _dispatched(x, route, travel, phase, tokens)
     rows = route.returned(x)
     _count(route, phase, "sum", "high precision", rows)
     return route.of_tokens(rows)
@@ -194,6 +268,7 @@ def dispatch_tokens(
     *,
     alignment: int = 1,
     transport: str = "auto",
+    routes: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenRoute]:
     """(tokens of the experts that this rank holds, their route); every rank of `group` must call
     it.
@@ -205,21 +280,23 @@ def dispatch_tokens(
     directions:  that are wanted; None of the others travels.
     alignment:   zero rows fill what a rank sends to an expert up to a multiple of it.
     transport:   "auto": codes where they may travel and are fewer bytes; "codes"; "high_precision".
-                 An expert has the same codes either way.
+                 An expert has the same codes either way. "rowwise": rowwise codes alone, of which
+                 experts are given the values (see the note).
+    routes:      of x [T, K], as of `fq.GroupedLinear`, where a token goes to k experts: (`order`
+                 [T * k], `back` [T, k]), and splits are of T * k rows. A token is encoded once
+                 where its codes depend on no other.
     returns:     [sum of route.splits, K] in high precision, or a `QuantizedTensor` of a storage an
                  expert and direction, by expert, then by rank; its gradient goes back, and is that
                  of x.
 
-    Raises ValueError, on every rank, for transport="codes" where the rule does not hold (see the
-    note), and as `route_tokens`.
+    Raises ValueError, on every rank, for transport="codes" or "rowwise" where the rule does not
+    hold (see the note), and as `route_tokens`.
     """
     if x.dim() != 2:
         raise ValueError(f"dispatch_tokens: x is {list(x.shape)}; wanted [tokens, columns]")
-    hybrid = _quantizer_of_transport(
-        quantizer, directions, alignment, x, transport, "dispatch_tokens"
-    )
-    route = route_tokens(splits, as_rows(x), group, alignment, f"{hybrid} {list(directions)}")
-    return ExchangeTokens.apply(x, route, hybrid, tuple(directions), True), route
+    travel = _travel(quantizer, directions, alignment, x, transport, "dispatch_tokens")
+    route = route_tokens(splits, as_rows(x), group, alignment, f"{travel}", routes=routes)
+    return ExchangeTokens.apply(x, route, travel, True, *routes), route
 
 
 def combine_tokens(
@@ -245,25 +322,20 @@ def combine_tokens(
             f"combine_tokens: y is {list(y.shape)}; wanted the {sum(route.splits)} rows of its "
             "route, [rows, columns]"
         )
-    hybrid = _quantizer_of_transport(
-        quantizer, directions, route.alignment, y, transport, "combine_tokens"
-    )
-    return ExchangeTokens.apply(y, route, hybrid, tuple(directions), False)
+    travel = _travel(quantizer, directions, route.alignment, y, transport, "combine_tokens")
+    return ExchangeTokens.apply(y, route, travel, False)
 
 
-def _quantizer_of_transport(
-    quantizer, directions, alignment: int, x: Tensor, transport: str, name: str
-) -> HybridQuantizer | None:
-    """What x is quantized with before it travels, or None."""
+def _travel(quantizer, directions, alignment: int, x: Tensor, transport: str, name: str) -> Travel:
     if transport not in TRANSPORTS:
         raise ValueError(f"{name}: transports are {', '.join(TRANSPORTS)}, got {transport!r}")
-    hybrid, reason = None, "there is no quantizer"
+    travel = Travel(None, tuple(directions), reason="there is no quantizer")
     if quantizer is not None:
-        hybrid = hybrid_of(quantizer)
-        reason = why_high_precision(hybrid, directions, alignment, x.shape[-1], x.dtype, transport)
-    if reason is not None and transport == "codes":
+        facts = alignment, x.shape[-1], x.dtype, transport
+        travel = travel_of(hybrid_of(quantizer), directions, *facts)
+    if travel.reason is not None and transport in FORCED:
         raise ValueError(
-            f"{name}: transport='codes', and {reason}; fill what ranks send with alignment=, or "
-            "pass transport='auto'"
+            f"{name}: transport={transport!r}, and {travel.reason}; fill what ranks send with "
+            "alignment=, or pass transport='auto'"
         )
-    return hybrid if reason is None else None
+    return travel
