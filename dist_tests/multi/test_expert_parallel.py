@@ -354,15 +354,25 @@ def layers(rank: int, world: int) -> None:
         (order, back, *_), (x, weights) = everyones[rank], given[rank]
         read, met = [Reads(), Reads()], [Collectives(), Collectives()]
         rows = rows_of(rank, x) if drops else x
-        named = {} if drops else {"routes": (order, back), "weights": weights}
+        named, events = {} if drops else {"routes": (order, back), "weights": weights}, []
+
+        def shared() -> torch.Tensor:
+            events.append(len(met[0].names))
+            z = rows * 3
+            z.register_hook(lambda _: events.append(len(met[1].names)))
+            return z
+
+        rows.register_hook(lambda _: events.append("dx"))
         fq.reset_receipt()
         with read[0], met[0]:
-            y = net(rows, splits[rank], **named)
+            y, z = net(rows, splits[rank], meanwhile=shared, **named)
+            y = y + z
         dy = laws.values(*y.shape, seed=rank + 50, dtype=torch.bfloat16)
         with read[1], met[1]:
             y.backward(dy)
         assert [of.names for of in met] == [["alltoall_base_"] * 3, ["alltoall_base_"] * 2], what
         assert [of.names for of in read] == [["to", "tolist"], []], (what, [r.names for r in read])
+        assert events == [2, 2, "dx"], (what, events)  # after it was sent, before it is there
         planned = planned_dispatch(net, splits[rank])
         assert fq.receipt().dispatch == planned, (what, planned)
         plan = net.gate.first.plan
@@ -372,10 +382,10 @@ def layers(rank: int, world: int) -> None:
 
         # one process
         every = [[t.detach().clone().requires_grad_() for t in of] for of in given]
-        pieces = [
-            rows_of(r, Rounded.apply(x, plan.input, False)).split(splits[r])
-            for r, (x, _) in enumerate(every)
-        ]
+        copies = [rows_of(r, x) if drops else x for r, (x, _) in enumerate(every)]
+        rounded = [Rounded.apply(rows, plan.input, False) for rows in copies]
+        rounded = rounded if drops else [rows_of(r, rows) for r, rows in enumerate(rounded)]
+        pieces = [rows.split(of) for rows, of in zip(rounded, splits)]
         order_of = [(e, r) for e in range(EXPERTS) for r in range(world)]
         sizes = [sum(of[e] for of in splits) for e in range(EXPERTS)]
         came = reference(torch.cat([pieces[r][e] for e, r in order_of]), sizes)
@@ -384,7 +394,8 @@ def layers(rank: int, world: int) -> None:
         for r, (_, w) in enumerate(every):
             of_rank = torch.cat([parts[e, r] for e in range(EXPERTS)])
             want = Rounded.apply(of_rank, plan.grad_output, True)
-            wanted.append(want if drops else routes.combine(want, everyones[r][1], w))
+            want = want if drops else routes.combine(want, everyones[r][1], w)
+            wanted.append(want + copies[r] * 3)
         dys = [
             laws.values(*want.shape, seed=r + 50, dtype=torch.bfloat16)
             for r, want in enumerate(wanted)

@@ -31,14 +31,16 @@ from ..tensor.weight_state import values_of
 from .experts import (
     FORCED,
     TRANSPORTS,
-    ExchangeTokens,
     Travel,
+    exchanged,
     travel_of,
     why_high_precision,
 )
 from .sequence import planned_bytes
 from .tensor_parallel import check_one_axis
 from .token_route import route_tokens
+
+OWN_ARGUMENTS = "routes", "weights", "meanwhile"  # of a call, which its module is not given
 
 
 class ExpertDispatch:
@@ -150,34 +152,36 @@ class ExpertDispatch:
                 "positional arguments"
             )
         x, splits, *others = args
-        routes, weights = kwargs.get("routes", ()), kwargs.get("weights")
+        routes, weights, meanwhile = (kwargs.get(key) for key in OWN_ARGUMENTS)
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
         rows, travels = as_rows(x), f"{tokens}, {gradients}"
-        options = self.alignment, travels, self.experts, self.name, routes
+        options = self.alignment, travels, self.experts, self.name, routes or ()
         route = route_tokens(splits, rows, self.group, *options)
-        sent = ExchangeTokens.apply(rows, route, tokens, True, *routes)
-        summed = (routes[1], weights) if weights is not None else ()
+        sent, result = exchanged(rows, route, tokens, True, routes or (), meanwhile)
+        summed = (routes[1], weights) if routes and weights is not None else ()
         shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
-        self._under_way.append((route, gradients, shape, summed))
+        results = (result,) * (meanwhile is not None)
+        self._under_way.append((route, gradients, shape, summed, results))
         sizes = route.ends.to(splits) if isinstance(splits, Tensor) else route.splits
-        named = {key: value for key, value in kwargs.items() if key not in ("routes", "weights")}
+        named = {key: value for key, value in kwargs.items() if key not in OWN_ARGUMENTS}
         return (sent, sizes, *others), named
 
     @torch_compat.never_compiled
-    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
+    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | tuple:
         """Results of this rank's tokens, of those of own experts."""
-        route, gradients, shape, summed = self._under_way.pop()
+        route, gradients, shape, summed, results = self._under_way.pop()
         self._under_way.clear()  # of forwards that raised
         if y.shape[0] != sum(route.splits) or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
                 f"{sum(route.splits)} tokens"
             )
-        y = ExchangeTokens.apply(y, route, gradients, False)
+        y, _ = exchanged(y, route, gradients, False)
         y = combine(y, *summed) if summed else y
-        return y if len(shape) == 1 else y.view(*shape, y.shape[-1])
+        y = y if len(shape) == 1 else y.view(*shape, y.shape[-1])
+        return (y, *results) if results else y
 
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
@@ -232,7 +236,9 @@ class ExpertParallel(ParallelStyle):
     Call: y [.., N] = module(x [.., K], splits): rows sorted by expert, splits as of
     `fq.GroupedLinear`, of all experts. Every rank calls it, also without tokens. routes=(order,
     back), of `fq.GroupedLinear`: x is [T, K], of tokens that k experts each multiply; with
-    weights=[T, k] besides, y [T, N] is the weighted sum of a token's rows, in fp32. The module's
+    weights=[T, k] besides, y [T, N] is the weighted sum of a token's rows, in fp32. With
+    meanwhile=function, which is called while the tokens are on their way (shared experts), the call
+    returns (y, what it returns); its backward runs while gradients of tokens are. The module's
     forward is given the tokens of the experts that the rank holds, by expert, then by rank: in high
     precision, or a `QuantizedTensor`, which only these layers read. The host waits once for the
     numbers of tokens.

@@ -24,7 +24,7 @@ is of tokens that were rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -145,8 +145,9 @@ def why_high_precision(
 
 def _dispatched(
     x: Tensor, route: TokenRoute, travel: Travel, phase: str, tokens: Tensor | None
-) -> Tensor | QuantizedTensor:
-    """Return what the experts of this rank are sent of x [M, K].
+) -> Callable[[], Tensor | QuantizedTensor]:
+    """Start to send x [M, K]; return the function that waits for what the experts of this rank are
+    sent.
 
     tokens:  row of x of each row that is sent, before fill; None: x has them.
     """
@@ -155,7 +156,8 @@ def _dispatched(
         x, tokens = route.placed(x if tokens is None else x.index_select(0, tokens)), None
     if travel.hybrid is None:
         _count(route, phase, "both", "high precision", x)
-        return route.spread([(x, 1)], tokens)[0]
+        arrived = route.spread([(x, 1)], tokens)
+        return lambda: arrived()[0]
     # `is_early`: once, whatever number of experts a token has, while the counts are on their way
     encoded = _encoded(x.contiguous(), travel.hybrid, travel.sent, route)
     keys, buffers = [], []
@@ -169,23 +171,29 @@ def _dispatched(
                 keys.append((d, name))
                 _count(route, phase, d.value, fmt.name, *buffers[-1])
     arrived = route.spread(buffers, tokens)
-    if travel.decodes:
+
+    def values() -> Tensor:
         ((storage,),) = encoded.values()
-        shape, fields = (sum(route.splits), x.shape[1]), zip((name for _, name in keys), arrived)
-        return replace(storage, shape=shape, **dict(fields)).dequantize(x.dtype)
-    received = {key: (buffer, n) for key, buffer, (_, n) in zip(keys, arrived, buffers)}
-    first, start, groups = route.group.rank() * len(route.splits), 0, []
-    for e, rows in enumerate(route.splits, first):
-        fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
-        for (d, name), (buffer, n) in received.items():
-            fields[d][name] = buffer[start // n : (start + rows) // n]
-        sides: dict[str, Any] = {}
-        for d, storages in encoded.items():
-            storage, shape = storages[e % len(storages)], (rows, x.shape[1])
-            sides[d.value] = replace(storage, shape=shape, **fields[d])
-        groups.append(StoragePair(**sides))
-        start += rows
-    return QuantizedTensor(pair=StoragePair(groups=groups), shape=(start, x.shape[1]))
+        fields: dict[str, Any] = {name: buffer for (_, name), buffer in zip(keys, arrived())}
+        shape = sum(route.splits), x.shape[1]
+        return replace(storage, shape=shape, **fields).dequantize(x.dtype)
+
+    def codes() -> QuantizedTensor:
+        received = {key: (b, n) for key, b, (_, n) in zip(keys, arrived(), buffers)}
+        first, start, groups = route.group.rank() * len(route.splits), 0, []
+        for e, rows in enumerate(route.splits, first):
+            fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
+            for (d, name), (buffer, n) in received.items():
+                fields[d][name] = buffer[start // n : (start + rows) // n]
+            sides: dict[str, Any] = {}
+            for d, storages in encoded.items():
+                storage, shape = storages[e % len(storages)], (rows, x.shape[1])
+                sides[d.value] = replace(storage, shape=shape, **fields[d])
+            groups.append(StoragePair(**sides))
+            start += rows
+        return QuantizedTensor(pair=StoragePair(groups=groups), shape=(start, x.shape[1]))
+
+    return values if travel.decodes else codes
 
 
 def _encoded(
@@ -223,40 +231,79 @@ def _count(
         counters.add("expert dispatch", (phase, direction, fmt), size)
 
 
-class ExchangeTokens(torch.autograd.Function):
-    """dispatches: send tokens to the ranks of their experts; else results back, and sum. The
-    backward is the other one. travel: of what is dispatched. order, back: routes of x, or None."""
+class _Exchange(NamedTuple):
+    """dispatches: of tokens to the ranks of their experts; else of results back, which are summed.
+    The backward is the other one. travel: of what is dispatched. under_way: waits, of the part that
+    has begun."""
+
+    route: TokenRoute
+    travel: Travel
+    dispatches: bool
+    under_way: list[Callable[[], Any]]
+
+    def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> Tensor:
+        """Start to send x; return what stands for it in autograd until it is there."""
+        route, is_back = self.route, phase == "backward"
+        if self.dispatches is not is_back:
+            wait = _dispatched(x, route, self.travel, phase, tokens)
+        else:
+            arrived = route.returned(x)
+            _count(route, phase, "sum", "high precision", x)
+
+            def wait() -> Tensor:
+                return route.of_tokens(arrived())
+
+        self.under_way[:] = [wait]
+        return x.new_zeros(())
+
+    def end(self) -> Any:
+        return self.under_way.pop()()
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange, order=None, back=None):
+        ctx.exchange, ctx.arguments = exchange, 4 if back is not None else 2
+        ctx.save_for_backward(back)
+        tokens = None if order is None or back is None else tokens_of(order, back)
+        return exchange.begin(x.detach(), "forward", tokens)
 
     @staticmethod
-    def forward(ctx, x, route, travel, dispatches, order=None, back=None):
-        ctx.exchange, ctx.dispatches = (route, travel), dispatches
-        ctx.save_for_backward(back)
-        tokens = None if order is None else tokens_of(order, back)
-        return _exchanged(x.detach(), route, travel, dispatches, "forward", tokens)
+    def backward(ctx, *_):
+        dx, (back,) = ctx.exchange.end(), ctx.saved_tensors
+        dx = dx if back is None else sum_of_copies(dx, back)
+        return dx, *[None] * (ctx.arguments - 1)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, begun, exchange):
+        ctx.exchange = exchange
+        return exchange.end()
 
     @staticmethod
     def backward(ctx, dy):
-        dx, (back,) = (
-            _exchanged(dy, *ctx.exchange, not ctx.dispatches, "backward"),
-            ctx.saved_tensors,
-        )
-        dx = dx if back is None else sum_of_copies(dx, back)
-        return dx, None, None, None, None, None
+        return ctx.exchange.begin(dy, "backward"), None
 
 
-def _exchanged(
+def exchanged(
     x: Tensor,
     route: TokenRoute,
     travel: Travel,
     dispatches: bool,
-    phase: str,
-    tokens: Tensor | None = None,
-) -> Tensor | QuantizedTensor:
-    if dispatches:
-        return _dispatched(x, route, travel, phase, tokens)
-    rows = route.returned(x)
-    _count(route, phase, "sum", "high precision", rows)
-    return route.of_tokens(rows)
+    routes: Sequence[Tensor] = (),
+    meanwhile: Callable[[], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Return (what the exchange of x makes of it, what `meanwhile` returns).
+
+    routes:     of x, which are dispatched.
+    meanwhile:  is called while x is on its way; its backward runs while the gradient is, since
+                autograd runs first what was called last.
+    """
+    exchange = _Exchange(route, travel, dispatches, [])
+    begun = _Begin.apply(x, exchange, *routes)
+    result = None if meanwhile is None else meanwhile()
+    return _End.apply(begun, exchange), result
 
 
 def dispatch_tokens(
@@ -296,7 +343,7 @@ def dispatch_tokens(
         raise ValueError(f"dispatch_tokens: x is {list(x.shape)}; wanted [tokens, columns]")
     travel = _travel(quantizer, directions, alignment, x, transport, "dispatch_tokens")
     route = route_tokens(splits, as_rows(x), group, alignment, f"{travel}", routes=routes)
-    return ExchangeTokens.apply(x, route, travel, True, *routes), route
+    return exchanged(x, route, travel, True, routes)[0], route
 
 
 def combine_tokens(
@@ -323,7 +370,7 @@ def combine_tokens(
             "route, [rows, columns]"
         )
     travel = _travel(quantizer, directions, route.alignment, y, transport, "combine_tokens")
-    return ExchangeTokens.apply(y, route, travel, False)
+    return exchanged(y, route, travel, False)[0]
 
 
 def _travel(quantizer, directions, alignment: int, x: Tensor, transport: str, name: str) -> Travel:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.reference import known
 from ..tensor.agreement import agree
 
 
@@ -94,42 +95,48 @@ class TokenRoute:
 
     def spread(
         self, buffers: Sequence[tuple[Tensor, int]], tokens: Tensor | None = None
-    ) -> list[Tensor]:
-        """Return what the ranks' buffers hold for the experts of this rank, by expert, then by
-        rank; in one all-to-all.
+    ) -> Callable[[], list[Tensor]]:
+        """Start one all-to-all. Return the function that waits for it, and returns what the ranks'
+        buffers hold for the experts of this rank, by expert, then by rank.
 
         buffers:  ([rows / n, ..], n): row-major, a row of which serves n of those that are sent.
         tokens:   int64, the row of the buffers of each row that is sent; None: they are in order.
         """
         unit = math.lcm(*(n for _, n in buffers))  # rows that travel as one
-        widths = [
-            unit // n * buffer.itemsize * math.prod(buffer.shape[1:]) for buffer, n in buffers
-        ]
-        parts = [_matrix(buffer, width) for (buffer, _), width in zip(buffers, widths)]
-        if all(width % 8 == 0 for width in widths):  # torch copies element by element
-            parts = [part.view(torch.int64) for part in parts]
+        parts = _wide([_matrix(buffer, unit // n * row_bytes(buffer)) for buffer, n in buffers])
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         packed = packed if tokens is None else packed.index_select(0, tokens)
-        arriving = [*map(sum, self.arriving)]
-        received = packed.new_empty(sum(arriving) // unit, packed.shape[1])
-        self._exchange(received, packed, arriving, self._sent_to, unit)
-        columns = received.split([part.shape[1] for part in parts], 1)
-        return [
-            self._ordered(rows, unit).view(buffer.dtype).view(-1, *buffer.shape[1:])
-            for rows, (buffer, _) in zip(columns, buffers)
-        ]
+        arriving = [sum(rows) // unit for rows in self.arriving]
+        received = packed.new_empty(sum(arriving), packed.shape[1])
+        wait = self._exchange(received, packed, arriving, [n // unit for n in self._sent_to])
+        widths = [part.shape[1] for part in parts]
 
-    def returned(self, y: Tensor) -> Tensor:
-        """Send rows of y [sum of splits, N], sorted by expert, then by rank, back to the ranks of
-        their tokens: [sum of sent, N]."""
+        def arrived() -> list[Tensor]:
+            wait()
+            return [
+                self._ordered(rows, unit).view(buffer.dtype).view(-1, *buffer.shape[1:])
+                for rows, (buffer, _) in zip(received.split(widths, 1), buffers)
+            ]
+
+        return arrived
+
+    def returned(self, y: Tensor) -> Callable[[], Tensor]:
+        """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
+        ranks of their tokens. Return the function that waits for those of this rank, [sum of sent,
+        N]."""
         width = row_bytes(y)
-        rows = _matrix(y, width)
-        rows = self._ordered(rows if width % 8 else rows.view(torch.int64), 1, back=True)
+        (rows,) = _wide([_matrix(y, width)])
+        rows = self._ordered(rows, 1, back=True)
         # no view: users may write in place what FSDP2 hooks
         returned = y.new_empty(sum(self.sent), y.shape[1])
-        into = _matrix(returned, width).view(rows.dtype)
-        self._exchange(into, rows, self._sent_to, [*map(sum, self.arriving)])
-        return returned
+        into, from_experts = _matrix(returned, width), [*map(sum, self.arriving)]
+        wait = self._exchange(into, rows, self._sent_to, from_experts)
+
+        def arrived() -> Tensor:
+            wait()
+            return returned
+
+        return arrived
 
     @property
     def _sent_to(self) -> list[int]:
@@ -151,15 +158,15 @@ class TokenRoute:
         return rows.index_select(0, order)
 
     def _exchange(
-        self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int], unit: int = 1
-    ) -> None:
-        """Send each rank so many rows of what `rows` has in units, and write what comes to
-        `into`."""
+        self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
+    ) -> Callable[[], object]:
+        """Start to send each rank so many rows, and to write what comes to `into`; return the
+        function that waits for it."""
+        into, rows = into.view(torch.uint8), rows.view(torch.uint8)
         if self.ranks == 1:
-            into.copy_(rows)
-        else:
-            arriving, sent = [n // unit for n in arriving], [n // unit for n in sent]
-            dist.all_to_all_single(into, rows, arriving, sent, group=self.group)
+            return functools.partial(into.copy_, rows)
+        work = dist.all_to_all_single(into, rows, arriving, sent, self.group, async_op=True)
+        return known(work, "a rank of the group").wait
 
 
 def row_bytes(t: Tensor) -> int:
@@ -169,6 +176,12 @@ def row_bytes(t: Tensor) -> int:
 def _matrix(t: Tensor, width: int) -> Tensor:
     """The bytes of t, in rows of so many."""
     return t.contiguous().view(-1).view(torch.uint8).view(-1, width)
+
+
+def _wide(parts: list[Tensor]) -> list[Tensor]:
+    """Rows of bytes as those of words where they can be: torch copies rows element by element."""
+    fits = all(n % 8 == 0 for part in parts for n in (part.shape[1], part.storage_offset()))
+    return [part.view(torch.int64) for part in parts] if fits else parts
 
 
 def _shifted(sizes: Tensor, starts: Tensor, total: int) -> Tensor:
