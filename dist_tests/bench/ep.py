@@ -261,7 +261,7 @@ def main() -> None:
 
     def line(row: dict, over) -> str:
         times = "".join(f"{row[name]:9.2f} {over(name):7.3f}" for name in names)
-        return f"{row['arm']:22}{times}  {row['all_to_alls']}, {row["sent"] / 2**20:.3g}"
+        return f"{row['arm']:22}{times}  {row['all_to_alls']}, {row['sent'] / 2**20:.3g}"
 
     ranks.finish(
         ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say),
