@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_quant as fq
 from dist_tests.bench import ranks
@@ -156,17 +156,20 @@ class Ours(nn.Module):
         return self.experts(x, ends, routes=(order, back), weights=weights)
 
 
-class Sent(TorchDispatchMode):
-    """All-to-alls, and the bytes that a rank gives them."""
+def sent_by(step: Callable[[], None]) -> list[int]:
+    """Bytes that a rank gives each all-to-all of a step."""
+    sizes, original = [], dist.all_to_all_single
 
-    def __init__(self):
-        super().__init__()
-        self.calls = self.size = 0
+    def counted(output: Tensor, rows: Tensor, *args, **options):
+        sizes.append(rows.nbytes)
+        return original(output, rows, *args, **options)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ == "alltoall_base_":
-            self.calls, self.size = self.calls + 1, self.size + args[1].nbytes
-        return function(*args, **(kwargs or {}))
+    dist.all_to_all_single = counted
+    try:
+        step()
+    finally:
+        dist.all_to_all_single = original
+    return sizes
 
 
 def measure(arm: str, args, device: torch.device) -> dict:
@@ -207,11 +210,10 @@ def measure(arm: str, args, device: torch.device) -> dict:
     for _ in range(3):
         step()
         forward()
-    with Sent() as sent:
-        step()
+    sent = sent_by(step)
     timed_calls = {"ms": step, "passes_ms": passes, "forward_ms": forward}
     row = {name: timed(call, args.steps, device) for name, call in timed_calls.items()}
-    return {"arm": arm, "all_to_alls": sent.calls, "sent": sent.size} | row
+    return {"arm": arm, "all_to_alls": len(sent), "sent": sum(sent)} | row
 
 
 def timed(call, steps: int, device: torch.device) -> float:

@@ -33,6 +33,7 @@ from .experts import (
     TRANSPORTS,
     Travel,
     exchanged,
+    remedy_of,
     travel_of,
     why_high_precision,
 )
@@ -97,8 +98,7 @@ class ExpertDispatch:
             asked = "require_native=True" if required else f"it was asked to travel as {transport}"
             raise ValueError(
                 f"{self.name}: {slot} would be dispatched in high precision ({travel.reason}), "
-                f"and {asked}; let pad=True fill what ranks send, give the recipe a columnwise "
-                "side that follows from the rowwise codes, or ask for high precision"
+                f"and {asked}; {remedy_of(transport, 'pad=True')}, or ask for high precision"
             )
         return travel
 

@@ -140,6 +140,16 @@ def why_high_precision(
     return None
 
 
+def remedy_of(transport: str, option: str) -> str:
+    """What lets tokens travel as they were asked to. option: that fills what ranks send."""
+    if transport == "rowwise":
+        return "take a format whose scales serve one token and are powers of two (mxfp8, fp8_1x128)"
+    return (
+        f"fill what ranks send with {option}, take a columnwise side that follows from the rowwise "
+        "codes, send these alone (rowwise)"
+    )
+
+
 # Moving tokens #
 
 
@@ -382,7 +392,7 @@ def _travel(quantizer, directions, alignment: int, x: Tensor, transport: str, na
         travel = travel_of(hybrid_of(quantizer), directions, *facts)
     if travel.reason is not None and transport in FORCED:
         raise ValueError(
-            f"{name}: transport={transport!r}, and {travel.reason}; fill what ranks send with "
-            "alignment=, or pass transport='auto'"
+            f"{name}: transport={transport!r}, and {travel.reason}; "
+            f"{remedy_of(transport, 'alignment=')}, or pass transport='auto'"
         )
     return travel
