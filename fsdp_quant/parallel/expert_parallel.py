@@ -164,7 +164,12 @@ class ExpertDispatch:
         shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
         self._under_way.append((route, gradients, shape, summed, results))
-        sizes = route.ends.to(splits) if isinstance(splits, Tensor) else route.splits
+        sizes = route.splits
+        if isinstance(splits, Tensor):
+            if splits.device == rows.device:
+                sizes = route.ends.to(splits)
+            else:
+                sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0).to(splits)
         named = {key: value for key, value in kwargs.items() if key not in OWN_ARGUMENTS}
         return (sent, sizes, *others), named
 

@@ -128,9 +128,8 @@ def why_high_precision(
             return f"{operand} has blocks of {rows} tokens, and ranks send multiples of {alignment}"
     if transport == "rowwise":
         fmt = hybrid.side(ROWWISE).fmt
-        is_exact = fmt.decodes_exactly_to_bf16 and not (
-            fmt.scale_leaves_contraction or fmt.tensor_scale or dtype is torch.float16
-        )
+        rounds = fmt.scale_leaves_contraction or fmt.tensor_scale or fmt.rotated
+        is_exact = fmt.decodes_exactly_to_bf16 and not rounds and dtype is not torch.float16
         return None if is_exact else f"values of rowwise {fmt} are not exact in {dtype}"
     shape = alignment, cols
     size = sum(planned_bytes("forward", hybrid, directions, shape, dtype, alignment).values())
@@ -243,46 +242,39 @@ def _count(
 
 class _Exchange(NamedTuple):
     """dispatches: of tokens to the ranks of their experts; else of results back, which are summed.
-    The backward is the other one. travel: of what is dispatched. under_way: waits, of the part that
-    has begun."""
+    The backward is the other one. travel: of what is dispatched. begun: waits for the part that is
+    under way."""
 
     route: TokenRoute
     travel: Travel
     dispatches: bool
-    under_way: list[Callable[[], Any]]
+    begun: list[Callable[[], Any]]
 
     def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> Tensor:
         """Start to send x; return what stands for it in autograd until it is there."""
-        route, is_back = self.route, phase == "backward"
-        if self.dispatches is not is_back:
-            wait = _dispatched(x, route, self.travel, phase, tokens)
+        if self.dispatches is (phase == "forward"):
+            wait = _dispatched(x, self.route, self.travel, phase, tokens)
         else:
-            arrived = route.returned(x)
-            _count(route, phase, "sum", "high precision", x)
-
-            def wait() -> Tensor:
-                return route.of_tokens(arrived())
-
-        self.under_way[:] = [wait]
+            wait = self.route.returned(x)
+            _count(self.route, phase, "sum", "high precision", x)
+        self.begun[:] = [wait]
         return x.new_zeros(())
 
     def end(self) -> Any:
-        return self.under_way.pop()()
+        return self.begun.pop()()
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange, order=None, back=None):
-        ctx.exchange, ctx.arguments = exchange, 4 if back is not None else 2
+    def forward(ctx, x, exchange, tokens, back):
+        ctx.exchange = exchange
         ctx.save_for_backward(back)
-        tokens = None if order is None or back is None else tokens_of(order, back)
         return exchange.begin(x.detach(), "forward", tokens)
 
     @staticmethod
     def backward(ctx, *_):
         dx, (back,) = ctx.exchange.end(), ctx.saved_tensors
-        dx = dx if back is None else sum_of_copies(dx, back)
-        return dx, *[None] * (ctx.arguments - 1)
+        return dx if back is None else sum_of_copies(dx, back), None, None, None
 
 
 class _End(torch.autograd.Function):
@@ -311,7 +303,8 @@ def exchanged(
                 autograd runs first what was called last.
     """
     exchange = _Exchange(route, travel, dispatches, [])
-    begun = _Begin.apply(x, exchange, *routes)
+    tokens, back = (tokens_of(*routes), routes[1]) if routes else (None, None)
+    begun = _Begin.apply(x, exchange, tokens, back)
     result = None if meanwhile is None else meanwhile()
     return _End.apply(begun, exchange), result
 

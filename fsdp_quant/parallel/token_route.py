@@ -7,6 +7,8 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from ..ops.reference import known
 from ..tensor.agreement import agree
 
 
+@dataclass(eq=False)
 class TokenRoute:
     """Rows that each rank of `group` sends to each expert; ranks hold equal numbers of experts, in
     order. Its counts are on their way when it is made: the host waits for them once, where they are
@@ -26,35 +29,24 @@ class TokenRoute:
     arriving:  [R][E / R] what ranks send to the experts of this rank.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        alignment: int,
-        tables: tuple[Tensor, Tensor],
-        read: Callable[[], tuple[list[int], list[list[int]]]],
-    ):
-        """tables: `counts` and `arriving` on the device, before they are filled up.
-        read: waits for them."""
-        self.group, self.alignment, self._read = group, alignment, read
-        self._counts, self._arriving = tables
-        self._orders: dict[tuple[int, bool], Tensor] = {}
-
-    @functools.cached_property
-    def _numbers(self) -> tuple[list[int], list[list[int]]]:
-        counts, arriving = self._read()
-        return counts, [self._filled(rows) for rows in arriving]
+    group: dist.ProcessGroup
+    alignment: int
+    _counts: Tensor  # on the device, and before they are filled up
+    _arriving: Tensor
+    _read: Callable[[], tuple[list[int], list[list[int]]]]
+    _orders: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
-        return self._numbers[0]
+        return self._read()[0]
 
     @property
     def arriving(self) -> list[list[int]]:
-        return self._numbers[1]
+        return self._read()[1]
 
     @functools.cached_property
     def sent(self) -> list[int]:
-        return self._filled(self.counts)
+        return [*map(self._filled, self.counts)]
 
     @property
     def ranks(self) -> int:
@@ -68,15 +60,10 @@ class TokenRoute:
     @property
     def ends(self) -> Tensor:
         """int64 [E / R] on the device, the row behind the last of each expert of this rank."""
-        return self._filled_there(self._arriving).sum(0).cumsum(0)
+        return self._filled(self._arriving).sum(0).cumsum(0)
 
-    def _filled(self, rows: Sequence[int]) -> list[int]:
-        return [-(-n // self.alignment) * self.alignment for n in rows]
-
-    def _filled_there(self, rows: Tensor) -> Tensor:
-        if self.alignment == 1:
-            return rows
-        return (rows + (self.alignment - 1)) // self.alignment * self.alignment
+    def _filled(self, n: Any) -> Any:
+        return n if self.alignment == 1 else -(-n // self.alignment) * self.alignment
 
     def placed(self, x: Tensor) -> Tensor:
         """Return x [M, K] as [sum of sent, K]: zero rows fill up what each expert is sent."""
@@ -84,13 +71,9 @@ class TokenRoute:
             return x.contiguous()
         return x.new_zeros(sum(self.sent), x.shape[1]).index_copy_(0, self._places, x)
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """Return the rows of tokens of x [sum of sent, K]."""
-        return x if self.sent == self.counts else x.index_select(0, self._places)
-
     @functools.cached_property
     def _places(self) -> Tensor:
-        sent = self._filled_there(self._counts)
+        sent = self._filled(self._counts)
         return _shifted(self._counts, sent.cumsum(0) - sent, sum(self.counts))
 
     def spread(
@@ -122,8 +105,7 @@ class TokenRoute:
 
     def returned(self, y: Tensor) -> Callable[[], Tensor]:
         """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
-        ranks of their tokens. Return the function that waits for those of this rank, [sum of sent,
-        N]."""
+        ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
         width = row_bytes(y)
         (rows,) = _wide([_matrix(y, width)])
         rows = self._ordered(rows, 1, back=True)
@@ -134,7 +116,8 @@ class TokenRoute:
 
         def arrived() -> Tensor:
             wait()
-            return returned
+            is_filled = self.sent != self.counts
+            return returned.index_select(0, self._places) if is_filled else returned
 
         return arrived
 
@@ -150,7 +133,7 @@ class TokenRoute:
         if 1 in self._arriving.shape:
             return rows.contiguous()
         if (order := self._orders.get((unit, back))) is None:
-            sizes = self._filled_there(self._arriving) // unit
+            sizes = self._filled(self._arriving) // unit
             sizes = sizes.T if back else sizes
             starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
             order = _shifted(sizes.T.flatten(), starts.T.flatten(), len(rows))
@@ -221,9 +204,11 @@ def route_tokens(
             f"{name}: {experts} experts over {group.size()} ranks, which do not divide them; "
             f"choose a multiple of {group.size()}"
         )
-    rows = routes[0].numel() if routes else x.shape[0]
-    fits = not routes or (routes[1].dim() == 2 and routes[1].shape[0] == x.shape[0])
-    fits = fits and (not routes or routes[1].numel() == rows)
+    rows, fits = x.shape[0], True
+    if routes:
+        order, back = routes
+        rows = order.numel()
+        fits = back.dim() == 2 and len(back) == len(x) and back.numel() == rows
     counts = _counts_of(splits if fits else (), experts).to(x.device, torch.int64)
     is_fine = (counts >= 0).all() & (counts.sum() == rows)
     text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment}"
@@ -237,8 +222,9 @@ def route_tokens(
         dist.all_to_all_single(received, sent, group=group)
     numbers, width = _on_host(torch.cat([counts, received.flatten()])), sent.shape[1]
 
+    @functools.cache
     def read() -> tuple[list[int], list[list[int]]]:
-        flat = numbers().tolist()  # the one read
+        flat = numbers()  # the one read
         by_rank = [flat[i : i + width] for i in range(experts, len(flat), width)]
         is_wrong = [not is_fine for *_, is_fine, _ in by_rank]
         if any(is_wrong):
@@ -258,22 +244,23 @@ def route_tokens(
             )
             sentence = "ranks would send each other different tokens"
             agree({name: text}, [group], None, remedy, sentence)
-        return flat[:experts], [rows for *rows, _, _ in by_rank]
+        arriving = [[-(-n // alignment) * alignment for n in rows] for *rows, _, _ in by_rank]
+        return flat[:experts], arriving
 
-    return TokenRoute(group, alignment, (counts, received[:, :-2]), read)
+    return TokenRoute(group, alignment, counts, received[:, :-2], read)
 
 
-def _on_host(t: Tensor) -> Callable[[], Tensor]:
-    """Start to copy t to the host; return the function that waits for it."""
+def _on_host(t: Tensor) -> Callable[[], list]:
+    """Start to copy t [n] to the host; return the function that waits for it."""
     host = t.to("cpu", non_blocking=True)
-    if t.device.type != "cuda":
-        return lambda: host
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(t.device))
+    arrived = torch.cuda.Event() if t.device.type == "cuda" else None
+    if arrived is not None:
+        arrived.record(torch.cuda.current_stream(t.device))
 
-    def wait() -> Tensor:
-        arrived.synchronize()
-        return host
+    def wait() -> list:
+        if arrived is not None:
+            arrived.synchronize()
+        return host.tolist()
 
     return wait
 
