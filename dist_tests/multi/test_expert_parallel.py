@@ -23,11 +23,13 @@ from torch.overrides import TorchFunctionMode
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, run_ranks
+from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction, format_of
 from fsdp_quant.linear import routes
 from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch
 from fsdp_quant.parallel.experts import why_high_precision
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.tensor import torch_compat
 
 K = 48
 # Tokens of each rank for each of eight experts: uneven; none for an expert; none for the second
@@ -288,7 +290,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Reads(TorchFunctionMode):
-    """What the host reads of tensors."""
+    """What the host reads of tensors, and after how many were encoded."""
 
     NAMES = "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"
 
@@ -299,7 +301,7 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         if name in self.NAMES or (name == "to" and "cpu" in args):
-            self.names.append(name)
+            self.names.append(f"{name} after {counters.total('quantize')} encoded")
         return function(*args, **(kwargs or {}))
 
 
@@ -393,7 +395,8 @@ def layers(rank: int, world: int) -> None:
             y.backward(dy)
         want = ["all_to_all_single"] * 3, ["all_to_all_single"] * 2
         assert collectives == want, (what, collectives)
-        assert [of.names for of in read] == [["to", "tolist"], []], (what, [r.names for r in read])
+        want = ["to after 0 encoded", "tolist after 1 encoded"], []
+        assert tuple(of.names for of in read) == want, (what, [of.names for of in read])
         assert events == [2, 2, "dx"], (what, events)  # after it was sent, before it is there
         planned = planned_dispatch(net, splits[rank])
         assert fq.receipt().dispatch == planned, (what, planned)
@@ -610,6 +613,11 @@ def refusals(rank: int, world: int) -> None:
         ValueError, match=r"rank 0 cannot go on.* wanted order \[T \* k\] and back \[T, k\]"
     ):
         net(x, [2 * n for n in counts], routes=(order.flatten(), order.T))
+    with pytest.raises(ValueError, match=r"weights= of no routes; give routes=\(order, back\) too"):
+        net(x, counts, weights=torch.ones(len(x), 2))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="CUDA graph"):
+        patch.setattr(torch_compat, "is_captured", lambda x: True)
+        net(x, counts)
     with pytest.raises(ValueError, match=r"got 1 positional arguments"):
         net(x)
     laws.assert_same_bytes(

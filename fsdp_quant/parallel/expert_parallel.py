@@ -153,14 +153,17 @@ class ExpertDispatch:
             )
         x, splits, *others = args
         routes, weights, meanwhile = (kwargs.get(key) for key in OWN_ARGUMENTS)
+        routes = routes or ()
+        if weights is not None and not routes:
+            raise ValueError(f"{self.name}: weights= of no routes; give routes=(order, back) too")
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
         rows, travels = as_rows(x), f"{tokens}, {gradients}"
-        options = self.alignment, travels, self.experts, self.name, routes or ()
+        options = self.alignment, travels, self.experts, self.name, routes
         route = route_tokens(splits, rows, self.group, *options)
-        sent, result = exchanged(rows, route, tokens, True, routes or (), meanwhile)
-        summed = (routes[1], weights) if routes and weights is not None else ()
+        sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
+        summed = () if weights is None else (*routes[1:], weights)
         shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
         self._under_way.append((route, gradients, shape, summed, results))

@@ -164,8 +164,8 @@ def _dispatched(
     if not is_early:
         x, tokens = route.placed(x if tokens is None else x.index_select(0, tokens)), None
     if travel.hybrid is None:
-        _count(route, phase, "both", "high precision", x)
         arrived = route.spread([(x, 1)], tokens)
+        _count(route, phase, "both", "high precision", x)
         return lambda: arrived()[0]
     # `is_early`: once, whatever number of experts a token has, while the counts are on their way
     encoded = _encoded(x.contiguous(), travel.hybrid, travel.sent, route)
@@ -178,8 +178,9 @@ def _dispatched(
                 buffer = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                 buffers.append((buffer, fmt.dims(d)[0] if name == "scale" else 1))
                 keys.append((d, name))
-                _count(route, phase, d.value, fmt.name, *buffers[-1])
     arrived = route.spread(buffers, tokens)
+    for (d, _), buffer in zip(keys, buffers):
+        _count(route, phase, d.value, encoded[d][0].fmt.name, *buffer)
 
     def values() -> Tensor:
         ((storage,),) = encoded.values()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.reference import known
+from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
 
@@ -196,13 +197,19 @@ def route_tokens(
 
     Raises ValueError on every rank, before any token moves: for experts that the ranks do not
     divide; where the route is read, for splits of one rank that are not of E experts or do not add
-    up to its rows, routes of other tokens, ranks that would send different things.
+    up to its rows, routes of other tokens, ranks that would send different things. RuntimeError
+    inside a capture of a CUDA graph.
     """
     experts = experts or len(splits)
     if not experts or experts % group.size():
         raise ValueError(
             f"{name}: {experts} experts over {group.size()} ranks, which do not divide them; "
             f"choose a multiple of {group.size()}"
+        )
+    if torch_compat.is_captured(x):
+        raise RuntimeError(
+            f"{name}: the host reads how many tokens ranks send each other, which no CUDA graph "
+            "captures; run this step eagerly, or capture what is around it"
         )
     rows, fits = x.shape[0], True
     if routes:
