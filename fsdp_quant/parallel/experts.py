@@ -189,16 +189,18 @@ def _dispatched(
         return replace(storage, shape=shape, **fields).dequantize(x.dtype)
 
     def codes() -> QuantizedTensor:
-        received = {key: (b, n) for key, b, (_, n) in zip(keys, arrived(), buffers)}
+        received = [(d, name, b, n) for (d, name), b, (_, n) in zip(keys, arrived(), buffers)]
         first, start, groups = route.group.rank() * len(route.splits), 0, []
         for e, rows in enumerate(route.splits, first):
-            fields: dict[Direction, dict[str, Tensor]] = {d: {} for d in encoded}
-            for (d, name), (buffer, n) in received.items():
-                fields[d][name] = buffer[start // n : (start + rows) // n]
             sides: dict[str, Any] = {}
             for d, storages in encoded.items():
+                fields: dict[str, Any] = {
+                    name: b[start // n : (start + rows) // n]
+                    for of, name, b, n in received
+                    if of is d
+                }
                 storage, shape = storages[e % len(storages)], (rows, x.shape[1])
-                sides[d.value] = replace(storage, shape=shape, **fields[d])
+                sides[d.value] = replace(storage, shape=shape, **fields)
             groups.append(StoragePair(**sides))
             start += rows
         return QuantizedTensor(pair=StoragePair(groups=groups), shape=(start, x.shape[1]))
