@@ -4,6 +4,7 @@ had them all."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from dataclasses import replace
@@ -17,14 +18,19 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.overrides import TorchFunctionMode
 
 import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.multi.harness import DEVICE, run_ranks
+from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
+from dist_tests.single import hopper
+from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction, format_of
+from fsdp_quant.linear import routes
 from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch
 from fsdp_quant.parallel.experts import why_high_precision
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.tensor import torch_compat
 
 K = 48
 # Tokens of each rank for each of eight experts: uneven; none for an expert; none for the second
@@ -264,6 +270,211 @@ def test_experts_of_ranks_equal_one_process(world):
     run_ranks(world, modules)
 
 
+# Rowwise codes, tokens by their routes, and the sum of what comes back #
+
+
+class Rounded(torch.autograd.Function):
+    """Values of rowwise codes of x, or (of_gradient) of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, hybrid, of_gradient):
+        ctx.hybrid = hybrid if of_gradient else None
+        return x.clone() if of_gradient else hybrid.quantize(x).rowwise.dequantize()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (
+            dy if ctx.hybrid is None else ctx.hybrid.quantize(dy).rowwise.dequantize(),
+            None,
+            None,
+        )
+
+
+class Reads(TorchFunctionMode):
+    """What the host reads of tensors, and after how many were encoded."""
+
+    NAMES = "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.NAMES or (name == "to" and "cpu" in args):
+            self.names.append(f"{name} after {counters.total('quantize')} encoded")
+        return function(*args, **(kwargs or {}))
+
+
+COLLECTIVES = (
+    "all_to_all_single",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "barrier",
+)
+
+
+@contextlib.contextmanager
+def met(names: list[str]):
+    """Collectives inside, by name. A dispatch mode would run experts one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+
+            def called(*args, name=name, original=getattr(dist, name), **options):
+                names.append(name)
+                return original(*args, **options)
+
+            patch.setattr(dist, name, called)
+        yield
+
+
+KINDS = "spread", "one rank", "no tokens", "dropped"
+
+
+def drawn(rank: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+    """(order, back, rows of each expert, those of `order` that are sent) of a rank's tokens, which
+    go to two experts each: of all, or of the last rank."""
+    tokens = 0 if kind == "no tokens" and rank == 0 else 9 + 4 * rank
+    some, g = EXPERTS // 2 if kind == "one rank" else EXPERTS, torch.Generator().manual_seed(rank)
+    scores = torch.rand(tokens, some, generator=g, device="cpu").to(DEVICE)
+    chosen = (scores.argsort(1)[:, :2] + (EXPERTS - some)).flatten()
+    order = chosen.sort(stable=True).indices
+    counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
+    sent = torch.cat([torch.arange(n) < (3 if kind == "dropped" else n) for n in counts])
+    return order, order.argsort().view(-1, 2), counts, sent
+
+
+def layers(rank: int, world: int, emulated: bool) -> None:
+    if not emulated:
+        return check_layers(rank, world, reads=True)
+    with hopper.emulated() as gpu:
+        check_layers(rank, world, reads=False)  # the emulator reads too
+        called = {call[0] for call in gpu.calls}
+        assert "grouped_gemm" in called and "gemm" not in called, called  # experts one by one
+
+
+def check_layers(rank: int, world: int, reads: bool) -> None:
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    style = {"transport": "rowwise", "gradients": "rowwise"}
+    for fmt in ("mxfp8", "fp8_1x128"):  # rows of words, which torch copies faster than bytes
+        counts = [COUNTS[0](r) for r in range(world)]
+        every = [tokens_of(r, of, 256).split(of) for r, of in enumerate(counts)]
+        held = range(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+        want = Quantizer(fmt).quantize(torch.cat([of[e] for e in held for of in every]))
+        x, group = tokens_of(rank, counts[rank], 256), mesh.get_group()
+        got, _ = dispatch_tokens(x, counts[rank], group, fmt, transport="rowwise")
+        laws.assert_same_bytes(got, want.rowwise.dequantize(), fmt)
+    for recipe, kind in zip(itertools.cycle((fq.recipes.mxfp8(), fq.recipes.fp8_block())), KINDS):
+        what, drops = f"{recipe} {kind}", kind == "dropped"
+        reference, net = Experts(recipe), spread(Experts(recipe), mesh, **style)
+        everyones = [drawn(r, kind) for r in range(world)]
+        given = [
+            [
+                laws.values(len(back), n, seed=10 * i + r, dtype=dtype).requires_grad_()
+                for i, (n, dtype) in enumerate(((K, torch.bfloat16), (2, torch.float32)))
+            ]
+            for r, (_, back, *_) in enumerate(everyones)
+        ]
+        splits = [[min(n, 3) if drops else n for n in counts] for _, _, counts, _ in everyones]
+
+        def rows_of(r: int, x: torch.Tensor) -> torch.Tensor:
+            order, back, _, sent = everyones[r]
+            return routes.dispatch(x, order, back)[sent]
+
+        # experts of ranks
+        (order, back, *_), (x, weights) = everyones[rank], given[rank]
+        read, collectives = [Reads(), Reads()], ([], [])
+        rows = rows_of(rank, x) if drops else x
+        named, events = {} if drops else {"routes": (order, back), "weights": weights}, []
+
+        def shared() -> torch.Tensor:
+            events.append(len(collectives[0]))
+            z = rows * 3
+            z.register_hook(lambda _: events.append(len(collectives[1])))
+            return z
+
+        rows.register_hook(lambda _: events.append("dx"))
+        fq.reset_receipt()
+        with read[0], met(collectives[0]):
+            y, z = net(rows, splits[rank], meanwhile=shared, **named)
+            y = y + z
+        dy = laws.values(*y.shape, seed=rank + 50, dtype=torch.bfloat16)
+        with read[1], met(collectives[1]):
+            y.backward(dy)
+        want = ["all_to_all_single"] * 3, ["all_to_all_single"] * 2
+        assert collectives == want, (what, collectives)
+        want = ["to after 0 encoded", "tolist after 1 encoded"], []
+        assert not reads or tuple(of.names for of in read) == want, (
+            what,
+            [of.names for of in read],
+        )
+        assert events == [2, 2, "dx"], (what, events)  # after it was sent, before it is there
+        planned = planned_dispatch(net, splits[rank])
+        assert fq.receipt().dispatch == planned, (what, planned)
+        plan = net.gate.first.plan
+        sent_as = plan.input.rowwise.fmt.name
+        codes = {key for key in planned if key[1] != "sum"}
+        assert codes == {(p, "rowwise", sent_as) for p in ("forward", "backward")}, (what, codes)
+
+        # one process
+        every = [[t.detach().clone().requires_grad_() for t in of] for of in given]
+        copies = [rows_of(r, x) if drops else x for r, (x, _) in enumerate(every)]
+        rounded = [Rounded.apply(rows, plan.input, False) for rows in copies]
+        rounded = rounded if drops else [rows_of(r, rows) for r, rows in enumerate(rounded)]
+        pieces = [rows.split(of) for rows, of in zip(rounded, splits)]
+        order_of = [(e, r) for e in range(EXPERTS) for r in range(world)]
+        sizes = [sum(of[e] for of in splits) for e in range(EXPERTS)]
+        came = reference(torch.cat([pieces[r][e] for e, r in order_of]), sizes)
+        parts = dict(zip(order_of, came.split([splits[r][e] for e, r in order_of])))
+        wanted = []
+        for r, (_, w) in enumerate(every):
+            of_rank = torch.cat([parts[e, r] for e in range(EXPERTS)])
+            want = Rounded.apply(of_rank, plan.grad_output, True)
+            want = want if drops else routes.combine(want, everyones[r][1], w)
+            wanted.append(want + copies[r] * 3)
+        dys = [
+            laws.values(*want.shape, seed=r + 50, dtype=torch.bfloat16)
+            for r, want in enumerate(wanted)
+        ]
+        torch.autograd.backward(wanted, dys)
+        laws.assert_same_bytes(y, wanted[rank], f"{what} y")
+        for name, mine, theirs in zip(("dx", "dweights"), given[rank], every[rank]):
+            if mine.grad is not None:
+                laws.assert_same_bytes(mine.grad, theirs.grad, f"{what} {name}")
+        mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+        for (key, p), q in zip(net.named_parameters(), reference.parameters()):
+            laws.assert_same_bytes(p.grad.to_local(), q.grad[mine], f"{what} {key}.grad")
+
+
+@pytest.mark.parametrize(
+    "emulated", [False, pytest.param(True, marks=on_cpu)], ids=["", "emulated"]
+)
+def test_a_layer_sends_rowwise_codes_and_waits_once(emulated: bool):
+    """If false, tokens travel in bf16 or once more, a layer waits for the device twice, or ranks
+    without tokens, or with all of them, hang or train other experts than one process."""
+    run_ranks(2, layers, emulated)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_1x128"])
+def test_values_of_rowwise_codes_are_rounded_once(fmt: str):
+    """If false, experts that are given the values of rowwise codes multiply values that were
+    rounded twice: more than half of what subnormal codes are apart."""
+    g = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(256, 256, generator=g, device="cpu").to(DEVICE, torch.bfloat16)
+    given = Quantizer(fmt).quantize(x).rowwise.dequantize()
+    again = Quantizer(fmt).quantize(given)
+    laws.assert_same_bytes(again.rowwise.dequantize(), given, "rowwise")
+    scale = again.columnwise.scales
+    scale = torch.exp2(scale.float() - 127) if scale.dtype is torch.uint8 else scale
+    scale = scale.repeat_interleave(len(x) // len(scale), 0)
+    error, given = (again.columnwise.dequantize() - given).float().abs(), given.float().abs()
+    is_normal = given >= 2**-6 * scale
+    assert is_normal.float().mean() > 0.9 and not error[is_normal].any()
+    assert (error <= 2**-10 * scale).all()
+
+
 # Beside FSDP2 #
 
 
@@ -407,10 +618,22 @@ def refusals(rank: int, world: int) -> None:
         dispatch_tokens(x, counts, mesh.get_group(), "mxfp8", transport="codes")
     with pytest.raises(ValueError, match="transport='codes', and there is no quantizer"):
         dispatch_tokens(x, counts, mesh.get_group(), transport="codes")
-    with pytest.raises(ValueError, match="transports are auto, codes, high_precision, got .fp8."):
+    with pytest.raises(
+        ValueError, match="transports are auto, codes, rowwise, high_precision, got .fp8."
+    ):
         dispatch_tokens(x, counts, mesh.get_group(), "mxfp8", transport="fp8")
     with pytest.raises(ValueError, match=r"y is \[1, 48\]; wanted the .* rows of its route"):
         combine_tokens(x[:1], dispatch_tokens(x, counts, mesh.get_group())[1])
+    order = torch.arange(2 * len(x)).view(2, -1)[:, : len(x) if rank else -1]
+    with pytest.raises(
+        ValueError, match=r"rank 0 cannot go on.* wanted order \[T \* k\] and back \[T, k\]"
+    ):
+        net(x, [2 * n for n in counts], routes=(order.flatten(), order.T))
+    with pytest.raises(ValueError, match=r"weights= of no routes; give routes=\(order, back\) too"):
+        net(x, counts, weights=torch.ones(len(x), 2))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="CUDA graph"):
+        patch.setattr(torch_compat, "is_captured", lambda x: True)
+        net(x, counts)
     with pytest.raises(ValueError, match=r"got 1 positional arguments"):
         net(x)
     laws.assert_same_bytes(
@@ -425,6 +648,12 @@ def refusals(rank: int, world: int) -> None:
         "input would be dispatched in high precision .columnwise mxfp8.* has blocks of 32 "
         "tokens.*asked to travel as codes",
         transport="codes",
+    )
+    refused(
+        "input would be .* .values of rowwise fp8_tensor.* are not exact in torch.bfloat16., and "
+        "it was asked to travel as rowwise; take a format whose scales serve one token",
+        fq.recipes.fp8_current(),
+        transport="rowwise",
     )
     refused(
         "input would be .* backward keeps it in high precision",
@@ -446,7 +675,10 @@ def refusals(rank: int, world: int) -> None:
     refused(
         "input would be .*histories of the experts", fq.recipes.fp8_delayed(), transport="codes"
     )
-    refused("gradients must be one of auto, codes, high_precision, got 'bf16'", gradients="bf16")
+    refused(
+        "gradients must be one of auto, codes, rowwise, high_precision, got 'bf16'",
+        gradients="bf16",
+    )
     with pytest.raises(ValueError, match="input would be .*and require_native=True"):
         strict = spread(Experts(mxfp8), mesh)
         for layer in (strict.gate, strict.up):

@@ -179,7 +179,9 @@ def experts() -> dict:
 
     given, module = a_rank(), fq.convert(Experts(), "mxfp8")
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
-    return given | {"mesh": mesh, "experts": module}
+    chosen, weights = torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.rand(3, 2)
+    tokens = {"x": torch.randn(3, 64), "splits": [3, 3], "chosen": chosen, "weights": weights}
+    return given | tokens | {"mesh": mesh, "experts": module, "shared_experts": nn.Linear(64, 64)}
 
 
 def operands() -> dict:

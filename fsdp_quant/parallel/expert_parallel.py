@@ -9,7 +9,6 @@ import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,32 +21,27 @@ from ..context import current_autocast
 from ..formats import ROWWISE, Direction
 from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.plan import GemmPlan, build_plan
+from ..linear.routes import combine
 from ..models.steps import name_of
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
-from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
-from .experts import TRANSPORTS, ExchangeTokens, why_high_precision
+from .experts import (
+    FORCED,
+    TRANSPORTS,
+    Travel,
+    exchanged,
+    remedy_of,
+    travel_of,
+    why_high_precision,
+)
 from .sequence import planned_bytes
 from .tensor_parallel import check_one_axis
 from .token_route import route_tokens
 
-
-class _Operand(NamedTuple):
-    """How one dispatch of a module travels: in high precision, for a reason (hybrid is None), or as
-    codes of these directions."""
-
-    hybrid: HybridQuantizer | None
-    directions: tuple[Direction, ...]
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        if self.hybrid is None:
-            return f"in high precision ({self.reason})"
-        sent = gathered_directions(self.hybrid, frozenset(self.directions))
-        return "as " + ", ".join(f"{d.value} {self.hybrid.encodings[d].fmt}" for d in sent)
+OWN_ARGUMENTS = "routes", "weights", "meanwhile"  # of a call, which its module is not given
 
 
 class ExpertDispatch:
@@ -64,7 +58,7 @@ class ExpertDispatch:
         self.module, self.style, self.group = module, style, group
         self.experts, self.name = experts, name
         self._under_way: list[tuple] = []
-        module.register_forward_pre_hook(self.before)
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.behind)
 
     def _layers(self, slot: str) -> list[nn.Module]:
@@ -90,7 +84,7 @@ class ExpertDispatch:
         ]
         return {(plan.hybrid(slot), plan.saves) for plan in plans}
 
-    def operand(self, slot: str, dtype: torch.dtype) -> _Operand:
+    def travel(self, slot: str, dtype: torch.dtype) -> Travel:
         """Return how the tokens ("input") travel, or the gradient of what comes back
         ("grad_output").
 
@@ -98,43 +92,46 @@ class ExpertDispatch:
         cannot travel.
         """
         layers, transport = self.converted(slot), self._transport(slot)
-        operand, is_forced = self._operand(slot, layers, dtype)
+        travel, is_forced = self._travel(slot, layers, dtype)
         required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
-        if is_forced and (transport == "codes" or required):
-            asked = "require_native=True" if required else "it was asked to travel as codes"
+        if is_forced and (transport in FORCED or required):
+            asked = "require_native=True" if required else f"it was asked to travel as {transport}"
             raise ValueError(
-                f"{self.name}: {slot} would be dispatched in high precision ({operand.reason}), "
-                f"and {asked}; let pad=True fill what ranks send, give the recipe a columnwise "
-                "side that follows from the rowwise codes, or ask for high precision"
+                f"{self.name}: {slot} would be dispatched in high precision ({travel.reason}), "
+                f"and {asked}; {remedy_of(transport, 'pad=True')}, or ask for high precision"
             )
-        return operand
+        return travel
 
     def _transport(self, slot: str) -> str:
         return self.style.transport if slot == "input" else self.style.gradients
 
-    def _operand(
+    def _travel(
         self, slot: str, layers: list[GroupedLinear], dtype: torch.dtype
-    ) -> tuple[_Operand, bool]:
-        """Return `operand`, and whether it cannot travel as codes."""
+    ) -> tuple[Travel, bool]:
+        """Return `travel`, and whether codes cannot."""
         parameters = [p for m in self._layers(slot) for p in m.parameters()]
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
         directions = tuple(Direction) if trains else (ROWWISE,)
         if (reason := self._unclear_quantizer(slot)) is not None:
-            return _Operand(None, directions, reason), True
+            return Travel(None, directions, reason=reason), True
         ((hybrid, saves),) = self._quantizers(slot)
         if not any(e.fmt.is_quantized for e in hybrid.encodings.values()):
-            return _Operand(None, directions, "it is not quantized"), False
+            return Travel(None, directions, reason="it is not quantized"), False
         first, transport = layers[0].first, self._transport(slot)
         cols = first.in_features if slot == "input" else first.out_features
         options = hybrid, directions, self.alignment, cols, dtype
+        if transport == "rowwise":
+            travel = travel_of(*options, transport)
+            return travel, travel.hybrid is None
         reason = _needs_values(slot, layers, trains and saves == "input")
         reason = reason or why_high_precision(*options, "codes")
         if reason is not None:
-            return _Operand(None, directions, reason), True
-        reason = why_high_precision(*options, transport)
-        if reason is None and transport == "auto":
+            return Travel(None, directions, reason=reason), True
+        travel = travel_of(*options, transport)
+        if travel.hybrid is not None and transport == "auto":
             reason = _slower_codes(layers[0], dtype)
-        return _Operand(hybrid if reason is None else None, directions, reason), False
+            travel = travel._replace(hybrid=None if reason else hybrid, reason=reason)
+        return travel, False
 
     def _unclear_quantizer(self, slot: str) -> str | None:
         """Return why no one quantizer is known for what travels, in one clause."""
@@ -147,7 +144,7 @@ class ExpertDispatch:
         return None if current_autocast() is None else "fq.autocast overrides the recipe"
 
     @torch_compat.never_compiled
-    def before(self, module: nn.Module, args: tuple) -> tuple:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """(tokens of own experts, their splits, ..) of (this rank's tokens, splits, ..)."""
         if len(args) < 2 or not isinstance(args[0], Tensor):
             raise ValueError(
@@ -155,36 +152,44 @@ class ExpertDispatch:
                 "positional arguments"
             )
         x, splits, *others = args
+        routes, weights, meanwhile = (kwargs.get(key) for key in OWN_ARGUMENTS)
+        routes = routes or ()
+        if weights is not None and not routes:
+            raise ValueError(f"{self.name}: weights= of no routes; give routes=(order, back) too")
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
-        tokens, gradients = self.operand("input", x.dtype), self.operand("grad_output", x.dtype)
+        tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
         rows, travels = as_rows(x), f"{tokens}, {gradients}"
-        route = route_tokens(
-            splits, rows, self.group, self.alignment, travels, self.experts, self.name
-        )
-        self._under_way.append((route, gradients, x.shape))
+        options = self.alignment, travels, self.experts, self.name, routes
+        route = route_tokens(splits, rows, self.group, *options)
+        sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
+        summed = () if weights is None else (*routes[1:], weights)
+        shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
+        results = (result,) * (meanwhile is not None)
+        self._under_way.append((route, gradients, shape, summed, results))
         sizes = route.splits
         if isinstance(splits, Tensor):
-            counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-            sizes = counts.cumsum(0).to(splits.device, splits.dtype)
-        return (
-            ExchangeTokens.apply(rows, route, tokens.hybrid, tokens.directions, True),
-            sizes,
-            *others,
-        )
+            if splits.device == rows.device:
+                sizes = route.ends.to(splits)
+            else:
+                sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0).to(splits)
+        named = {key: value for key, value in kwargs.items() if key not in OWN_ARGUMENTS}
+        return (sent, sizes, *others), named
 
     @torch_compat.never_compiled
-    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
+    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | tuple:
         """Results of this rank's tokens, of those of own experts."""
-        route, gradients, shape = self._under_way.pop()
+        route, gradients, shape, summed, results = self._under_way.pop()
         self._under_way.clear()  # of forwards that raised
         if y.shape[0] != sum(route.splits) or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
                 f"{sum(route.splits)} tokens"
             )
-        y = ExchangeTokens.apply(y, route, gradients.hybrid, gradients.directions, False)
-        return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
+        y, _ = exchanged(y, route, gradients, False)
+        y = combine(y, *summed) if summed else y
+        y = y if len(shape) == 1 else y.view(*shape, y.shape[-1])
+        return (y, *results) if results else y
 
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
@@ -228,7 +233,8 @@ class ExpertParallel(ParallelStyle):
                     one whose output the module returns ("": the module itself, which is the default
                     of one). They quantize what travels.
     transport:      of tokens: "auto": codes where they may travel and are fewer bytes; "codes";
-                    "high_precision".
+                    "rowwise": rowwise codes alone, of which experts are given the values
+                    (`dispatch_tokens`); "high_precision".
     gradients:      of the output: the same; default "high_precision". Gradients of tokens, and
                     outputs, are sums: always in high precision.
     pad:            fill what a rank sends to an expert with zero rows, so that blocks along the
@@ -236,7 +242,11 @@ class ExpertParallel(ParallelStyle):
                     columnwise codes depend on.
 
     Call: y [.., N] = module(x [.., K], splits): rows sorted by expert, splits as of
-    `fq.GroupedLinear`, of all experts. Every rank calls it, also without tokens. The module's
+    `fq.GroupedLinear`, of all experts. Every rank calls it, also without tokens. routes=(order,
+    back), of `fq.GroupedLinear`: x is [T, K], of tokens that k experts each multiply; with
+    weights=[T, k] besides, y [T, N] is the weighted sum of a token's rows, in fp32. With
+    meanwhile=function, which is called while the tokens are on their way (shared experts), the call
+    returns (y, what it returns); its backward runs while gradients of tokens are. The module's
     forward is given the tokens of the experts that the rank holds, by expert, then by rank: in high
     precision, or a `QuantizedTensor`, which only these layers read. The host waits once for the
     numbers of tokens.
@@ -347,8 +357,8 @@ def planned_dispatch(
     k = experts.converted("input")[0].first.in_features
     n = experts.converted("grad_output")[0].first.out_features
     for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
-        operand, shape = experts.operand(slot, dtype), (rows, cols)
-        planned |= planned_bytes(phase, operand.hybrid, operand.directions, shape, dtype, alignment)
+        travel, shape = experts.travel(slot, dtype), (rows, cols)
+        planned |= planned_bytes(phase, travel.hybrid, travel.directions, shape, dtype, alignment)
     planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
     planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
     return planned
@@ -363,7 +373,7 @@ def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
     alignment = experts.alignment
     filled = f", filled up to multiples of {alignment}" if alignment > 1 else ""
     with torch.enable_grad():
-        tokens, gradients = (experts.operand(slot, dtype) for slot in ("input", "grad_output"))
+        tokens, gradients = (experts.travel(slot, dtype) for slot in ("input", "grad_output"))
     return (
         f"{experts.experts} experts over {experts.group.size()} ranks: tokens are dispatched "
         f"{tokens}, gradients of the output {gradients}{filled}"

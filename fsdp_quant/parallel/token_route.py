@@ -6,20 +6,24 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.reference import known
+from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TokenRoute:
     """Rows that each rank of `group` sends to each expert; ranks hold equal numbers of experts, in
-    order.
+    order. Its counts are on their way when it is made: the host waits for them once, where they are
+    read, which raises what `route_tokens` says.
 
     counts:    [E] of this rank's tokens, by expert.
     sent:      [E] the same, filled up to multiples of `alignment`.
@@ -28,111 +32,147 @@ class TokenRoute:
 
     group: dist.ProcessGroup
     alignment: int
-    counts: list[int]
-    arriving: list[list[int]]
+    _counts: Tensor  # on the device, and before they are filled up
+    _arriving: Tensor
+    _read: Callable[[], tuple[list[int], list[list[int]]]]
+    _orders: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> list[int]:
+        return self._read()[0]
+
+    @property
+    def arriving(self) -> list[list[int]]:
+        return self._read()[1]
 
     @functools.cached_property
     def sent(self) -> list[int]:
-        return [-(-n // self.alignment) * self.alignment for n in self.counts]
+        return [*map(self._filled, self.counts)]
 
     @property
     def ranks(self) -> int:
         return self.group.size()
 
-    @property
+    @functools.cached_property
     def splits(self) -> list[int]:
         """[E / R] rows of each expert of this rank: the splits of `fq.GroupedLinear`."""
         return [sum(rows) for rows in zip(*self.arriving)]
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [E / R] on the device, the row behind the last of each expert of this rank."""
+        return self._filled(self._arriving).sum(0).cumsum(0)
+
+    def _filled(self, n: Any) -> Any:
+        return n if self.alignment == 1 else -(-n // self.alignment) * self.alignment
 
     def placed(self, x: Tensor) -> Tensor:
         """Return x [M, K] as [sum of sent, K]: zero rows fill up what each expert is sent."""
         if self.sent == self.counts:
             return x.contiguous()
-        return x.new_zeros(sum(self.sent), x.shape[1]).index_copy_(0, self._places(x.device), x)
+        return x.new_zeros(sum(self.sent), x.shape[1]).index_copy_(0, self._places, x)
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """Return the rows of tokens of x [sum of sent, K]."""
-        return x if self.sent == self.counts else x.index_select(0, self._places(x.device))
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        sent = self._filled(self._counts)
+        return _shifted(self._counts, sent.cumsum(0) - sent, sum(self.counts))
 
-    def _places(self, device: torch.device) -> Tensor:
-        counts, sent = (
-            torch.tensor(rows, dtype=torch.int64, device="cpu") for rows in (self.counts, self.sent)
-        )
-        filled = sent - counts
-        shifts = (filled.cumsum(0) - filled).repeat_interleave(counts)
-        places = torch.arange(len(shifts), dtype=torch.int64, device="cpu")
-        return (shifts + places).to(device, non_blocking=True)
-
-    def spread(self, buffers: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        """Return what the ranks' buffers hold for the experts of this rank, by expert, then by
-        rank; in one all-to-all.
+    def spread(
+        self, buffers: Sequence[tuple[Tensor, int]], tokens: Tensor | None = None
+    ) -> Callable[[], list[Tensor]]:
+        """Start one all-to-all. Return the function that waits for it, and returns what the ranks'
+        buffers hold for the experts of this rank, by expert, then by rank.
 
         buffers:  ([rows / n, ..], n): row-major, a row of which serves n of those that are sent.
+        tokens:   int64, the row of the buffers of each row that is sent; None: they are in order.
         """
-        experts, count = len(self.arriving[0]), len(buffers)
-        row_bytes = [_row_bytes(buffer) for buffer, _ in buffers]
-        by_rank = [
-            _as_bytes(buffer).split([rows // n * size for rows in self._sent_to()])
-            for (buffer, n), size in zip(buffers, row_bytes)
-        ]
-        sent = [sum(part.numel() for part in parts) for parts in zip(*by_rank)]
-        packed = _as_bytes(buffers[0][0])
-        if count > 1:
-            packed = torch.cat([part for parts in zip(*by_rank) for part in parts])
-        sizes = [
-            [rows // n * size for (_, n), size in zip(buffers, row_bytes) for rows in pieces]
-            for pieces in self.arriving
-        ]
-        received = self._exchange(packed, sent, packed.new_empty(sum(map(sum, sizes))), sizes)
-        pieces = received.split([size for sizes_of_rank in sizes for size in sizes_of_rank])
-        spread = []
-        for i, (buffer, _) in enumerate(buffers):
-            ordered = torch.cat(
-                [
-                    pieces[(rank * count + i) * experts + e]
-                    for e in range(experts)
-                    for rank in range(self.ranks)
-                ]
-            )
-            spread.append(ordered.view(buffer.dtype).view(-1, *buffer.shape[1:]))
-        return spread
+        unit = math.lcm(*(n for _, n in buffers))  # rows that travel as one
+        parts = _wide([_matrix(buffer, unit // n * row_bytes(buffer)) for buffer, n in buffers])
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        packed = packed if tokens is None else packed.index_select(0, tokens)
+        arriving = [sum(rows) // unit for rows in self.arriving]
+        received = packed.new_empty(sum(arriving), packed.shape[1])
+        wait = self._exchange(received, packed, arriving, [n // unit for n in self._sent_to])
+        widths = [part.shape[1] for part in parts]
 
-    def returned(self, y: Tensor) -> Tensor:
-        """Send rows of y [sum of splits, N], sorted by expert, then by rank, back to the ranks of
-        their tokens: [sum of sent, N]."""
-        experts, size = len(self.arriving[0]), _row_bytes(y)
-        by_expert = [pieces[e] * size for e in range(experts) for pieces in self.arriving]
-        pieces = _as_bytes(y).split(by_expert)
-        packed = torch.cat(
-            [pieces[e * self.ranks + r] for r in range(self.ranks) for e in range(experts)]
-        )
+        def arrived() -> list[Tensor]:
+            wait()
+            return [
+                self._ordered(rows, unit).view(buffer.dtype).view(-1, *buffer.shape[1:])
+                for rows, (buffer, _) in zip(received.split(widths, 1), buffers)
+            ]
+
+        return arrived
+
+    def returned(self, y: Tensor) -> Callable[[], Tensor]:
+        """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
+        ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
+        width = row_bytes(y)
+        (rows,) = _wide([_matrix(y, width)])
+        rows = self._ordered(rows, 1, back=True)
         # no view: users may write in place what FSDP2 hooks
-        rows = y.new_empty(sum(self.sent), y.shape[1])
-        sent = [sum(pieces) * size for pieces in self.arriving]
-        self._exchange(packed, sent, _as_bytes(rows), [[n * size] for n in self._sent_to()])
-        return rows
+        returned = y.new_empty(sum(self.sent), y.shape[1])
+        into, from_experts = _matrix(returned, width), [*map(sum, self.arriving)]
+        wait = self._exchange(into, rows, self._sent_to, from_experts)
 
+        def arrived() -> Tensor:
+            wait()
+            is_filled = self.sent != self.counts
+            return returned.index_select(0, self._places) if is_filled else returned
+
+        return arrived
+
+    @property
     def _sent_to(self) -> list[int]:
         """[R] rows that each rank is sent."""
-        experts = len(self.arriving[0])
+        experts = len(self.sent) // self.ranks
         return [sum(self.sent[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
 
+    def _ordered(self, rows: Tensor, unit: int, back: bool = False) -> Tensor:
+        """Sort rows, a piece of each rank for each expert, which lie by rank, by expert; back: the
+        other way. The host builds no index and waits for none."""
+        if 1 in self._arriving.shape:
+            return rows.contiguous()
+        if (order := self._orders.get((unit, back))) is None:
+            sizes = self._filled(self._arriving) // unit
+            sizes = sizes.T if back else sizes
+            starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
+            order = _shifted(sizes.T.flatten(), starts.T.flatten(), len(rows))
+            self._orders[unit, back] = order
+        return rows.index_select(0, order)
+
     def _exchange(
-        self, packed: Tensor, sent: list[int], received: Tensor, sizes: list[list[int]]
-    ) -> Tensor:
-        """Send `packed`, of which each rank is sent so many bytes, and return `received`."""
+        self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
+    ) -> Callable[[], object]:
+        """Start to send each rank so many rows, and to write what comes to `into`; return the
+        function that waits for it."""
+        into, rows = into.view(torch.uint8), rows.view(torch.uint8)
         if self.ranks == 1:
-            return received.copy_(packed)
-        dist.all_to_all_single(received, packed, list(map(sum, sizes)), sent, group=self.group)
-        return received
+            return functools.partial(into.copy_, rows)
+        work = dist.all_to_all_single(into, rows, arriving, sent, self.group, async_op=True)
+        return known(work, "a rank of the group").wait
 
 
-def _row_bytes(t: Tensor) -> int:
+def row_bytes(t: Tensor) -> int:
     return t.itemsize * math.prod(t.shape[1:])
 
 
-def _as_bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(-1).view(torch.uint8)
+def _matrix(t: Tensor, width: int) -> Tensor:
+    """The bytes of t, in rows of so many."""
+    return t.contiguous().view(-1).view(torch.uint8).view(-1, width)
+
+
+def _wide(parts: list[Tensor]) -> list[Tensor]:
+    """Rows of bytes as those of words where they can be: torch copies rows element by element."""
+    fits = all(n % 8 == 0 for part in parts for n in (part.shape[1], part.storage_offset()))
+    return [part.view(torch.int64) for part in parts] if fits else parts
+
+
+def _shifted(sizes: Tensor, starts: Tensor, total: int) -> Tensor:
+    """int64 [total], where each row is: of pieces of these sizes, which begin at these rows."""
+    shifts = starts - (sizes.cumsum(0) - sizes)
+    rows = torch.arange(total, dtype=torch.int64, device=sizes.device)
+    return rows + shifts.repeat_interleave(sizes, output_size=total)
 
 
 def route_tokens(
@@ -143,6 +183,7 @@ def route_tokens(
     travels: str = "",
     experts: int | None = None,
     name: str = "dispatch_tokens",
+    routes: Sequence[Tensor] = (),
 ) -> TokenRoute:
     """Return the route of x [M, K], whose rows are sorted by expert; every rank of `group` must
     call it.
@@ -152,10 +193,12 @@ def route_tokens(
               the counts, and the host reads them: sizes of an uneven all-to-all are the host's.
     experts:  of all ranks; default: as many as splits has.
     travels:  text that must be the same on every rank, as must K and the dtype.
+    routes:   of x [T, K], as of `fq.GroupedLinear`; empty: x has the rows.
 
     Raises ValueError on every rank, before any token moves: for experts that the ranks do not
-    divide, splits of one rank that are not of E experts or do not add up to its rows, ranks that
-    would send different things.
+    divide; where the route is read, for splits of one rank that are not of E experts or do not add
+    up to its rows, routes of other tokens, ranks that would send different things. RuntimeError
+    inside a capture of a CUDA graph.
     """
     experts = experts or len(splits)
     if not experts or experts % group.size():
@@ -163,8 +206,18 @@ def route_tokens(
             f"{name}: {experts} experts over {group.size()} ranks, which do not divide them; "
             f"choose a multiple of {group.size()}"
         )
-    counts = _counts_of(splits, experts).to(x.device, torch.int64)
-    is_fine = (counts >= 0).all() & (counts.sum() == x.shape[0])
+    if torch_compat.is_captured(x):
+        raise RuntimeError(
+            f"{name}: the host reads how many tokens ranks send each other, which no CUDA graph "
+            "captures; run this step eagerly, or capture what is around it"
+        )
+    rows, fits = x.shape[0], True
+    if routes:
+        order, back = routes
+        rows = order.numel()
+        fits = back.dim() == 2 and len(back) == len(x) and back.numel() == rows
+    counts = _counts_of(splits if fits else (), experts).to(x.device, torch.int64)
+    is_fine = (counts >= 0).all() & (counts.sum() == rows)
     text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment}"
     text = f"{text} {travels}".strip()
     checksum = torch.full_like(is_fine, zlib.crc32(text.encode()), dtype=torch.int64)
@@ -174,23 +227,49 @@ def route_tokens(
     if group.size() > 1:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-    flat, width = torch.cat([counts, received.flatten()]).tolist(), sent.shape[1]  # the one read
-    by_rank = [flat[i : i + width] for i in range(experts, len(flat), width)]
-    is_wrong = [not is_fine for *_, is_fine, _ in by_rank]
-    if any(is_wrong):
-        error = ValueError(
-            f"{name}: the token splits {splits} of {x.shape[0]} rows are not of {experts} experts, "
-            "or do not add up to its rows; give counts, none negative, that add up to the input's "
-            "rows, or a tensor of the row behind each expert's last"
-        )
-        agree({}, [group], error if is_wrong[group.rank()] else None)
-    if len({checksum for *_, checksum in by_rank}) > 1:
-        remedy = (
-            "call it with the same experts, columns, dtype, alignment and quantizer on every rank"
-        )
-        agree({name: text}, [group], None, remedy, "ranks would send each other different tokens")
-    arriving = [[-(-n // alignment) * alignment for n in rows] for *rows, _, _ in by_rank]
-    return TokenRoute(group, alignment, flat[:experts], arriving)
+    numbers, width = _on_host(torch.cat([counts, received.flatten()])), sent.shape[1]
+
+    @functools.cache
+    def read() -> tuple[list[int], list[list[int]]]:
+        flat = numbers()  # the one read
+        by_rank = [flat[i : i + width] for i in range(experts, len(flat), width)]
+        is_wrong = [not is_fine for *_, is_fine, _ in by_rank]
+        if any(is_wrong):
+            error = ValueError(
+                f"{name}: the token splits {splits} of {rows} rows are not of {experts} experts, "
+                "or do not add up to its rows; give counts, none negative, that add up to the "
+                "input's rows, or a tensor of the row behind each expert's last"
+                if fits
+                else f"{name}: routes are {[list(t.shape) for t in routes]} of {x.shape[0]} "
+                "tokens; wanted order [T * k] and back [T, k]"
+            )
+            agree({}, [group], error if is_wrong[group.rank()] else None)
+        if len({checksum for *_, checksum in by_rank}) > 1:
+            remedy = (
+                "call it with the same experts, columns, dtype, alignment and quantizer on every "
+                "rank"
+            )
+            sentence = "ranks would send each other different tokens"
+            agree({name: text}, [group], None, remedy, sentence)
+        arriving = [[-(-n // alignment) * alignment for n in rows] for *rows, _, _ in by_rank]
+        return flat[:experts], arriving
+
+    return TokenRoute(group, alignment, counts, received[:, :-2], read)
+
+
+def _on_host(t: Tensor) -> Callable[[], list]:
+    """Start to copy t [n] to the host; return the function that waits for it."""
+    host = t.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event() if t.device.type == "cuda" else None
+    if arrived is not None:
+        arrived.record(torch.cuda.current_stream(t.device))
+
+    def wait() -> list:
+        if arrived is not None:
+            arrived.synchronize()
+        return host.tolist()
+
+    return wait
 
 
 def _counts_of(splits: Sequence[int] | Tensor, experts: int) -> Tensor:
