@@ -27,14 +27,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
+from torch import nn
 
 from .families import FAMILIES, family_of
 from .formats import canonical_text
 from .migration import recipe_remedy
-from .options import check, integer, text
+from .options import check, integer
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
     RECIPE_OPTIONS,
@@ -46,7 +47,17 @@ from .recipe_options import (
     switches_of,
     with_options,
 )
-from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
+from .roles import (
+    QUANTIZED_TYPES,
+    Role,
+    Selector,
+    default_override,
+    overridden,
+    selected,
+    selectors_of,
+    shown,
+    without_wrappers,
+)
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -57,6 +68,10 @@ _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
 
 class _OfAllSteps:
+    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> Any:
+        """Return the recipe as a model of these layers and modules has it: see `PerLayer.on`."""
+        return self
+
     def at(self, step: int) -> Any:
         """Return the recipe of a step."""
         return self
@@ -191,17 +206,28 @@ def recipe_of(key: str) -> Recipe:
 # Recipes by layer and by step #
 
 
+class Selection(NamedTuple):
+    """What a class or function of `per_layer` selects in a model: names without wrappers."""
+
+    text: str
+    names: frozenset[str]
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True)
 class PerLayer(_OfAllSteps):
     """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
     `default`.
 
-    named:        (pattern, recipe) pairs; the first that matches decides.
+    named:        (pattern, recipe) pairs; the first that matches decides. A model's own recipe has
+                  a `Selection` for each class and function.
     first, last:  (number of layers, recipe).
     """
 
     default: Recipe
-    named: tuple[tuple[str, Recipe], ...] = ()
+    named: tuple[tuple[Selector | Selection, Recipe], ...] = ()
     first: tuple[int, Recipe] | None = None
     last: tuple[int, Recipe] | None = None
 
@@ -223,7 +249,7 @@ class PerLayer(_OfAllSteps):
         return [(place, *rule) for place, rule in rules if rule is not None]
 
     @property
-    def _rules(self) -> list[tuple[str, int | str, Recipe]]:
+    def _rules(self) -> list[tuple[str, object, Recipe]]:
         return [*(("named", *rule) for rule in self.named), *self._ends]
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
@@ -242,34 +268,48 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = [i for i, name in enumerate(names) if matches(pattern, name, inside=True)]
-            for i in matching:
-                result[i] = recipe
-            if not matching:
-                raise ValueError(
-                    f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}"
-                )
+            matching = self.named_by(pattern, names)
+            result = [recipe if n in matching else r for n, r in zip(names, result)]
         return result
+
+    def named_by(self, pattern: Selector | Selection, names: Sequence[str]) -> set[str]:
+        """Return the layers that a pattern of `named` selects. Raises ValueError if it selects
+        none, and for a class or function before `on`."""
+        if isinstance(pattern, Selection):
+            return {n for n in names if without_wrappers(n) in pattern.names}
+        return set(selected("per_layer", pattern, names, {}))
+
+    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> PerLayer:
+        """Return the recipe with the names of layers in place of classes and functions, which later
+        see other classes. Raises ValueError for a pattern that matches none."""
+        named = []
+        for pattern, recipe in self.named:
+            if callable(pattern):
+                hits = selected("per_layer", pattern, names, modules)
+                pattern = Selection(shown(pattern), frozenset(map(without_wrappers, hits)))
+            named.append((pattern, recipe))
+        return replace(self, named=tuple(named))
 
     def fingerprint(self) -> str:
         rules = [("default", "", self.default), *self._rules]
+        rules = [(p, sorted(k.names) if isinstance(k, Selection) else k, r) for p, k, r in rules]
         return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{k!r}: {r}" for k, r in self.named)
-        shown = [repr(self.default), *(["{" + named + "}"] if named else [])]
-        shown += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
-        return f"per_layer({', '.join(shown)})"
+        named = ", ".join(f"{shown(k)}: {r}" for k, r in self.named)
+        parts = [repr(self.default), *(["{" + named + "}"] if named else [])]
+        parts += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
+        return f"per_layer({', '.join(parts)})"
 
 
 def per_layer(
     default: Recipe | str,
-    named: Mapping[str, Recipe | str] | None = None,
+    named: Mapping[Any, Recipe | str] | None = None,
     first: tuple[int, Recipe | str] | None = None,
     last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
-    """Return a recipe per layer: `default`, with others by name pattern (as in `fq.convert(skip=)`)
-    and for the first and the last layers.
+    """Return a recipe per layer: `default`, with others by name, glob, class or function (as in
+    `fq.convert(skip=)`), and for the first and the last layers.
 
     first, last:  (number of layers, recipe), in the order of `named_modules`; a `GroupedLinear` is
                   one layer.
@@ -280,7 +320,7 @@ def per_layer(
         raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
     rules = []
     for pattern, recipe in (named or {}).items():
-        text().read("per_layer(named=): a pattern", pattern)
+        selectors_of("per_layer(named=): a pattern", [pattern])
         rules.append((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)))
     ends: list[tuple[int, Recipe] | None] = []
     for place, end in (("first", first), ("last", last)):
@@ -316,6 +356,10 @@ class Schedule:
                     f"schedule: {recipe} from step {start} to {stop or 'the end'} overlaps {other} "
                     f"from step {later}; a step has one recipe"
                 )
+
+    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> Schedule:
+        switches = [(first, end, r.on(names, modules)) for first, end, r in self.switches]
+        return Schedule(self.base.on(names, modules), tuple(switches))
 
     def at(self, step: int) -> Recipe | PerLayer:
         """Return the recipe of a step."""

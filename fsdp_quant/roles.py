@@ -7,10 +7,12 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .formats import IDENTITY
 from .ops.rng import tensor_id
@@ -90,6 +92,72 @@ def matches(pattern: str, name: str, inside: bool = False) -> bool:
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))
     )
+
+
+# A name or glob (`matches`), a class of modules, or a function (module path, module) -> bool.
+Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+
+def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Selector]:
+    """Return one or several patterns as a list. Raises ValueError for anything else."""
+    patterns: Any = [value] if isinstance(value, str) or callable(value) else value
+    if isinstance(patterns, Iterable):
+        patterns = list(patterns)
+        if all(isinstance(p, str) or callable(p) for p in patterns):
+            return patterns
+    raise ValueError(
+        f"{argument} is {value!r}; it takes names and globs of layers, such as ['lm_head', "
+        "'*.router'], classes of modules, and functions (module path, module) -> bool"
+    )
+
+
+def selected(
+    argument: str,
+    pattern: Selector,
+    layers: Iterable[str],
+    modules: Mapping[str, nn.Module],
+    others: Iterable[str] = (),
+) -> list[str]:
+    """Return the names of the layers that a pattern selects, alone or by a module around them.
+
+    modules:  of the model, by qualified name. others: names that a pattern may match instead.
+
+    Raises ValueError for a name or class that matches nothing, and for a function that returns no
+    bool. A function may select nothing.
+    """
+    layers = list(layers)
+    if isinstance(pattern, str):
+        hits = [n for n in (*layers, *others) if matches(pattern, n, inside=True)]
+    elif isinstance(pattern, type):
+        around = tuple(f"{n}.".lstrip(".") for n, m in modules.items() if isinstance(m, pattern))
+        hits = [n for n in (*layers, *others) if f"{n}.".startswith(around)]
+    else:
+        # packed experts are several layers of one module
+        asked = {n: modules.get(n, modules.get(n.rpartition(".")[0])) for n in layers}
+        answers = {n: pattern(without_wrappers(n), m) for n, m in asked.items() if m is not None}
+        for name, answer in answers.items():
+            if not isinstance(answer, bool):
+                raise ValueError(
+                    f"{argument}: {shown(pattern)} returned {answer!r} for {name}; wanted True or "
+                    "False"
+                )
+        return [n for n, answer in answers.items() if answer]
+    if not hits:
+        raise ValueError(
+            f"{argument}: {shown(pattern)} matches no layer; the model has {some(layers) or 'none'}"
+        )
+    return [n for n in hits if n in set(layers)]
+
+
+def shown(pattern: Selector) -> str:
+    """Return how messages write a pattern."""
+    return getattr(pattern, "__name__", repr(pattern))
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def slot_ids(name: str) -> Tensor:

@@ -36,7 +36,8 @@ from ..linear.training_steps import begin_step
 from ..models.convert import convert
 from ..models.progress import progress
 from ..models.set_recipe import converted_units, set_recipe
-from ..recipe import PerLayer, identity, matches, names, per_layer
+from ..recipe import PerLayer, identity, names, per_layer
+from ..roles import Selector, matches
 from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
@@ -121,7 +122,7 @@ def advise(
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
     gradient_error: float = GRADIENT_ERROR,
-    skip: Iterable[str] = (),
+    skip: Selector | Iterable[Selector] = (),
     say: Callable[[str], object] = print,
 ) -> PerLayer:
     """Find the cheapest `per_layer` recipe within `budget` of high precision's loss, and report its
@@ -159,7 +160,7 @@ def study(
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
     gradient_error: float = GRADIENT_ERROR,
-    skip: Iterable[str] = (),
+    skip: Selector | Iterable[Selector] = (),
 ) -> Advice:
     """Choose the recipe of `advise`, and return it with its measurements."""
     batches = list(batches)

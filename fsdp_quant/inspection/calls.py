@@ -12,17 +12,17 @@ from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
 from ..linear.routes import tokens_of
 from ..models.set_recipe import converted_units
-from ..recipe import matches
+from ..roles import Selector, selected, selectors_of
 from ..tensor import torch_compat
 from ..tensor.torch_compat import local_of
 
 Unit = tuple[str, nn.Module, Sequence[Linear]]
 
 
-def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> list[Unit]:
+def units_of(model: nn.Module, patterns: Selector | Iterable[Selector] | None = None) -> list[Unit]:
     """Return (name, module to hook, its layers) of `converted_units`.
 
-    patterns:  of the units to return (`roles.matches`), one or several. None: all.
+    patterns:  of the units to return (`roles.Selector`), one or several. None: all.
 
     Raises ValueError for a pattern without layers.
     """
@@ -32,14 +32,11 @@ def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> l
     ]
     if patterns is None:
         return units
-    selected: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name for name, _, _ in units if matches(pattern, name, inside=True)}
-        if not matching:
-            names = ", ".join(name for name, _, _ in units[:5])
-            raise ValueError(f"layers: {pattern!r} matches no layer; the model has {names}")
-        selected |= matching
-    return [unit for unit in units if unit[0] in selected]
+    names = [unit[0] for unit in units]
+    modules = {n.replace("_orig_mod.", ""): m for n, m in model.named_modules()}
+    of_patterns = (selected("layers", p, names, modules) for p in selectors_of("layers", patterns))
+    wanted = {name for hits in of_patterns for name in hits}
+    return [unit for unit in units if unit[0] in wanted]
 
 
 def call_of(

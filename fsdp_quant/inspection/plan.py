@@ -22,13 +22,14 @@ from ..models.convert import ids_of_embeddings
 from ..models.fuse import fused_notes
 from ..models.multihead_attention import MultiheadAttention
 from ..models.packed_experts import are_sharded, kind_of
+from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
 from ..models.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.expert_parallel import describe_experts
 from ..parallel.sequence import describe
 from ..recipe import default_override
-from ..roles import OVERRIDE_VARIABLE
+from ..roles import OVERRIDE_VARIABLE, shown
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import cuts_of, gathered_directions, gathered_size, wire_buffers
@@ -408,9 +409,21 @@ def _notes(
         exchanged = describe_experts(module, dtype or torch.bfloat16)
         if exchanged is not None:
             notes.append(f"{name}: {exchanged}")
-    notes += [*fused_notes(model), *_high_precision_notes(model)]
+    notes += [*_named_notes(model), *fused_notes(model), *_high_precision_notes(model)]
     shared = Counter(filter(None, map(describe, layers)))
     return notes + [f"{sentence}  [{count} modules]" for sentence, count in shared.items()]
+
+
+def _named_notes(model: nn.Module) -> list[str]:
+    """Return a sentence per pattern of `fq.recipes.per_layer`: the layers that it names."""
+    units = converted_units(model)
+    given = dict.fromkeys(layers[0].runtime.given for layers in units.values())
+    return [
+        f"per_layer: {shown(pattern)} is {recipe.name}  [{_counted(hits)}]"
+        for phase in (p for of_steps in given if of_steps is not None for p in of_steps.phases)
+        for pattern, recipe in getattr(phase, "named", ())
+        if (hits := sorted(phase.named_by(pattern, list(units)), key=list(units).index))
+    ]
 
 
 def _experts_note(module: GroupedLinear, dtype: torch.dtype) -> str:
@@ -432,7 +445,7 @@ def _high_precision_notes(model: nn.Module) -> list[str]:
         for m in model.modules()
         if isinstance(m, (Linear, GroupedLinear, TransposedLinear))
     }
-    others: dict[str, float] = defaultdict(float)
+    others: dict[str, list[tuple[str, float]]] = defaultdict(list)
     total = 0.0
     for name, module, attribute, p in _multiplied_parameters(model):
         work = p.numel() if p.dim() == 2 else p.numel() / len(p) * min(routed or len(p), len(p))
@@ -444,11 +457,13 @@ def _high_precision_notes(model: nn.Module) -> list[str]:
             if kind_of(module) and are_sharded(module):
                 kind += ", which fq.convert quantizes before fully_shard"
             last = f"{name.rpartition('.')[2]}.{attribute}".lstrip(".")
-            others[f"{last} of {kind}"] += work
-    return [
-        f"in high precision: {kind}, {work / total:.1%} of a token's multiply-adds"
-        for kind, work in sorted(others.items(), key=lambda item: -item[1])
-    ]
+            others[f"{last} of {kind}"].append((name, work))
+    notes = []
+    for kind, rows in sorted(others.items(), key=lambda item: -sum(work for _, work in item[1])):
+        share = sum(work for _, work in rows) / total
+        counted = f"  [{_counted([name for name, _ in rows])}]" * (len(rows) > 1)
+        notes.append(f"in high precision: {kind}, {share:.1%} of a token's multiply-adds{counted}")
+    return notes
 
 
 def _multiplied_parameters(

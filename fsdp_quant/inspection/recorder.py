@@ -119,7 +119,7 @@ class Inspection:
         self.in_forward = False  # a sampled step's forward is running
         self._units = functools.partial(units_of, model, layers)
         units = self._units()
-        self._what_if = {} if what_if is None else _plans(units, what_if)
+        self._what_if = {} if what_if is None else _plans(model, units, what_if)
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
@@ -418,10 +418,13 @@ def inspect(
     return Inspection(model, every, path, on_record, first_step, evaluation, what_if, dump, layers)
 
 
-def _plans(units: list[Unit], what_if: Recipe | PerLayer | str) -> dict[str, GemmPlan]:
+def _plans(
+    model: nn.Module, units: list[Unit], what_if: Recipe | PerLayer | str
+) -> dict[str, GemmPlan]:
     """Return the plan per unit that another recipe would give it."""
     recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
-    recipes = recipe.for_layers([name for name, _, _ in units])
+    names = [name for name, _, _ in units]
+    recipes = recipe.on(names, dict(model.named_modules())).for_layers(names)
     plans = {}
     for (name, _, layers), of_layer in zip(units, recipes):
         plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)

@@ -19,7 +19,7 @@ from ..context import STEP
 from ..formats import Direction
 from ..ops.capability import arch_of
 from ..quantizer import FLOATING
-from ..recipe import Recipe, Schedule, as_recipe
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..roles import slot_ids
 from ..scaling import AmaxHistory
@@ -60,6 +60,7 @@ class LayerRuntime(Runtime):
     waiting:       wgrads that wait for `backward_dw`.
     """
 
+    given: Recipe | PerLayer | Schedule | None = None
     schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
     reads_rowwise = False
@@ -92,7 +93,7 @@ class LayerRuntime(Runtime):
         self.waiting = Waiting(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = "graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule", "waiting"
+        not_saved = "graphs input_owner boundary_ids ids frozen given schedule waiting".split()
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:

@@ -47,6 +47,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
+    recipe = recipe.on(list(units), dict(model.named_modules()))
     recipes = planned_recipes(recipe, asked_of(units), steps_of(model).number)
     managed = managed_weights(units)
     check_fixed("fq.set_recipe", recipe, units)
@@ -208,6 +209,7 @@ def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
     for layer in (layer for unit in converted_units(model).values() for layer in unit):
+        layer.runtime.given = recipe
         layer.runtime.schedule = recipe if isinstance(recipe, Schedule) else None
     count_steps(model, model in SCHEDULED)
 
