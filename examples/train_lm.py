@@ -6,6 +6,7 @@
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
     bash launch/train.sh --tp 2                               tensor and sequence parallel in pairs
+    python examples/train_lm.py --dry-run --on sm_90a      plan and memory on an H100; no GPU
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
                                                               resume from `run` if a process dies
@@ -85,7 +86,9 @@ class Outcome:
 def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace) -> nn.Module:
     """The sharded model, with the same initial values in every arm and world size."""
     torch.manual_seed(args.seed)
-    model = LanguageModel(config, recompute=args.checkpoint).to(args.device)
+    with torch.device("meta") if args.dry_run else contextlib.nullcontext():
+        model = LanguageModel(config, recompute=args.checkpoint)
+    model = model.to("meta" if args.dry_run else args.device)
     fq.convert(model, recipe, skip=[] if config.tie else ["lm_head"])
     dtype = torch.bfloat16 if args.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -389,13 +392,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--dry-run", action="store_true", help="print the plan and the memory, and do not train")
+    add("--on", metavar="GPU", help="plan for a GPU that need not be here, such as sm_90a")
+    elsewhere = parser.parse_known_args(argv)[0].on
     add("--data", type=Path, help="file or folder, its first 64 MiB; default: Python's own sources")
     names = ", ".join(fq.recipes.names())
     add("--recipe", help=f"one recipe for both directions, default mxfp8: {names}")
     add("--forward", help="format family of the forward pass, default mxfp8")
     add("--backward", help="format family of the backward pass, default mxfp8")
     add("--compare", metavar="RECIPE", help="train a second arm with this recipe, such as bf16")
-    for name, value in DEFAULTS[device].items():
+    for name, value in DEFAULTS["cuda" if elsewhere else device].items():
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
     add("--tie", action="store_true", help="the head shares the embedding's weight")
     add("--replicate", type=int, default=1, help="copies of the shards (HSDP), default 1")
@@ -419,7 +425,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.device = device
     if args.dtype == "auto":
-        fast = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = elsewhere or device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         args.dtype = "bf16" if fast else "fp32"
     return args
 
@@ -442,6 +448,9 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
         raise ValueError("--recipe names both directions; drop it, or --forward and --backward")
     if args.graphed and args.grad_accum > 1:
         raise ValueError("--graphed makes one graph of a step; drop it, or --grad-accum")
+    if args.on and not args.dry_run:
+        raise ValueError(f"--on {args.on} plans for a GPU that need not be here; add --dry-run")
+    fq.is_native("bf16", args.on)  # refuses a GPU that it does not know
     if args.compare and args.resume:
         raise ValueError("--compare starts both arms at step 0; drop it, or --resume")
     arms = {}
@@ -520,6 +529,17 @@ def start_processes(args: argparse.Namespace) -> None:
     dist.init_process_group(store=store, rank=rank, world_size=world, **group)
 
 
+def dry_run(arms: dict[str, fq.Recipe], config: ModelConfig, args: argparse.Namespace) -> None:
+    """Print the plan of each arm, from models on the meta device, and what a rank holds."""
+    for label, recipe in arms.items():
+        model = build_model(config, recipe, args)
+        plan = fq.plan(model, on=args.on or args.device, tokens=args.batch * config.seq)
+        if dist.get_rank() == 0:
+            print(f"{label}\n{plan}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     args = parse()
     try:
@@ -533,6 +553,9 @@ def main() -> None:
             f" what is not quantized in {args.dtype};"
             f" {len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
         )
+    if args.dry_run:
+        dry_run(arms, config, args)
+        return
     outcomes = []
     for label, recipe in arms.items():
         outcomes.append(train(label, recipe, config, text, args))

@@ -27,10 +27,9 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
 
 from .families import FAMILIES, family_of
 from .formats import canonical_text
@@ -50,13 +49,13 @@ from .recipe_options import (
 from .roles import (
     QUANTIZED_TYPES,
     Role,
+    Selection,
     Selector,
     default_override,
     overridden,
     selected,
     selectors_of,
     shown,
-    without_wrappers,
 )
 from .scaling import DelayedScaling
 
@@ -68,10 +67,6 @@ _R = TypeVar("_R", bound="Recipe | PerLayer | Schedule")
 
 
 class _OfAllSteps:
-    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> Any:
-        """Return the recipe as a model of these layers and modules has it: see `PerLayer.on`."""
-        return self
-
     def at(self, step: int) -> Any:
         """Return the recipe of a step."""
         return self
@@ -206,16 +201,6 @@ def recipe_of(key: str) -> Recipe:
 # Recipes by layer and by step #
 
 
-class Selection(NamedTuple):
-    """What a class or function of `per_layer` selects in a model: names without wrappers."""
-
-    text: str
-    names: frozenset[str]
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 @dataclass(frozen=True)
 class PerLayer(_OfAllSteps):
     """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
@@ -268,31 +253,12 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = self.named_by(pattern, names)
+            matching = selected("per_layer", pattern, names, {})
             result = [recipe if n in matching else r for n, r in zip(names, result)]
         return result
 
-    def named_by(self, pattern: Selector | Selection, names: Sequence[str]) -> set[str]:
-        """Return the layers that a pattern of `named` selects. Raises ValueError if it selects
-        none, and for a class or function before `on`."""
-        if isinstance(pattern, Selection):
-            return {n for n in names if without_wrappers(n) in pattern.names}
-        return set(selected("per_layer", pattern, names, {}))
-
-    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> PerLayer:
-        """Return the recipe with the names of layers in place of classes and functions, which later
-        see other classes. Raises ValueError for a pattern that matches none."""
-        named = []
-        for pattern, recipe in self.named:
-            if callable(pattern):
-                hits = selected("per_layer", pattern, names, modules)
-                pattern = Selection(shown(pattern), frozenset(map(without_wrappers, hits)))
-            named.append((pattern, recipe))
-        return replace(self, named=tuple(named))
-
     def fingerprint(self) -> str:
         rules = [("default", "", self.default), *self._rules]
-        rules = [(p, sorted(k.names) if isinstance(k, Selection) else k, r) for p, k, r in rules]
         return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
@@ -356,10 +322,6 @@ class Schedule:
                     f"schedule: {recipe} from step {start} to {stop or 'the end'} overlaps {other} "
                     f"from step {later}; a step has one recipe"
                 )
-
-    def on(self, names: Sequence[str], modules: Mapping[str, nn.Module]) -> Schedule:
-        switches = [(first, end, r.on(names, modules)) for first, end, r in self.switches]
-        return Schedule(self.base.on(names, modules), tuple(switches))
 
     def at(self, step: int) -> Recipe | PerLayer:
         """Return the recipe of a step."""

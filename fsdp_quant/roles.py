@@ -98,13 +98,21 @@ def matches(pattern: str, name: str, inside: bool = False) -> bool:
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What a class or function selects in one model: names of layers, without wrappers."""
+
+    text: str
+    names: tuple[str, ...]
+
+
 def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Selector]:
-    """Return one or several patterns as a list. Raises ValueError for anything else."""
-    patterns: Any = [value] if isinstance(value, str) or callable(value) else value
-    if isinstance(patterns, Iterable):
-        patterns = list(patterns)
-        if all(isinstance(p, str) or callable(p) for p in patterns):
-            return patterns
+    """Return one or several selectors as a list. Raises ValueError for anything else."""
+    several: Any = [value] if isinstance(value, str) or callable(value) else value
+    if isinstance(several, Iterable):
+        several = list(several)
+        if all(isinstance(p, str) or callable(p) for p in several):
+            return several
     raise ValueError(
         f"{argument} is {value!r}; it takes names and globs of layers, such as ['lm_head', "
         "'*.router'], classes of modules, and functions (module path, module) -> bool"
@@ -113,45 +121,49 @@ def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Se
 
 def selected(
     argument: str,
-    pattern: Selector,
+    selector: Selector | Selection,
     layers: Iterable[str],
     modules: Mapping[str, nn.Module],
     others: Iterable[str] = (),
 ) -> list[str]:
-    """Return the names of the layers that a pattern selects, alone or by a module around them.
+    """Return the names of the layers that a selector has, or that are in a module that it has.
 
-    modules:  of the model, by qualified name. others: names that a pattern may match instead.
+    modules:  of the model, by qualified name. others: names that it may have instead.
 
-    Raises ValueError for a name or class that matches nothing, and for a function that returns no
-    bool. A function may select nothing.
+    Raises ValueError for a name or class that has none, and for a function whose answer is no bool.
     """
     layers = list(layers)
-    if isinstance(pattern, str):
-        hits = [n for n in (*layers, *others) if matches(pattern, n, inside=True)]
-    elif isinstance(pattern, type):
-        around = tuple(f"{n}.".lstrip(".") for n, m in modules.items() if isinstance(m, pattern))
-        hits = [n for n in (*layers, *others) if f"{n}.".startswith(around)]
+    if isinstance(selector, Selection):
+        return [n for n in layers if without_wrappers(n) in selector.names]
+    if isinstance(selector, str):
+        hits = {n for n in (*layers, *others) if matches(selector, n, inside=True)}
+    elif isinstance(selector, type):
+        around = tuple(f"{n}.".lstrip(".") for n, m in modules.items() if isinstance(m, selector))
+        hits = {n for n in (*layers, *others) if f"{n}.".startswith(around)}
     else:
-        # packed experts are several layers of one module
-        asked = {n: modules.get(n, modules.get(n.rpartition(".")[0])) for n in layers}
-        answers = {n: pattern(without_wrappers(n), m) for n, m in asked.items() if m is not None}
-        for name, answer in answers.items():
-            if not isinstance(answer, bool):
-                raise ValueError(
-                    f"{argument}: {shown(pattern)} returned {answer!r} for {name}; wanted True or "
-                    "False"
-                )
-        return [n for n, answer in answers.items() if answer]
+        return [n for n in layers if _answer(argument, selector, n, modules)]
     if not hits:
         raise ValueError(
-            f"{argument}: {shown(pattern)} matches no layer; the model has {some(layers) or 'none'}"
+            f"{argument}: {shown(selector)} matches no layer; the model has "
+            f"{some(layers) or 'none'}"
         )
-    return [n for n in hits if n in set(layers)]
+    return [n for n in layers if n in hits]
 
 
-def shown(pattern: Selector) -> str:
-    """Return how messages write a pattern."""
-    return getattr(pattern, "__name__", repr(pattern))
+def _answer(argument: str, function: Callable, name: str, modules: Mapping) -> bool:
+    # packed experts are several layers of one module
+    module = modules.get(name, modules.get(name.rpartition(".")[0]))
+    answer = function(without_wrappers(name), module)
+    if not isinstance(answer, bool):
+        raise ValueError(
+            f"{argument}: {shown(function)} returned {answer!r} for {name}; wanted True or False"
+        )
+    return answer
+
+
+def shown(selector: object) -> str:
+    """Return how messages write a selector."""
+    return getattr(selector, "text", getattr(selector, "__name__", repr(selector)))
 
 
 def some(names: Iterable[str]) -> str:

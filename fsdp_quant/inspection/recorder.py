@@ -49,6 +49,7 @@ from ..formats import IDENTITY, Direction
 from ..linear.linear import Linear
 from ..linear.operands import slot_key
 from ..linear.plan import GemmPlan, build_plan
+from ..models.set_recipe import of_model
 from ..models.steps import converted_modules
 from ..options import flag, function, integer
 from ..quantizer import HybridQuantizer, Quantizer
@@ -424,7 +425,7 @@ def _plans(
     """Return the plan per unit that another recipe would give it."""
     recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
     names = [name for name, _, _ in units]
-    recipes = recipe.on(names, dict(model.named_modules())).for_layers(names)
+    recipes = of_model(recipe, names, model).for_layers(names)
     plans = {}
     for (name, _, layers), of_layer in zip(units, recipes):
         plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)

@@ -36,6 +36,7 @@ from .set_recipe import (
     follow,
     give_recipes,
     managed_weights,
+    of_model,
     planned_recipes,
     unchosen_units,
 )
@@ -98,7 +99,7 @@ def convert(
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     order = list(targets)
-    recipe = recipe.on(order, dict(model.named_modules()))
+    recipe = of_model(recipe, order, model)
     unchosen = {n: m for n, m in unchosen_units(model).items() if n in targets}
     targets = {n: m for n, m in targets.items() if n not in unchosen}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])

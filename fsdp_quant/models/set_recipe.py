@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from ..linear.plan import build_plan
 from ..linear.runtime import LayerRuntime
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
-from ..roles import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES, Selection, selected, shown, without_wrappers
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
@@ -47,7 +49,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    recipe = recipe.on(list(units), dict(model.named_modules()))
+    recipe = of_model(recipe, list(units), model)
     recipes = planned_recipes(recipe, asked_of(units), steps_of(model).number)
     managed = managed_weights(units)
     check_fixed("fq.set_recipe", recipe, units)
@@ -55,6 +57,23 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     give_recipes(model, units, recipes, managed)
     follow(model, recipe)
     return model
+
+
+def of_model(recipe: Any, names: Sequence[str], model: nn.Module) -> Any:
+    """Return a recipe with the names of layers in place of the classes and functions of
+    `per_layer`, which would see other classes once layers are converted."""
+    if isinstance(recipe, Schedule):
+        switches = [(*steps, of_model(r, names, model)) for *steps, r in recipe.switches]
+        return Schedule(of_model(recipe.base, names, model), tuple(switches))
+    if not isinstance(recipe, PerLayer):
+        return recipe
+    modules, named = dict(model.named_modules()), []
+    for selector, layer_recipe in recipe.named:
+        if callable(selector):
+            hits = selected("per_layer", selector, names, modules)
+            selector = Selection(shown(selector), tuple(map(without_wrappers, hits)))
+        named.append((selector, layer_recipe))
+    return replace(recipe, named=tuple(named))
 
 
 def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
