@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the modules to observe, and read the rows per layer of a call that a forward hook sees."""
+"""Select the modules to observe, plan them for another recipe, and read the rows per layer of a
+call that a forward hook sees."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
+from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import tokens_of
-from ..models.set_recipe import converted_units
+from ..models.set_recipe import converted_units, of_model
+from ..recipe import PerLayer, Recipe, as_recipe
 from ..roles import Selector, selected, selectors_of
 from ..tensor import torch_compat
 from ..tensor.torch_compat import local_of
@@ -37,6 +40,24 @@ def units_of(model: nn.Module, patterns: Selector | Iterable[Selector] | None = 
     of_patterns = (selected("layers", p, names, modules) for p in selectors_of("layers", patterns))
     wanted = {name for hits in of_patterns for name in hits}
     return [unit for unit in units if unit[0] in wanted]
+
+
+def plans_of(
+    model: nn.Module, units: list[Unit], what_if: Recipe | PerLayer | str
+) -> dict[str, GemmPlan]:
+    """Return the plan per unit that another recipe would give it."""
+    recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
+    names = [name for name, _, _ in units]
+    recipes = of_model(recipe, names, model).for_layers(names)
+    plans = {}
+    for (name, _, layers), of_layer in zip(units, recipes):
+        plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)
+        if planned.is_delayed or planned.weight.delayed_directions:
+            raise ValueError(
+                f"inspect: what_if is {of_layer}, whose delayed scales follow the history of a run "
+                "with it; give a recipe that scales by current amaxes, such as 'fp8_current'"
+            )
+    return plans
 
 
 def call_of(

@@ -7,13 +7,22 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..inspection.recorder import Inspection, Numbers, inspect
 from ..linear.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
@@ -21,6 +30,7 @@ from ..training.training_state import TrainingState
 from .conversion import convert_once
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
+_OF_CONSOLE = PrinterCallback, ProgressCallback
 
 
 class Callback(TrainerCallback):
@@ -35,6 +45,9 @@ class Callback(TrainerCallback):
                   neither `args.resume_from_checkpoint` nor in `args.output_dir`.
     allow_recipe_change:  resume from a checkpoint of another recipe, or of a training without this
                           callback.
+    inspect:      steps between samples of `fq.inspect`, or its options. The numbers go to what
+                  reports (`args.report_to`: W&B, TensorBoard, ..), not to the console and the
+                  Trainer's history.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     Random bits and schedules follow `state.global_step`; a step that a GradScaler skips is dropped.
@@ -51,11 +64,16 @@ class Callback(TrainerCallback):
         hold: bool | None = None,
         resume_from: str | None = None,
         allow_recipe_change: bool = False,
+        inspect: int | Mapping[str, Any] | None = None,
         **convert_options,
     ):
         self.recipe, self.convert_options = recipe, convert_options
         self.hold, self.resume_from = hold, resume_from
         self.allow_recipe_change = allow_recipe_change
+        self.inspect = {"every": inspect} if isinstance(inspect, int) else inspect
+        self.reporters: Callable[[], list[TrainerCallback]] = list  # of the training that runs
+        self._inspection: Inspection | None = None
+        self._numbers: Numbers = {}
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
@@ -74,6 +92,12 @@ class Callback(TrainerCallback):
         if state.global_step and (path := self._file(args, state)):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             TrainingState(model, self.allow_recipe_change).load_state_dict(saved)
+        if self.inspect is not None:
+            options = {"on_record": self._record} | dict(self.inspect)
+            self._inspection = inspect(model, **options).start()
+
+    def _record(self, step: int, numbers: Numbers) -> None:
+        self._numbers = numbers  # until the step has the number by which the Trainer reports it
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Path of the state in the checkpoint to resume from, of which the Trainer only knows the
@@ -112,15 +136,26 @@ class Callback(TrainerCallback):
         if _loss_scale(optimizer) < self._loss_scale:
             skip_step(model)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._inspection is not None:
+            self._inspection.flush()
+        logs = {f"fsdp_quant/{name}": value for name, value in self._numbers.items()}
+        for callback in self.reporters() if logs else ():
+            callback.on_log(args, state, control, logs=dict(logs), **kwargs)
+        self._numbers = {}
+
     def on_train_end(self, args, state, control, model, **kwargs):
         count_passes(model)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self.end()  # the training was stopped between micro-batches
+        self._held.close()  # the training was stopped between micro-batches
 
     def end(self) -> None:
         """Leave the model as the training found it; called whatever ends the training."""
         self._held.close()
+        if self._inspection is not None:
+            self._inspection.stop()
+            self._inspection = None
 
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
@@ -141,16 +176,27 @@ def _loss_scale(optimizer: object) -> float:
 
 
 def _ending(train: Callable) -> Callable:
-    """`Trainer.train` that calls `Callback.end`. No event of the Trainer follows an exception."""
+    """`Trainer.train` that tells each `Callback` who reports, and calls its `end`. No event of the
+    Trainer follows an exception."""
 
     @functools.wraps(train)
     def train_and_end(trainer: Trainer, *args, **kwargs):
+        def callbacks() -> list[TrainerCallback]:
+            return trainer.callback_handler.callbacks
+
+        def reporters() -> list[TrainerCallback]:
+            return [c for c in callbacks() if not isinstance(c, (Callback, *_OF_CONSOLE))]
+
+        for callback in callbacks():
+            if isinstance(callback, Callback):
+                callback.reporters = reporters
         try:
             return train(trainer, *args, **kwargs)
         finally:
-            for callback in trainer.callback_handler.callbacks:
+            for callback in callbacks():
                 if isinstance(callback, Callback):
                     callback.end()
+                    callback.reporters = list
 
     return train_and_end
 
