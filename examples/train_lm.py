@@ -213,7 +213,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     step_tokens = args.batch * args.grad_accum * config.seq * readers
 
     losses, seconds, gathered = {}, [], 0
-    with progress(label, first, args.steps) as report:
+    with progress(label, first, args.steps) as report, scalars(label, args) as write:
         for step in range(first, args.steps):
             started, gathered_before = time.perf_counter(), fq.receipt().gathered_bytes
             losses[step] = train_step(learn, optimizer, text, step, args)
@@ -221,9 +221,13 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
             seconds.append(time.perf_counter() - started)
             speed = f"{step_tokens / seconds[-1]:,.0f} tokens/s"
             report(step, f"loss {losses[step]:.3f}  {speed}  {gathered / 1e6:.2f} MB gathered")
+            rates = {"lr": learning_rate(step, args), "tokens/s": step_tokens / seconds[-1]}
+            write(step, {"loss": losses[step], "MB gathered": gathered / 1e6, **rates})
             if args.save and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 facts = run_facts(recipe, config, args)
                 save_checkpoint(args.save, step + 1, model, optimizer, facts)
+        validation = validate(model, text, args)
+        write(args.steps, {"loss, held out": validation})
     timed = seconds[1:] or seconds  # the first step warms up
     return Outcome(
         label=label,
@@ -233,7 +237,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
         peak_memory=peak_memory(),
         plan=str(fq.plan(model)),
         receipt=str(fq.receipt()),
-        validation=validate(model, text, args),
+        validation=validation,
     )
 
 
@@ -331,6 +335,22 @@ def progress(label: str, first: int, last: int) -> Iterator[Callable[[int, str],
         yield lambda step, facts: bar.update(task, completed=step + 1, facts=facts)
 
 
+@contextlib.contextmanager
+def scalars(label: str, args: argparse.Namespace) -> Iterator[Callable[[int, dict], None]]:
+    """Yield what rank 0 writes a step's numbers with: --logger's file of an arm, or nothing."""
+    if args.logger is None or dist.get_rank() > 0:
+        yield lambda step, numbers: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    def write(step: int, numbers: dict) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    with SummaryWriter(args.log_dir / label.replace("/", "-")) as writer:
+        yield write
+
+
 def reset_peak_memory() -> None:
     """Reset the peak, so that arms do not share one. On CUDA, and on the CPU under Linux."""
     gc.collect()
@@ -421,6 +441,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save", type=Path, metavar="DIR", help="write checkpoints of the first arm")
     add("--save-every", type=int, help="steps between checkpoints; default: only the last step")
     add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint in DIR")
+    add("--logger", choices=["tensorboard"], help="write each step's numbers, by arm, to --log-dir")
+    add("--log-dir", type=Path, default=Path("runs"), help="folder of --logger, default runs")
     add("--plot", type=Path, default=Path("train_lm.png"), help="PNG of the loss curves")
     args = parser.parse_args(argv)
     args.device = device
@@ -448,6 +470,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
         raise ValueError("--recipe names both directions; drop it, or --forward and --backward")
     if args.graphed and args.grad_accum > 1:
         raise ValueError("--graphed makes one graph of a step; drop it, or --grad-accum")
+    if args.logger and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--logger tensorboard: pip install tensorboard, or drop it")
     if args.on and not args.dry_run:
         raise ValueError(f"--on {args.on} plans for a GPU that need not be here; add --dry-run")
     fq.is_native("bf16", args.on)  # refuses a GPU that it does not know

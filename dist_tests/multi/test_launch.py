@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,38 @@ def test_a_dry_run_prints_the_plan_and_the_memory_of_each_arm(monkeypatch, capsy
     (whole, gathered), (of_bf16, gathered_16) = held[0]
     assert whole == of_bf16 and 0 < gathered < gathered_16
     assert abs(whole / 2 - held[1][0][0]) < 0.2  # shards of a rank
+
+
+def test_each_steps_numbers_are_logged(monkeypatch, tmp_path):
+    """If false, a run of --logger tensorboard has no curves, or both arms' in one."""
+
+    class Writer(contextlib.nullcontext):
+        def __init__(self, folder: Path):
+            super().__init__(self)
+            self.folder = folder
+
+        def add_scalar(self, name: str, number: float, step: int) -> None:
+            written.setdefault((self.folder.name, name), []).append((step, number))
+
+    written: dict[tuple[str, str], list] = {}
+    stub = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    run = [*TINY, "--replicate", "1", "--steps", "2", "--logger", "tensorboard"]
+    args = train_lm.parse([*run, "--data", str(ROOT / "README.md"), "--log-dir", str(tmp_path)])
+    with pytest.raises(ValueError, match="pip install tensorboard, or drop it"):
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        train_lm.prepare(args)
+    args.logger = None
+    arms, config, text = train_lm.prepare(args)
+    args.logger = "tensorboard"
+    threads = torch.get_num_threads()
+    train_lm.start_processes(args)
+    outcome = train_lm.train("mxfp8/nvfp4", fq.recipes.bf16(), config, text, args)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    assert written["mxfp8-nvfp4", "loss"] == list(outcome.losses.items())
+    assert written["mxfp8-nvfp4", "loss, held out"] == [(2, outcome.validation)]
+    assert {name for _, name in written} > {"lr", "tokens/s", "MB gathered"}
 
 
 @pytest.mark.parametrize(
