@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +98,7 @@ def matches(pattern: str, name: str, inside: bool = False) -> bool:
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """What a class or function selects in one model: names of layers, without wrappers."""
 
     text: str
@@ -108,11 +107,10 @@ class Selection:
 
 def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Selector]:
     """Return one or several selectors as a list. Raises ValueError for anything else."""
-    several: Any = [value] if isinstance(value, str) or callable(value) else value
-    if isinstance(several, Iterable):
-        several = list(several)
-        if all(isinstance(p, str) or callable(p) for p in several):
-            return several
+    is_one = isinstance(value, str) or callable(value)
+    several: list[Any] = [value] if is_one else list(value) if isinstance(value, Iterable) else [0]
+    if all(isinstance(selector, str) or callable(selector) for selector in several):
+        return several
     raise ValueError(
         f"{argument} is {value!r}; it takes names and globs of layers, such as ['lm_head', "
         "'*.router'], classes of modules, and functions (module path, module) -> bool"
@@ -143,21 +141,16 @@ def selected(
     else:
         return [n for n in layers if _answer(argument, selector, n, modules)]
     if not hits:
-        raise ValueError(
-            f"{argument}: {shown(selector)} matches no layer; the model has "
-            f"{some(layers) or 'none'}"
-        )
+        has = some(layers) or "none"
+        raise ValueError(f"{argument}: {shown(selector)} matches no layer; the model has {has}")
     return [n for n in layers if n in hits]
 
 
 def _answer(argument: str, function: Callable, name: str, modules: Mapping) -> bool:
-    # packed experts are several layers of one module
-    module = modules.get(name, modules.get(name.rpartition(".")[0]))
+    module = modules.get(name, modules.get(name.rpartition(".")[0]))  # a part of packed experts
     answer = function(without_wrappers(name), module)
     if not isinstance(answer, bool):
-        raise ValueError(
-            f"{argument}: {shown(function)} returned {answer!r} for {name}; wanted True or False"
-        )
+        raise ValueError(f"{argument}: {shown(function)} returned no bool, but {answer!r}")
     return answer
 
 

@@ -288,7 +288,7 @@ def test_a_dry_run_prints_the_plan_and_the_memory_of_each_arm(monkeypatch, capsy
         text = capsys.readouterr().out
         assert text.startswith("mxfp8\nfprop") and "\nbf16\nfprop" in text
         assert "on sm_90a" in text and "reference" not in text
-        rows = re.findall(r"weights ([\d.]+), .* fsdp ([\d.]+), codes 0.0; .*; at least", text)
+        rows = re.findall(r"weights ([\d.]+), .* fsdp ([\d.]+), codes 0.0; .*; with AdamW", text)
         held.append([tuple(map(float, row)) for row in rows])
     (whole, gathered), (of_bf16, gathered_16) = held[0]
     assert whole == of_bf16 and 0 < gathered < gathered_16

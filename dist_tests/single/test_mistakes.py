@@ -108,7 +108,7 @@ MISTAKES = {
     ),
     "a filter function without a result": Mistake(
         lambda: fq.convert(net(), "mxfp8", skip=lambda path, module: print(end="")),
-        r"skip: <lambda> returned None for 0; wanted True or False",
+        r"skip: <lambda> returned no bool, but None",
     ),
     "a pattern's name as fuse": Mistake(
         lambda: fq.convert(net(), "mxfp8", fuse="mlp"),

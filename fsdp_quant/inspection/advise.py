@@ -62,6 +62,7 @@ PEAKS |= {"sm_100f": (2250e12, 8e12), "sm_120f": (209e12, 1.8e12)}
 ROUNDS = 8  # recipes to measure before falling back to high precision
 
 Loss = Callable[[nn.Module, object], Tensor]
+_Costs = dict[str, dict[str, float]]  # layer -> family -> cost
 
 
 @dataclass(frozen=True)
@@ -219,33 +220,22 @@ def study(
         else:
             convert(probe, identity(), skip)
         begin_step(STEP.step, STEP.micro_batch, model=probe)  # and stays there
-        study = _Study(probe, batches, loss or _own_loss, candidates, arch, tokens)
-        return study.advice(budget, gradient_error)
+        units, families = converted_units(probe), [*candidates, HIGH]
+        costs = [
+            {n: {f: _cost(of, f, step, arch, tokens) for f in families} for n, of in units.items()}
+            for step in range(2)
+        ]
+        found = _Study(probe, batches, loss or _own_loss, costs)
+        return found.advice(budget, gradient_error, arch and f"time on {arch}" or "bytes")
 
 
 class _Study:
-    def __init__(
-        self,
-        probe: nn.Module,
-        batches: list,
-        loss: Loss,
-        candidates: list[str],
-        arch: str | None,
-        tokens: int,
-    ):
+    def __init__(self, probe: nn.Module, batches: list, loss: Loss, costs: list[_Costs]):
         self.probe, self.batches, self.loss = probe, batches, loss
         self.parameters = [p for p in probe.parameters() if p.requires_grad]
         units = converted_units(probe)
         self.elements = {n: sum(m.weight.numel() for m in of) for n, of in units.items()}
-        self.candidates = [*candidates, HIGH]
-        self.forward, self.backward = (  # layer -> family -> cost
-            {
-                n: {f: _cost(of, f, step, arch, tokens) for f in self.candidates}
-                for n, of in units.items()
-            }
-            for step in range(2)
-        )
-        self.unit = "bytes" if arch is None else f"time on {arch}"
+        self.forward, self.backward = costs
         self.losses = [self._loss(batch) for batch in batches]
         self.base = sum(self.losses) / len(batches)
         if not math.isfinite(self.base):
@@ -254,9 +244,9 @@ class _Study:
                 f"batches whose loss is finite"
             )
 
-    def advice(self, budget: float, gradient_error: float) -> Advice:
+    def advice(self, budget: float, gradient_error: float, unit: str) -> Advice:
         gaps, errors = ({name: {HIGH: 0.0} for name in self.elements} for _ in range(2))
-        pairs = [(n, family) for n in self.elements for family in self.candidates if family != HIGH]
+        pairs = [(n, family) for n, of in self.forward.items() for family in of if family != HIGH]
         for name, family in progress(pairs, "fq.advise: forward"):
             gaps[name][family] = abs(self._gap({name: (family, HIGH)}))
         backwards = [{name: (HIGH, family)} for name, family in pairs]
@@ -287,7 +277,7 @@ class _Study:
             Choice(n, self.elements[n], gaps[n], errors[n], f, b, self._costs(n, f, b))
             for n, (f, b) in formats.items()
         )
-        return Advice(recipe, code, choices, self.base, predicted, measured, budgets, self.unit)
+        return Advice(recipe, code, choices, self.base, predicted, measured, budgets, unit)
 
     def _costs(self, name: str, *families: str) -> tuple[float, float]:
         of_layer = self.forward[name], self.backward[name]
@@ -295,11 +285,7 @@ class _Study:
         return chosen, sum(costs[HIGH] for costs in of_layer)
 
     def _chosen(
-        self,
-        harms: dict[str, dict[str, float]],
-        budget: float,
-        total: Callable,
-        costs: dict[str, dict[str, float]],
+        self, harms: dict[str, dict[str, float]], budget: float, total: Callable, costs: _Costs
     ) -> dict[str, str]:
         """Choose a family per layer: start with the cheapest, then move the layer with the largest
         reduction of `harms` per cost."""
@@ -307,7 +293,7 @@ class _Study:
         while total([harms[n][f] for n, f in chosen.items()]) > budget:
             moves = []
             for name, family in chosen.items():
-                for better in self.candidates:
+                for better in costs[name]:
                     gain = harms[name][family] - harms[name][better]
                     paid = costs[name][better] - costs[name][family]
                     if gain > 0:

@@ -34,8 +34,7 @@ class Memory:
     """Bytes of one rank.
 
     weights:    parameters and buffers between steps: shards, or codes.
-    gradients:  of trainable parameters, in their dtype.
-    moments:    two of each, as AdamW has.
+    gradients:  of trainable parameters, in their dtype; AdamW's two moments are twice that.
     fsdp:       what FSDP2 holds at once: gathers of the two largest groups, and of those that stay
                 until the backward; gradients of the largest group before their reduction.
     codes:      of unsharded weights, kept from forward to backward in eager mode.
@@ -45,7 +44,6 @@ class Memory:
 
     weights: int
     gradients: int
-    moments: int
     fsdp: int
     codes: int
     per_token: float
@@ -54,16 +52,15 @@ class Memory:
     @property
     def peak(self) -> int:
         """Estimate the bytes where the backward begins: the sum, without what is not counted."""
-        kept = self.weights + self.gradients + self.moments + self.fsdp + self.codes
+        kept = self.weights + 3 * self.gradients + self.fsdp + self.codes
         return kept + round(self.per_token * (self.tokens or 0))
 
     def __str__(self) -> str:
-        names = "weights", "gradients", "moments", "fsdp", "codes"
+        names = "weights", "gradients", "fsdp", "codes"
         parts = ", ".join(f"{name} {getattr(self, name) / 2**20:,.1f}" for name in names)
+        peak = f"; with AdamW and {self.tokens or 0:,} tokens at least {self.peak / 2**20:,.1f}"
         text = f"memory of a rank, MiB: {parts}; layers save {self.per_token:,.0f} B a token"
-        if self.tokens is None:
-            return text
-        return f"{text}; at least {self.peak / 2**20:,.1f} with {self.tokens:,} tokens"
+        return text + peak * (self.tokens is not None)
 
 
 def memory_of(
@@ -89,7 +86,7 @@ def memory_of(
             codes += columnwise.bytes_per_element() * prod(layer.runtime.weight_state.shape)
     weights = sum(map(_bytes_of, [*model.parameters(), *model.buffers()]))
     fsdp, per_token = held_bytes(managed, roots), sum(_saved(model, active, runs))
-    return Memory(weights, gradients, 2 * gradients, fsdp, round(codes), per_token, tokens)
+    return Memory(weights, gradients, fsdp, round(codes), per_token, tokens)
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -119,13 +116,12 @@ def _saved(model: nn.Module, active: int, runs: Runs) -> Iterator[float]:
         layer = layers[0]
         dtype, place = runs(layer)
         planned, size = layer.plan_on(dtype, place), float(dtype.itemsize)
-        resolved, saves_codes = planned.resolved(dtype, place), planned.saves != "input"
-        if saves_codes:
+        resolved, is_shared = planned.resolved(dtype, place), planned.saves == "input"
+        if not is_shared:
             size = planned.operand("input", resolved.saved).bytes_per_element(dtype)
-        is_shared = id(model.get_submodule(name)) in sharers
-        if is_shared and (resolved.shared is not None or not saves_codes):
-            continue
-        if layer.weight.requires_grad:
+            is_shared = resolved.shared is not None
+        is_saved = not (is_shared and id(model.get_submodule(name)) in sharers)
+        if is_saved and layer.weight.requires_grad:
             yield size * layer.runtime.weight_state.shape[-1] * min(active, len(layers))
 
 

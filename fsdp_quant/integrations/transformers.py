@@ -30,7 +30,6 @@ from ..training.training_state import TrainingState
 from .conversion import convert_once
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
-_OF_CONSOLE = PrinterCallback, ProgressCallback
 
 
 class Callback(TrainerCallback):
@@ -71,9 +70,9 @@ class Callback(TrainerCallback):
         self.hold, self.resume_from = hold, resume_from
         self.allow_recipe_change = allow_recipe_change
         self.inspect = {"every": inspect} if isinstance(inspect, int) else inspect
-        self.reporters: Callable[[], list[TrainerCallback]] = list  # of the training that runs
+        self.trainer: Trainer | None = None  # that runs
         self._inspection: Inspection | None = None
-        self._numbers: Numbers = {}
+        self._reported: tuple[int, Numbers] | None = None
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
@@ -93,11 +92,7 @@ class Callback(TrainerCallback):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             TrainingState(model, self.allow_recipe_change).load_state_dict(saved)
         if self.inspect is not None:
-            options = {"on_record": self._record} | dict(self.inspect)
-            self._inspection = inspect(model, **options).start()
-
-    def _record(self, step: int, numbers: Numbers) -> None:
-        self._numbers = numbers  # until the step has the number by which the Trainer reports it
+            self._inspection = inspect(model, **self.inspect).start()
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Path of the state in the checkpoint to resume from, of which the Trainer only knows the
@@ -137,12 +132,16 @@ class Callback(TrainerCallback):
             skip_step(model)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._inspection is not None:
-            self._inspection.flush()
-        logs = {f"fsdp_quant/{name}": value for name, value in self._numbers.items()}
-        for callback in self.reporters() if logs else ():
-            callback.on_log(args, state, control, logs=dict(logs), **kwargs)
-        self._numbers = {}
+        if self._inspection is None:
+            return
+        self._inspection.flush()
+        latest, reported = self._inspection.latest, self._reported
+        if latest is None or latest is reported or self.trainer is None:
+            return
+        self._reported, logs = latest, {f"fsdp_quant/{k}": v for k, v in latest[1].items()}
+        for callback in self.trainer.callback_handler.callbacks:
+            if not isinstance(callback, (Callback, PrinterCallback, ProgressCallback)):
+                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
 
     def on_train_end(self, args, state, control, model, **kwargs):
         count_passes(model)
@@ -155,7 +154,7 @@ class Callback(TrainerCallback):
         self._held.close()
         if self._inspection is not None:
             self._inspection.stop()
-            self._inspection = None
+        self._inspection = self.trainer = None
 
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
@@ -176,27 +175,19 @@ def _loss_scale(optimizer: object) -> float:
 
 
 def _ending(train: Callable) -> Callable:
-    """`Trainer.train` that tells each `Callback` who reports, and calls its `end`. No event of the
+    """`Trainer.train` that gives itself to each `Callback`, and calls its `end`: no event of the
     Trainer follows an exception."""
 
     @functools.wraps(train)
     def train_and_end(trainer: Trainer, *args, **kwargs):
-        def callbacks() -> list[TrainerCallback]:
-            return trainer.callback_handler.callbacks
-
-        def reporters() -> list[TrainerCallback]:
-            return [c for c in callbacks() if not isinstance(c, (Callback, *_OF_CONSOLE))]
-
-        for callback in callbacks():
-            if isinstance(callback, Callback):
-                callback.reporters = reporters
+        callbacks = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback)]
+        for callback in callbacks:
+            callback.trainer = trainer
         try:
             return train(trainer, *args, **kwargs)
         finally:
-            for callback in callbacks():
-                if isinstance(callback, Callback):
-                    callback.end()
-                    callback.reporters = list
+            for callback in callbacks:
+                callback.end()
 
     return train_and_end
 
