@@ -46,17 +46,13 @@ from .recipe_options import (
     switches_of,
     with_options,
 )
-from .roles import (
-    QUANTIZED_TYPES,
-    Role,
-    Selection,
-    Selector,
-    default_override,
-    overridden,
-    selected,
-    selectors_of,
-    shown,
-)
+from .roles import QUANTIZED_TYPES, Role, default_override, overridden
+from .roles import Selection as _Selection
+from .roles import Selector as _Selector
+from .roles import matches as matches
+from .roles import selected as _selected
+from .roles import selectors_of as _selectors_of
+from .roles import shown as _shown
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -212,7 +208,7 @@ class PerLayer(_OfAllSteps):
     """
 
     default: Recipe
-    named: tuple[tuple[Selector | Selection, Recipe], ...] = ()
+    named: tuple[tuple[_Selector | _Selection, Recipe], ...] = ()
     first: tuple[int, Recipe] | None = None
     last: tuple[int, Recipe] | None = None
 
@@ -253,7 +249,7 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = selected("per_layer", pattern, names, {})
+            matching = _selected("per_layer", pattern, names, {})
             result = [recipe if n in matching else r for n, r in zip(names, result)]
         return result
 
@@ -262,7 +258,7 @@ class PerLayer(_OfAllSteps):
         return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{shown(k)}: {r}" for k, r in self.named)
+        named = ", ".join(f"{_shown(k)}: {r}" for k, r in self.named)
         parts = [repr(self.default), *(["{" + named + "}"] if named else [])]
         parts += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
         return f"per_layer({', '.join(parts)})"
@@ -286,7 +282,7 @@ def per_layer(
         raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
     rules = []
     for pattern, recipe in (named or {}).items():
-        selectors_of("per_layer(named=): a pattern", [pattern])
+        _selectors_of("per_layer(named=): a pattern", [pattern])
         rules.append((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)))
     ends: list[tuple[int, Recipe] | None] = []
     for place, end in (("first", first), ("last", last)):
