@@ -106,11 +106,10 @@ def _saved(model: nn.Module, active: int, runs: Runs) -> Iterator[float]:
             pattern = MLPPattern("", module.activation, recompute=module.recompute)
         if not isinstance(pattern, (MLPPattern, InputPattern)):
             continue
-        is_mlp = isinstance(pattern, MLPPattern)
-        names = pattern.parts[:-1] if is_mlp else pattern.parts
+        names = pattern.parts[: -1 if isinstance(pattern, MLPPattern) else None]
         parts = [getattr(p, "base_layer", p) for n in names if (p := getattr(module, n, None))]
         sharers.update(map(id, parts[1:]))
-        for part in parts if is_mlp and not pattern.recompute else ():
+        for part in parts if isinstance(pattern, MLPPattern) and not pattern.recompute else ():
             yield part.runtime.weight_state.shape[-2] * runs(part)[0].itemsize
     for name, layers in converted_units(model).items():
         layer = layers[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from ..tensor.weight_codes import WeightCodes
 from .progress import progress
 from .steps import count_steps
 from .transposed_linear import TransposedLinear
+
+_R = TypeVar("_R", bound=Recipe | PerLayer | Schedule)
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> nn.Module:
@@ -59,12 +61,13 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     return model
 
 
-def of_model(recipe: Any, names: Sequence[str], model: nn.Module) -> Any:
+def of_model(recipe: _R, names: Sequence[str], model: nn.Module) -> _R:
     """Return a recipe with the names of layers in place of the classes and functions of
     `per_layer`, which would see other classes once layers are converted."""
     if isinstance(recipe, Schedule):
-        switches = [(*steps, of_model(r, names, model)) for *steps, r in recipe.switches]
-        return Schedule(of_model(recipe.base, names, model), tuple(switches))
+        switches = [(a, b, of_model(r, names, model)) for a, b, r in recipe.switches]
+        base = of_model(recipe.base, names, model)
+        return replace(recipe, base=base, switches=tuple(switches))
     if not isinstance(recipe, PerLayer):
         return recipe
     modules, named = dict(model.named_modules()), []
