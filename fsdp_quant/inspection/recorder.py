@@ -54,6 +54,7 @@ from ..models.steps import converted_modules
 from ..options import flag, function, integer
 from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import PerLayer, Recipe
+from ..roles import Selector
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -102,7 +103,7 @@ class Inspection:
         evaluation: bool,
         what_if: Recipe | PerLayer | str | None,
         dump: str | Path | None,
-        layers: str | Sequence[str] | None,
+        layers: Selector | Sequence[Selector] | None,
     ):
         every = integer(1).read("inspect: every, a number of steps,", every)
         first_step = integer(0).read("inspect: first_step", first_step)
@@ -380,7 +381,7 @@ def inspect(
     evaluation: bool = False,
     what_if: Recipe | PerLayer | str | None = None,
     dump: str | Path | None = None,
-    layers: str | Sequence[str] | None = None,
+    layers: Selector | Sequence[Selector] | None = None,
 ) -> Inspection:
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
@@ -397,7 +398,7 @@ def inspect(
     what_if:     another recipe, whose SQNR of the same tensors is measured too.
     dump:        folder for the tensors of sampled steps and their codes, a safetensors file per
                  step, layer and rank (`inspection.dump`).
-    layers:      name or glob of the layers to inspect, or several; default: all.
+    layers:      to inspect, as `skip` of `fq.convert` names them; default: all.
 
     numbers:  "layer/slot/amax" and "/norm" of the slots input, weight, grad_output, output and
               grad_input, "layer/weight/grad_norm" and "/grad_amax", and per quantized direction
