@@ -117,6 +117,13 @@ def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Se
     )
 
 
+def hits(selector: str | Selection, layers: Iterable[str]) -> list[str]:
+    """Return the names of the layers that a selector has, or that are in a module that it has."""
+    if isinstance(selector, str):
+        return [n for n in layers if matches(selector, n, inside=True)]
+    return [n for n in layers if without_wrappers(n) in selector.names]
+
+
 def selected(
     argument: str,
     selector: Selector | Selection,
@@ -124,7 +131,7 @@ def selected(
     modules: Mapping[str, nn.Module],
     others: Iterable[str] = (),
 ) -> list[str]:
-    """Return the names of the layers that a selector has, or that are in a module that it has.
+    """Return `hits` of any selector.
 
     modules:  of the model, by qualified name. others: names that it may have instead.
 
@@ -132,18 +139,18 @@ def selected(
     """
     layers = list(layers)
     if isinstance(selector, Selection):
-        return [n for n in layers if without_wrappers(n) in selector.names]
+        return hits(selector, layers)
     if isinstance(selector, str):
-        hits = {n for n in (*layers, *others) if matches(selector, n, inside=True)}
+        found = set(hits(selector, (*layers, *others)))
     elif isinstance(selector, type):
         around = tuple(f"{n}.".lstrip(".") for n, m in modules.items() if isinstance(m, selector))
-        hits = {n for n in (*layers, *others) if f"{n}.".startswith(around)}
+        found = {n for n in (*layers, *others) if f"{n}.".startswith(around)}
     else:
         return [n for n in layers if _answer(argument, selector, n, modules)]
-    if not hits:
+    if not found:
         has = some(layers) or "none"
         raise ValueError(f"{argument}: {shown(selector)} matches no layer; the model has {has}")
-    return [n for n in layers if n in hits]
+    return [n for n in layers if n in found]
 
 
 def _answer(argument: str, function: Callable, name: str, modules: Mapping) -> bool:

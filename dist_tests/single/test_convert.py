@@ -506,8 +506,12 @@ def test_patterns_cover_what_is_inside_a_module(skip, says: str):
         fq.begin_step(1, model=other)
         names = [m.recipe.name for m in other.modules() if isinstance(m, fq.Linear)]
         assert names == ["mxfp8", "nvfp4", "nvfp4"]
-        (note,) = (n for n in fq.plan(other).notes if n.startswith("per_layer"))
-        assert note == f"per_layer: {says[5:]} is nvfp4  [2 x blocks.0.router.0]"
+        for part, path in (
+            (copy.deepcopy(other), "blocks.0.router.0"),
+            (other["blocks"][0], "router.0"),
+        ):
+            (note,) = (n for n in fq.plan(part).notes if n.startswith("per_layer"))
+            assert note == f"per_layer: {says[5:]} is nvfp4  [2 x {path}]"
 
 
 class Unchosen(nn.Module):
@@ -567,7 +571,9 @@ def test_a_pattern_that_matches_nothing_is_one_error(pattern):
     with pytest.raises(ValueError, match="per_layer: " + says):
         fq.convert(m, recipes.per_layer("mxfp8", {pattern: "nvfp4"}))
     assert type(m.layers[0].gate) is nn.Linear
-    fq.convert(m, "mxfp8", skip=["layers.0", lambda path, module: False])  # it chose none
+    none = {lambda path, module: False: "nvfp4"}  # chooses none, as it may
+    fq.convert(m, recipes.per_layer("mxfp8", none), skip=["layers.0", *none])
+    assert not any("per_layer" in note for note in fq.plan(m).notes)
     with pytest.raises(ValueError, match=f"layers: {shown} matches no layer; the model has "):
         fq.inspect(m, layers=pattern)
 

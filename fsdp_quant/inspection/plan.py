@@ -28,7 +28,7 @@ from ..ops.capability import Place, arch_of, place_of
 from ..parallel.expert_parallel import describe_experts
 from ..parallel.sequence import describe
 from ..recipe import default_override
-from ..roles import OVERRIDE_VARIABLE, selected, shown
+from ..roles import OVERRIDE_VARIABLE
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.torch_compat import ManagedParam
@@ -395,15 +395,12 @@ def _notes(
 
 
 def _named_notes(model: nn.Module) -> list[str]:
-    """Return a sentence per pattern of `fq.recipes.per_layer`: the layers that it has."""
-    units = converted_units(model)
-    given = dict.fromkeys(layers[0].runtime.given for layers in units.values())
-    named = {
-        rule: selected("per_layer", rule[0], units, {})
-        for phase in (phase for recipe in given if recipe is not None for phase in recipe.phases)
-        for rule in getattr(phase, "named", ())
-    }
-    return [f"per_layer: {shown(p)} is {r.name}  [{_counted(n)}]" for (p, r), n in named.items()]
+    """Return a sentence per pattern of `fq.recipes.per_layer`: the layers that it chose for."""
+    chosen: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, (layer, *_) in converted_units(model).items():
+        if layer.runtime.rule is not None:
+            chosen[layer.runtime.rule, layer.recipe.name].append(name)
+    return [f"per_layer: {rule} is {r}  [{_counted(names)}]" for (rule, r), names in chosen.items()]
 
 
 def _experts_note(module: GroupedLinear, dtype: torch.dtype, place: Place) -> str:

@@ -36,6 +36,7 @@ from .set_recipe import (
     follow,
     give_recipes,
     managed_weights,
+    note_rules,
     of_model,
     planned_recipes,
     unchosen_units,
@@ -126,6 +127,7 @@ def convert(
         give_recipes(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         _make_quantized(module, recipes[name], plain[name])
+    note_rules(converted_units(model), recipe.at(steps_of(model).number))
     _leave_fast_paths(model)
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))

@@ -18,7 +18,7 @@ from ..linear.plan import build_plan
 from ..linear.runtime import LayerRuntime
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
-from ..roles import QUANTIZED_TYPES, Selection, selected, shown, without_wrappers
+from ..roles import QUANTIZED_TYPES, Selection, hits, selected, shown, without_wrappers
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
@@ -57,6 +57,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     check_fixed("fq.set_recipe", recipe, units)
     agree_on_recipes(model, recipe, recipes)
     give_recipes(model, units, recipes, managed)
+    note_rules(units, recipe.at(steps_of(model).number))
     follow(model, recipe)
     return model
 
@@ -73,10 +74,20 @@ def of_model(recipe: _R, names: Sequence[str], model: nn.Module) -> _R:
     modules, named = dict(model.named_modules()), []
     for selector, layer_recipe in recipe.named:
         if callable(selector):
-            hits = selected("per_layer", selector, names, modules)
-            selector = Selection(shown(selector), tuple(map(without_wrappers, hits)))
+            layers = selected("per_layer", selector, names, modules)
+            selector = Selection(shown(selector), tuple(map(without_wrappers, layers)))
         named.append((selector, layer_recipe))
     return replace(recipe, named=tuple(named))
+
+
+def note_rules(units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer) -> None:
+    """Note in each layer which pattern of `per_layer` chose its recipe, for `fq.plan`."""
+    rules: dict[str, str] = {}
+    for selector, _ in getattr(recipe, "named", ())[::-1]:
+        rules |= dict.fromkeys(hits(selector, units), shown(selector))
+    for name, layers in units.items():
+        for layer in layers:
+            layer.runtime.rule = rules.get(name)
 
 
 def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:
@@ -231,7 +242,6 @@ def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     if isinstance(recipe, Schedule):
         SCHEDULED[model] = Scheduled(recipe, switch)
     for layer in (layer for unit in converted_units(model).values() for layer in unit):
-        layer.runtime.given = recipe
         layer.runtime.schedule = recipe if isinstance(recipe, Schedule) else None
     count_steps(model, model in SCHEDULED)
 
