@@ -51,6 +51,9 @@ def test_a_plan_for_a_gpu_is_the_plan_on_that_gpu(arch: str):
         )
         if arch == "sm_90a" and recipe in FAST:
             assert {row.domain for row in planned.gemms} <= {"native", "anchored"}
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU; name one, such as 'sm_90a'"):
+            fq.plan(fq.convert(net(), "mxfp8"), on="cuda")
     with pytest.raises(ValueError, match="'sm_91' is no GPU of ours: wanted one of sm_80, sm_89"):
         fq.plan(fq.convert(net(), "mxfp8"), on="sm_91")
 

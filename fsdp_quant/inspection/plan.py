@@ -284,12 +284,12 @@ def plan(
         m = by_state.get(id(layer._weight_state))
         return dtype or (m.param_dtype if m else layer.weight.dtype)
 
-    place = None if on is None else place_of(on)
+    place = None if on is None else _known_place(on)
 
     def runs(layer: Linear) -> tuple[torch.dtype, Place]:
         return dtype_of(layer), place or layer.weight.device
 
-    result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs))
+    result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs, place))
     for name, module in modules.items():
         activations, device = runs(module)
         planned = module.plan_on(activations, device)
@@ -312,6 +312,13 @@ def plan(
         active = _experts_per_token(model) or 1
         result.memory = memory_of(model, managed, roots, active, runs, tokens)
     return result
+
+
+def _known_place(on: Place) -> Place:
+    place = place_of(on)
+    if isinstance(place, torch.device) and place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"plan(on={on!r}): this machine has no GPU; name one, such as 'sm_90a'")
+    return place
 
 
 def _links(
@@ -362,6 +369,7 @@ def _notes(
     layers: Iterable[Linear],
     dtype: torch.dtype | None,
     runs: Callable[[Linear], tuple[torch.dtype, Place]],
+    place: Place | None,
 ) -> list[str]:
     """Return sentences about backward modes, boundary slots, attention, experts, fused modules and
     GEMMs in high precision."""
@@ -386,7 +394,7 @@ def _notes(
     for name, module in named:
         if isinstance(module, GroupedLinear):
             notes.append(f"{name}: {_experts_note(module, *runs(module.layers[0]))}")
-        exchanged = describe_experts(module, dtype or torch.bfloat16)
+        exchanged = describe_experts(module, dtype or torch.bfloat16, place)
         if exchanged is not None:
             notes.append(f"{name}: {exchanged}")
     notes += [*_named_notes(model), *fused_notes(model), *_high_precision_notes(model)]
