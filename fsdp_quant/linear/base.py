@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, Autocast, quantized_init_recipe
 from ..counters import counters
-from ..ops.capability import DOMAINS, arch_of
+from ..ops.capability import DOMAINS, Place, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
@@ -112,7 +112,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def plan(self) -> GemmPlan:
         return self.runtime.plan
 
-    def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+    def plan_on(self, dtype: torch.dtype, device: Place) -> GemmPlan:
         """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
         return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
 

@@ -19,7 +19,7 @@ from ..counters import counters
 from ..formats import Direction
 from ..migration import answers_keywords
 from ..ops import native
-from ..ops.capability import arch_of
+from ..ops.capability import Place, arch_of
 from ..ops.reference import known
 from ..ops.rng import own_name
 from ..options import flag, integer
@@ -480,7 +480,7 @@ class GroupedLinear(HasWeight):
         return self._planned[1]
 
     def unsupported_reason(
-        self, dtype: torch.dtype, device: torch.device, plan: GemmPlan | None = None
+        self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
     ) -> str | None:
         """Why no one product serves all experts, in one clause; None: it does. plan: default,
         theirs."""
@@ -492,11 +492,10 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    @property
-    def decodes(self) -> bool:
+    def decodes_on(self, device: Place) -> bool:
         """One product for all is of values that codes decode to."""
-        plan, arch = self.common_plan, arch_of(self._linears[0].weight.device)
-        return plan is not None and plan.decodes_groups(arch)
+        plan = self.common_plan
+        return plan is not None and plan.decodes_groups(arch_of(device))
 
     def _in_one(
         self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor, routes: Sequence[Tensor]

@@ -23,6 +23,7 @@ from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
+from ..ops.capability import Place
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -84,15 +85,15 @@ class ExpertDispatch:
         ]
         return {(plan.hybrid(slot), plan.saves) for plan in plans}
 
-    def travel(self, slot: str, dtype: torch.dtype) -> Travel:
+    def travel(self, slot: str, dtype: torch.dtype, place: Place | None = None) -> Travel:
         """Return how the tokens ("input") travel, or the gradient of what comes back
-        ("grad_output").
+        ("grad_output"). place: where the experts run; None: where their weights are.
 
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
         layers, transport = self.converted(slot), self._transport(slot)
-        travel, is_forced = self._travel(slot, layers, dtype)
+        travel, is_forced = self._travel(slot, layers, dtype, place)
         required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
         if is_forced and (transport in FORCED or required):
             asked = "require_native=True" if required else f"it was asked to travel as {transport}"
@@ -106,7 +107,7 @@ class ExpertDispatch:
         return self.style.transport if slot == "input" else self.style.gradients
 
     def _travel(
-        self, slot: str, layers: list[GroupedLinear], dtype: torch.dtype
+        self, slot: str, layers: list[GroupedLinear], dtype: torch.dtype, place: Place | None
     ) -> tuple[Travel, bool]:
         """Return `travel`, and whether codes cannot."""
         parameters = [p for m in self._layers(slot) for p in m.parameters()]
@@ -129,7 +130,7 @@ class ExpertDispatch:
             return Travel(None, directions, reason=reason), True
         travel = travel_of(*options, transport)
         if travel.hybrid is not None and transport == "auto":
-            reason = _slower_codes(layers[0], dtype)
+            reason = _slower_codes(layers[0], dtype, place or layers[0].weight.device)
             travel = travel._replace(hybrid=None if reason else hybrid, reason=reason)
         return travel, False
 
@@ -208,8 +209,8 @@ def _needs_values(slot: str, layers: Sequence[GroupedLinear], saves_input: bool)
     return None
 
 
-def _slower_codes(layer: GroupedLinear, dtype: torch.dtype) -> str | None:
-    if layer.unsupported_reason(dtype, layer.weight.device) is not None:
+def _slower_codes(layer: GroupedLinear, dtype: torch.dtype, place: Place) -> str | None:
+    if layer.unsupported_reason(dtype, place) is not None:
         return None
     return (
         "one product serves all experts, and between GPUs of one machine making codes took longer "
@@ -364,7 +365,9 @@ def planned_dispatch(
     return planned
 
 
-def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
+def describe_experts(
+    module: nn.Module, dtype: torch.dtype, place: Place | None = None
+) -> str | None:
     """Return a line of `fq.plan` about what ranks exchange for a module of experts; None where they
     do not."""
     experts: ExpertDispatch | None = getattr(module, "expert_dispatch", None)
@@ -373,7 +376,8 @@ def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
     alignment = experts.alignment
     filled = f", filled up to multiples of {alignment}" if alignment > 1 else ""
     with torch.enable_grad():
-        tokens, gradients = (experts.travel(slot, dtype) for slot in ("input", "grad_output"))
+        slots = "input", "grad_output"
+        tokens, gradients = (experts.travel(slot, dtype, place) for slot in slots)
     return (
         f"{experts.experts} experts over {experts.group.size()} ranks: tokens are dispatched "
         f"{tokens}, gradients of the output {gradients}{filled}"
