@@ -445,8 +445,8 @@ class GroupedLinear(HasWeight):
         # dynamo guards, in each call, each expert that is read
         ids = [layer.runtime.graphs.ids for layer in self._linears] if is_keyed else []
         if plan.has_histories:
-            of_all, key = [layer.runtime.graphs.delayed for layer in self._linears], plan.histories_key
-            delayed = [of_one.get(key, NO_HISTORIES) for of_one in of_all]
+            of_all, key = [layer.runtime.graphs for layer in self._linears], plan.histories_key
+            delayed = [of_one.delayed.get(key, NO_HISTORIES) for of_one in of_all]
             factors, histories = (
                 [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
             )

@@ -22,8 +22,8 @@ from ..formats import (
     Direction,
     Format,
     anchored_format,
-    digest,
     check_pair,
+    digest,
     value_class,
 )
 from ..ops import native
