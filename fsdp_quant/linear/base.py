@@ -270,9 +270,10 @@ class BaseLinear(HasWeight, nn.Linear):
         inputs, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
         grad = torch.is_grad_enabled()
         trains = grad and (self.training or x.requires_grad or weight.requires_grad)
-        note_traced(self, plan, inputs.ids.device)
+        note_traced(self, plan, x.device)
         if plan.needs_steps:
-            step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
+            step, guards = STEP.in_graph(x.device), inputs.guards
+            ids = inputs.ids if plan.is_keyed else None
             if plan.has_histories:
                 delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else inputs.rank

@@ -412,7 +412,7 @@ class GroupedLinear(HasWeight):
         biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
         rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
         save = grad and any(w.requires_grad for w in weights)
-        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed)
+        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed, rows.device)
         y = traced_experts(
             rows,
             ends if ends.device == rows.device else ends.to(rows.device),
@@ -433,12 +433,10 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _graph_state(
-        self, plan: GemmPlan, is_keyed: bool
+        self, plan: GemmPlan, is_keyed: bool, device: torch.device
     ) -> tuple[Tensor | None, list, list, list, list]:
         """Step, ids, guards, factors and histories of `traced_experts`."""
         first, factors, histories = self._linears[0], [], []
-        inputs = first.runtime.graphs
-        device = inputs.ids.device
         note_traced(first, plan, device)
         if not plan.needs_steps:
             return None, [], [], [], []
@@ -450,7 +448,7 @@ class GroupedLinear(HasWeight):
             factors, histories = (
                 [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
             )
-        return STEP.in_graph(device), ids, inputs.guards, factors, histories
+        return STEP.in_graph(device), ids, first.runtime.graphs.guards, factors, histories
 
     @torch.compiler.disable(
         reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "

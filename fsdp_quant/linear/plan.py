@@ -124,6 +124,7 @@ class GemmPlan:
 
     # Computed, so no fields; no properties, which dynamo does not call of a constant.
     key: ClassVar[str]  # represents this plan in an operator's arguments
+    is_keyed: ClassVar[bool]  # an activation or gradient is rounded stochastically
     needs_steps: ClassVar[bool]
     has_histories: ClassVar[bool]
     histories_key: ClassVar[str]
@@ -131,6 +132,8 @@ class GemmPlan:
     def __post_init__(self):
         slots = self.input, self.weight, self.grad_output  # whatever the rungs
         object.__setattr__(self, "key", digest(self))
+        keyed = self.input.is_stochastic or self.grad_output.is_stochastic
+        object.__setattr__(self, "is_keyed", keyed)
         object.__setattr__(self, "has_histories", any(h.delayed_directions for h in slots))
         object.__setattr__(self, "needs_steps", self._needs_steps())
         object.__setattr__(self, "histories_key", digest(slots))
@@ -144,11 +147,6 @@ class GemmPlan:
     def is_delayed(self) -> bool:
         """Whether an activation or gradient is encoded with delayed scaling in some direction."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
-
-    @cached_property
-    def is_keyed(self) -> bool:
-        """Whether an activation or gradient is rounded stochastically."""
-        return self.input.is_stochastic or self.grad_output.is_stochastic
 
     def _needs_steps(self) -> bool:
         """The bits depend on the step, or the guard watches the plan on some device."""
