@@ -80,6 +80,8 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
 def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch, capsys):
     """If false, runs that are longer than a call measure another training."""
     monkeypatch.setattr(pretrain, "INTERVAL", 2)
+    monkeypatch.setattr(pretrain, "VALIDATION", 1)
+    monkeypatch.setattr(pretrain, "SEQUENCE", 128)
     for i in range(60):
         (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
     given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
