@@ -125,22 +125,6 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
         run(f"grouped_gemm_wgrad {what}, accumulate {accumulate}", [out], depth, BOUND)
 
 
-def tokens_transposed(emulation: Operators) -> None:
-    data = torch.randint(
-        0, 256, (1000, 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
-    )
-    ends = torch.tensor([300, 300, 429, 1000], dtype=torch.int32)
-    groups = native.token_groups(on_device(ends), len(data))
-    tables = native.TokenGroups(emulation.token_groups(ends, len(data)), len(ends))
-    used = int(tables.padded[-1])
-    made = native.transpose_tokens(on_device(data), groups)[:, :used]
-    run(
-        "transpose_tokens",
-        [made.contiguous()],
-        lambda: [emulation.transpose_tokens(data, *tables)[:, :used].contiguous()],
-    )
-
-
 def group_into_buffers(name: str) -> None:
     """Codes of a group, into memory that is the caller's."""
     for direction in Direction:
@@ -203,7 +187,6 @@ def every_product() -> None:
     for blocks, element in itertools.product(GROUPED, (E4M3, E5M2)):
         if blocks[0] != BY_128X128 or element == E4M3:
             grouped(blocks, element, emulation)
-    tokens_transposed(emulation)
     for name in ("mxfp8", "nvfp4", "fp8_row"):
         group_into_buffers(name)
     adam_scalars()
