@@ -120,6 +120,12 @@ RECIPES = {
         "mxfp8",
         "high precision",
     ),
+    "wgrad of values": (
+        fq.recipes.mxfp8(backward_override="high_precision"),
+        {},
+        "high precision",
+        "high precision",
+    ),
     "hybrid": (fq.recipes.hybrid("mxfp8", "nvfp4"), {}, "mxfp8", "high precision"),
     "nvfp4": (fq.recipes.nvfp4(), {}, "high precision", "high precision"),
 }

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ROWWISE
+from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from .sequence import planned_bytes
@@ -52,7 +52,7 @@ class Travel(NamedTuple):
 
 def travel_of(hybrid: HybridQuantizer, cols: int, dtype: torch.dtype, transport: str) -> Travel:
     """Return how tokens [.., cols] travel: "codes" wherever they can (see the note), "auto" where
-    they are also fewer bytes."""
+    they are also fewer bytes, and no product reads the tokens in high precision."""
     if transport == "high_precision":
         return Travel(None, "so it was asked")
     encoding = hybrid.side(ROWWISE).encoding(ROWWISE)
@@ -66,6 +66,9 @@ def travel_of(hybrid: HybridQuantizer, cols: int, dtype: torch.dtype, transport:
     rounds = fmt.scale_leaves_contraction or fmt.tensor_scale or fmt.rotated
     if rounds or not fmt.decodes_exactly_to_bf16 or dtype is torch.float16:
         return Travel(None, f"values of rowwise {fmt} are not exact in {dtype}")
+    columnwise = hybrid.encodings.get(COLUMNWISE, encoding)  # else the values of rowwise codes
+    if transport == "auto" and not columnwise.fmt.is_quantized:
+        return Travel(None, "wgrad reads it in high precision")
     size = sum(planned_bytes("forward", hybrid, (ROWWISE,), (1, cols), dtype, 1).values())
     if transport == "auto" and size >= high:
         return Travel(None, f"codes are {size / high:.2f} of its bytes")
@@ -193,8 +196,8 @@ def dispatch_tokens(
     splits:      of the experts of all ranks; see `route_tokens`, which reads the host once.
     quantizer:   `HybridQuantizer`, `Quantizer`, `Format` or a format's name: of the products that
                  read the tokens. None: they travel in high precision.
-    transport:   "auto": rowwise codes where their values are exact (see the note) and they are
-                 fewer bytes; "codes"; "high_precision".
+    transport:   "auto": rowwise codes where their values are exact (see the note), they are fewer
+                 bytes, and the columnwise side is quantized too; "codes"; "high_precision".
     routes:      of x [T, K], as of `fq.GroupedLinear`, where a token goes to k experts: (`order`
                  [T * k], `back` [T, k]), and splits are of T * k rows. A token is encoded once.
     returns:     [sum of route.splits, K], the tokens or the values of their codes, by expert, then
