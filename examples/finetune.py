@@ -4,14 +4,16 @@
     python examples/finetune.py                     LoRA over a base of frozen codes
     python examples/finetune.py --tune full         train every weight
     python examples/finetune.py --recipe nvfp4 --model FOLDER    a base that `save_pretrained` wrote
+    python examples/finetune.py --data FILE                      your text, or a folder of it
 
 Without --model the base is a byte-level Llama, which this script first trains on sources of the
-standard library. It is then fine-tuned on prose, the Python reference in `pydoc`.
+standard library. It is then fine-tuned on --data, or on prose, the Python reference in `pydoc`.
 docs/finetuning.md explains each step.
 """
 
 import argparse
 import copy
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -25,13 +27,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import fsdp_quant as fq
+from language_model import read_text
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LENGTH = 128  # tokens of a row
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def rows(ids: Tensor, count: int, length: int = 128) -> list[dict[str, Tensor]]:
+def rows(ids: Tensor, count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
     """`count` windows of `length` tokens, spread over the text, in random order."""
     starts = torch.linspace(0, len(ids) - length, count).long()
     starts = starts[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
@@ -99,19 +103,28 @@ def main() -> None:
     parser.add_argument("--tune", choices=["lora", "full"], default="lora")
     parser.add_argument("--recipe", nargs="+", default=["mxfp8", "nvfp4"], help="names of recipes")
     parser.add_argument("--model", help="folder of a transformers model and its tokenizer")
+    parser.add_argument("--data", type=Path, help="text file or folder to tune on, at most 64 MiB")
     parser.add_argument("--base-steps", type=int, default=300, help="of the base, without --model")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--plot", default="finetune.png")
     args = parser.parse_args()
     torch.manual_seed(0)
-    text = "".join(topics.values())
+    try:
+        text = bytes(read_text(args.data)) if args.data else "".join(topics.values()).encode()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if args.model:
         base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text).input_ids)
+        ids = torch.tensor(
+            AutoTokenizer.from_pretrained(args.model)(text.decode(errors="replace")).input_ids
+        )
     else:
-        ids, sources = torch.tensor(list(text.encode())), Path(sysconfig.get_path("stdlib"))
+        ids, sources = torch.tensor(list(text)), Path(sysconfig.get_path("stdlib"))
         code = b"".join(path.read_bytes() for path in sorted(sources.glob("*.py")))[: 4 << 20]
         base = transformers.LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES, **HEADS))
+    if len(ids) < 20 * LENGTH:  # a twentieth is held out
+        sys.exit(f"error: the text has {len(ids):,} tokens; give at least {20 * LENGTH:,}")
+    if not args.model:
         train(base, torch.tensor(list(code)), args.base_steps, 3e-3)
     print(f"{args.tune}, {args.steps} steps\n{'recipe':<12} {'held out':>9} {'bytes/weight':>13}")
     for recipe in ("bf16", *args.recipe):

@@ -6,6 +6,7 @@
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
     bash launch/train.sh --tp 2                               tensor and sequence parallel in pairs
+    python examples/train_lm.py --dry-run --on sm_90a      plan and memory on an H100; no GPU
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
                                                               resume from `run` if a process dies
@@ -85,7 +86,9 @@ class Outcome:
 def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace) -> nn.Module:
     """The sharded model, with the same initial values in every arm and world size."""
     torch.manual_seed(args.seed)
-    model = LanguageModel(config, recompute=args.checkpoint).to(args.device)
+    with torch.device("meta") if args.dry_run else contextlib.nullcontext():
+        model = LanguageModel(config, recompute=args.checkpoint)
+    model = model.to("meta" if args.dry_run else args.device)
     fq.convert(model, recipe, skip=[] if config.tie else ["lm_head"])
     dtype = torch.bfloat16 if args.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -210,7 +213,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     step_tokens = args.batch * args.grad_accum * config.seq * readers
 
     losses, seconds, gathered = {}, [], 0
-    with progress(label, first, args.steps) as report:
+    with progress(label, first, args.steps) as report, scalars(label, args) as write:
         for step in range(first, args.steps):
             started, gathered_before = time.perf_counter(), fq.receipt().gathered_bytes
             losses[step] = train_step(learn, optimizer, text, step, args)
@@ -218,9 +221,13 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
             seconds.append(time.perf_counter() - started)
             speed = f"{step_tokens / seconds[-1]:,.0f} tokens/s"
             report(step, f"loss {losses[step]:.3f}  {speed}  {gathered / 1e6:.2f} MB gathered")
+            rates = {"lr": learning_rate(step, args), "tokens/s": step_tokens / seconds[-1]}
+            write(step, {"loss": losses[step], "MB gathered": gathered / 1e6, **rates})
             if args.save and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 facts = run_facts(recipe, config, args)
                 save_checkpoint(args.save, step + 1, model, optimizer, facts)
+        validation = validate(model, text, args)
+        write(args.steps, {"loss, held out": validation})
     timed = seconds[1:] or seconds  # the first step warms up
     return Outcome(
         label=label,
@@ -230,7 +237,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
         peak_memory=peak_memory(),
         plan=str(fq.plan(model)),
         receipt=str(fq.receipt()),
-        validation=validate(model, text, args),
+        validation=validation,
     )
 
 
@@ -328,6 +335,22 @@ def progress(label: str, first: int, last: int) -> Iterator[Callable[[int, str],
         yield lambda step, facts: bar.update(task, completed=step + 1, facts=facts)
 
 
+@contextlib.contextmanager
+def scalars(label: str, args: argparse.Namespace) -> Iterator[Callable[[int, dict], None]]:
+    """Yield what rank 0 writes a step's numbers with: --logger's file of an arm, or nothing."""
+    if args.logger is None or dist.get_rank() > 0:
+        yield lambda step, numbers: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    def write(step: int, numbers: dict) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    with SummaryWriter(args.log_dir / label.replace("/", "-")) as writer:
+        yield write
+
+
 def reset_peak_memory() -> None:
     """Reset the peak, so that arms do not share one. On CUDA, and on the CPU under Linux."""
     gc.collect()
@@ -389,13 +412,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--dry-run", action="store_true", help="print the plan and the memory, and do not train")
+    add("--on", metavar="GPU", help="plan for a GPU that need not be here, such as sm_90a")
+    elsewhere = parser.parse_known_args(argv)[0].on
     add("--data", type=Path, help="file or folder, its first 64 MiB; default: Python's own sources")
     names = ", ".join(fq.recipes.names())
     add("--recipe", help=f"one recipe for both directions, default mxfp8: {names}")
     add("--forward", help="format family of the forward pass, default mxfp8")
     add("--backward", help="format family of the backward pass, default mxfp8")
     add("--compare", metavar="RECIPE", help="train a second arm with this recipe, such as bf16")
-    for name, value in DEFAULTS[device].items():
+    for name, value in DEFAULTS["cuda" if elsewhere else device].items():
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
     add("--tie", action="store_true", help="the head shares the embedding's weight")
     add("--replicate", type=int, default=1, help="copies of the shards (HSDP), default 1")
@@ -415,11 +441,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save", type=Path, metavar="DIR", help="write checkpoints of the first arm")
     add("--save-every", type=int, help="steps between checkpoints; default: only the last step")
     add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint in DIR")
+    add("--logger", choices=["tensorboard"], help="write each step's numbers, by arm, to --log-dir")
+    add("--log-dir", type=Path, default=Path("runs"), help="folder of --logger, default runs")
     add("--plot", type=Path, default=Path("train_lm.png"), help="PNG of the loss curves")
     args = parser.parse_args(argv)
     args.device = device
     if args.dtype == "auto":
-        fast = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = elsewhere or device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         args.dtype = "bf16" if fast else "fp32"
     return args
 
@@ -442,6 +470,11 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
         raise ValueError("--recipe names both directions; drop it, or --forward and --backward")
     if args.graphed and args.grad_accum > 1:
         raise ValueError("--graphed makes one graph of a step; drop it, or --grad-accum")
+    if args.logger and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--logger tensorboard: pip install tensorboard, or drop it")
+    if args.on and not args.dry_run:
+        raise ValueError(f"--on {args.on} plans for a GPU that need not be here; add --dry-run")
+    fq.is_native("bf16", args.on)  # refuses a GPU that it does not know
     if args.compare and args.resume:
         raise ValueError("--compare starts both arms at step 0; drop it, or --resume")
     arms = {}
@@ -520,6 +553,17 @@ def start_processes(args: argparse.Namespace) -> None:
     dist.init_process_group(store=store, rank=rank, world_size=world, **group)
 
 
+def dry_run(arms: dict[str, fq.Recipe], config: ModelConfig, args: argparse.Namespace) -> None:
+    """Print the plan of each arm, from models on the meta device, and what a rank holds."""
+    for label, recipe in arms.items():
+        model = build_model(config, recipe, args)
+        plan = fq.plan(model, on=args.on or args.device, tokens=args.batch * config.seq)
+        if dist.get_rank() == 0:
+            print(f"{label}\n{plan}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     args = parse()
     try:
@@ -533,6 +577,9 @@ def main() -> None:
             f" what is not quantized in {args.dtype};"
             f" {len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
         )
+    if args.dry_run:
+        dry_run(arms, config, args)
+        return
     outcomes = []
     for label, recipe in arms.items():
         outcomes.append(train(label, recipe, config, text, args))

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     adviser.add_argument(
         "--skip", action="append", default=[], help="as of fq.convert; may be repeated"
     )
+    adviser.add_argument("--cost", choices=["time", "bytes"], default="time", help="to make small")
+    adviser.add_argument("--on", help="GPU whose time counts, such as sm_90a")
     args = parser.parse_args(argv)
     try:
         if args.command == "selftest":
@@ -157,10 +160,10 @@ def main(argv: list[str] | None = None) -> int:
             doctor()
         elif args.command == "advise":
             model, batches, loss = _set_up(args.setup)
+            names = "budget", "gradient_error", "skip", "cost", "on"
+            options: dict[str, Any] = {name: getattr(args, name) for name in names}
             candidates = args.candidates.split(",")
-            advise.advise(
-                model, batches, args.budget, candidates, loss, args.gradient_error, args.skip
-            )
+            advise.advise(model, batches, candidates=candidates, loss=loss, **options)
         else:
             plan(args.recipe, args.forward, args.backward, args.weight)
     except (ValueError, OSError) as error:

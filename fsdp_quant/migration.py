@@ -51,7 +51,8 @@ KEYWORDS = {
     "each expert's last, counts.cumsum(0))",
     "master_weight_dtype": "leave it out: masters are fp32",
     "master_weights": "leave it out: each parameter of low precision has an fp32 master",
-    "module_filter_fn": "pass skip=, names and globs of layers that stay as they are, or 'auto'",
+    "module_filter_fn": "pass skip=, names, globs or classes of layers that stay as they are, "
+    "'auto', or a function (name, module) that is true for those",
     "num_gemms": "pass num_experts=",
     "out": "leave it out: autograd keeps y for a backward, and cannot keep memory that its caller "
     "writes again",

@@ -34,7 +34,7 @@ import torch
 from .families import FAMILIES, family_of
 from .formats import canonical_text
 from .migration import recipe_remedy
-from .options import check, integer, text
+from .options import check, integer
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .recipe_options import (
     RECIPE_OPTIONS,
@@ -46,7 +46,13 @@ from .recipe_options import (
     switches_of,
     with_options,
 )
-from .roles import QUANTIZED_TYPES, Role, default_override, matches, overridden
+from .roles import QUANTIZED_TYPES, Role, default_override, overridden
+from .roles import Selection as _Selection
+from .roles import Selector as _Selector
+from .roles import matches as matches
+from .roles import selected as _selected
+from .roles import selectors_of as _selectors_of
+from .roles import shown as _shown
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -196,12 +202,13 @@ class PerLayer(_OfAllSteps):
     """A recipe per layer, from `per_layer`: by name, else among the first or the last layers, else
     `default`.
 
-    named:        (pattern, recipe) pairs; the first that matches decides.
+    named:        (pattern, recipe) pairs; the first that matches decides. A model's own recipe has
+                  a `Selection` for each class and function.
     first, last:  (number of layers, recipe).
     """
 
     default: Recipe
-    named: tuple[tuple[str, Recipe], ...] = ()
+    named: tuple[tuple[_Selector | _Selection, Recipe], ...] = ()
     first: tuple[int, Recipe] | None = None
     last: tuple[int, Recipe] | None = None
 
@@ -223,7 +230,7 @@ class PerLayer(_OfAllSteps):
         return [(place, *rule) for place, rule in rules if rule is not None]
 
     @property
-    def _rules(self) -> list[tuple[str, int | str, Recipe]]:
+    def _rules(self) -> list[tuple[str, object, Recipe]]:
         return [*(("named", *rule) for rule in self.named), *self._ends]
 
     def for_layers(self, names: Sequence[str]) -> list[Recipe]:
@@ -242,13 +249,8 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = [i for i, name in enumerate(names) if matches(pattern, name, inside=True)]
-            for i in matching:
-                result[i] = recipe
-            if not matching:
-                raise ValueError(
-                    f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}"
-                )
+            matching = _selected("per_layer", pattern, names, {})
+            result = [recipe if n in matching else r for n, r in zip(names, result)]
         return result
 
     def fingerprint(self) -> str:
@@ -256,20 +258,20 @@ class PerLayer(_OfAllSteps):
         return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{k!r}: {r}" for k, r in self.named)
-        shown = [repr(self.default), *(["{" + named + "}"] if named else [])]
-        shown += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
-        return f"per_layer({', '.join(shown)})"
+        named = ", ".join(f"{_shown(k)}: {r}" for k, r in self.named)
+        parts = [repr(self.default), *(["{" + named + "}"] if named else [])]
+        parts += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
+        return f"per_layer({', '.join(parts)})"
 
 
 def per_layer(
     default: Recipe | str,
-    named: Mapping[str, Recipe | str] | None = None,
+    named: Mapping[Any, Recipe | str] | None = None,
     first: tuple[int, Recipe | str] | None = None,
     last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
-    """Return a recipe per layer: `default`, with others by name pattern (as in `fq.convert(skip=)`)
-    and for the first and the last layers.
+    """Return a recipe per layer: `default`, with others by name, glob, class or function (as in
+    `fq.convert(skip=)`), and for the first and the last layers.
 
     first, last:  (number of layers, recipe), in the order of `named_modules`; a `GroupedLinear` is
                   one layer.
@@ -280,7 +282,7 @@ def per_layer(
         raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
     rules = []
     for pattern, recipe in (named or {}).items():
-        text().read("per_layer(named=): a pattern", pattern)
+        _selectors_of("per_layer(named=): a pattern", [pattern])
         rules.append((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)))
     ends: list[tuple[int, Recipe] | None] = []
     for place, end in (("first", first), ("last", last)):

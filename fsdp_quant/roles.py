@@ -7,10 +7,12 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .formats import IDENTITY
 from .ops.rng import tensor_id
@@ -90,6 +92,84 @@ def matches(pattern: str, name: str, inside: bool = False) -> bool:
         fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern
         for n in (name, without_wrappers(name))
     )
+
+
+# A name or glob (`matches`), a class of modules, or a function (module path, module) -> bool.
+Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+
+class Selection(NamedTuple):
+    """What a class or function selects in one model: names of layers, without wrappers."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+def selectors_of(argument: str, value: Selector | Iterable[Selector]) -> list[Selector]:
+    """Return one or several selectors as a list. Raises ValueError for anything else."""
+    is_one = isinstance(value, str) or callable(value)
+    several: list[Any] = [value] if is_one else list(value) if isinstance(value, Iterable) else [0]
+    if all(isinstance(selector, str) or callable(selector) for selector in several):
+        return several
+    raise ValueError(
+        f"{argument} is {value!r}; it takes names and globs of layers, such as ['lm_head', "
+        "'*.router'], classes of modules, and functions (module path, module) -> bool"
+    )
+
+
+def hits(selector: str | Selection, layers: Iterable[str]) -> list[str]:
+    """Return the names of the layers that a selector has, or that are in a module that it has."""
+    if isinstance(selector, str):
+        return [n for n in layers if matches(selector, n, inside=True)]
+    return [n for n in layers if without_wrappers(n) in selector.names]
+
+
+def selected(
+    argument: str,
+    selector: Selector | Selection,
+    layers: Iterable[str],
+    modules: Mapping[str, nn.Module],
+    others: Iterable[str] = (),
+) -> list[str]:
+    """Return `hits` of any selector.
+
+    modules:  of the model, by qualified name. others: names that it may have instead.
+
+    Raises ValueError for a name or class that has none, and for a function whose answer is no bool.
+    """
+    layers = list(layers)
+    if isinstance(selector, Selection):
+        return hits(selector, layers)
+    if isinstance(selector, str):
+        found = set(hits(selector, (*layers, *others)))
+    elif isinstance(selector, type):
+        around = tuple(f"{n}.".lstrip(".") for n, m in modules.items() if isinstance(m, selector))
+        found = {n for n in (*layers, *others) if f"{n}.".startswith(around)}
+    else:
+        return [n for n in layers if _answer(argument, selector, n, modules)]
+    if not found:
+        has = some(layers) or "none"
+        raise ValueError(f"{argument}: {shown(selector)} matches no layer; the model has {has}")
+    return [n for n in layers if n in found]
+
+
+def _answer(argument: str, function: Callable, name: str, modules: Mapping) -> bool:
+    module = modules.get(name, modules.get(name.rpartition(".")[0]))  # a part of packed experts
+    answer = function(without_wrappers(name), module)
+    if not isinstance(answer, bool):
+        raise ValueError(f"{argument}: {shown(function)} returned no bool, but {answer!r}")
+    return answer
+
+
+def shown(selector: object) -> str:
+    """Return how messages write a selector."""
+    return getattr(selector, "text", getattr(selector, "__name__", repr(selector)))
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def slot_ids(name: str) -> Tensor:

@@ -16,9 +16,10 @@ by a cosine after a warm-up. The text is the Python files of the installed packa
 file is for validation. Arms: bf16, "torchao" and "torchao_rowwise" (its float8), the recipes of
 `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of nvfp4_exact),
 "nvfp4+row", "nvfp4+4over6", "nvfp4+forward" (a backward in high precision), any of them with
-"/two", where the underflow check knows two rungs, with "/bf16-grads", "/fp8_1x128-grads", .., whose
-gradients are those that 4 ranks would send so (`fq.set_gradient_reduction`; bf16 loses nothing and
-is the base of the others), with "@0.9", of that share of the steps, and with ":1", another seed of
+"/two", where the underflow check knows two rungs, with "/unchecked", without the check, with
+"/graphed", captured by `fq.graphed`, with "/bf16-grads", "/fp8_1x128-grads", .., whose gradients
+are those that 4 ranks would send so (`fq.set_gradient_reduction`; bf16 loses nothing and is the
+base of the others), with "@0.9", of that share of the steps, and with ":1", another seed of
 initial values and of the order of the data.
 
 --checkpoint and --seconds: the process ends after so many seconds, when an arm next validates; the
@@ -78,7 +79,7 @@ SIZES = {  # width, layers, heads, hidden
 SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
 TAIL = 0.85
-INTERVAL, UNTIMED = 100, 3  # steps between validations; first steps of a process
+INTERVAL, UNTIMED = 100, 5  # steps between validations; first steps of a process
 RANKS = 4  # of "-grads"
 # Of bf16's loss, what an arm may lose.
 LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any rule
@@ -93,24 +94,28 @@ ARMS = ("bf16", "bf16:1", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "hybri
 
 
 class Arm(NamedTuple):
-    """What the name of an arm says: NAME[/two][/FORMAT-grads][@SHARE][:SEED]."""
+    """What the name of an arm says: NAME[/OPTION][..][@SHARE][:SEED]."""
 
     name: str
-    sent_as: str | None
+    options: tuple[str, ...]
     share: float
     seed: int
+
+    @property
+    def sent_as(self) -> str | None:
+        return next((o.removesuffix("-grads") for o in self.options if "-grads" in o), None)
 
     @staticmethod
     def of(text: str) -> Arm:
         rest, _, seed = text.partition(":")
         rest, _, share = rest.partition("@")
-        name, _, option = rest.partition("/")
-        sent_as = option.removesuffix("-grads") if option.endswith("-grads") else None
-        return Arm(name, sent_as, float(share or 1), int(seed or 0))
+        name, *options = rest.split("/")
+        return Arm(name, tuple(options), float(share or 1), int(seed or 0))
 
 
-def convert(model: LlamaForCausalLM, name: str, steps: int) -> bool:
+def convert(model: LlamaForCausalLM, arm: Arm, steps: int) -> bool:
     """Convert the model; False: it stays in bf16, or is a peer's."""
+    name, unchecked = arm.name, "unchecked" in arm.options
     if name.startswith("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -128,7 +133,7 @@ def convert(model: LlamaForCausalLM, name: str, steps: int) -> bool:
     elif options:
         recipe = recipes.nvfp4(**{k: v for option in options for k, v in OPTIONS[option].items()})
     else:
-        recipe = RECIPES[name]()
+        recipe = RECIPES[name](**({"anchor_tolerance": 1e9} if unchecked else {}))
     fq.convert(model, recipe, ["lm_head"])
     return True
 
@@ -238,7 +243,8 @@ class Progress:
 
 def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict | None:
     """One arm: its losses, times and moved products. None: its time was over before its steps."""
-    name, sent_as, share, seed = Arm.of(arm)
+    what = Arm.of(arm)
+    name, options, share, seed = what
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     steps, sequences = round(args.steps * share), ranks if args.size == "tiny" else BATCH
     device = data[0].device
@@ -258,7 +264,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
             use_cache=False,
         )
     ).to(device)
-    converted = convert(model, name, steps)
+    converted = convert(model, what, steps)
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     if dist.is_initialized():
@@ -273,6 +279,20 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     first = done.step
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+
+    def train(rows: Tensor, step: int = 0) -> Tensor:
+        if what.sent_as:
+            loss = backward_of_ranks(model, rows, what.sent_as, step)
+        else:
+            loss = loss_of(model, rows)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if "graphed" in options:
+        train = fq.graphed(train, model, optimizer, UNTIMED)
     for step in range(first, steps):
         if step in (first + UNTIMED, done.step):
             synchronize(device)
@@ -281,16 +301,12 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
             1, (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         )
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         rows = of_rank(batch(data[0], sequences, g))
-        if sent_as:
-            loss = backward_of_ranks(model, rows, sent_as, step)
-        else:
-            loss = loss_of(model, rows)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train(rows, step) if what.sent_as else train(rows)
         if step % 10 == 9:  # the host runs ahead of nine
             loss.item()
         if step % INTERVAL != INTERVAL - 1 and step != steps - 1:
@@ -319,12 +335,17 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
         "ms": statistics.median(each),
         "products": 3 * len(modules),
         "moved": sum(len(m.plan.moved) for m in modules.values()),
-        "why": done.why + [" ".join(row) for row in moved],
+        "why": done.why + [" ".join(row) for row in moved] + [*filter(None, [of_capture(train)])],
         "e4m3": cost_of_e4m3(model) if name == "bf16" and not dist.is_initialized() else None,
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "ranks": ranks,
     }
+
+
+def of_capture(train) -> str | None:
+    """Why a step was not captured."""
+    return getattr(train, "why_eager", None)
 
 
 @torch.no_grad()
@@ -361,8 +382,9 @@ def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
 
 def same(a: dict, b: dict) -> bool:
     def facts(run: dict) -> tuple:
-        share = Arm.of(run["arm"]).share
-        return run["size"], round(run["tokens"] / share, -4), run["device"], run.get("ranks", 1)
+        _, options, share, _ = Arm.of(run["arm"])
+        tokens, graphed = round(run["tokens"] / share, -4), "graphed" in options
+        return run["size"], tokens, graphed, run["device"], run.get("ranks", 1)
 
     return facts(a) == facts(b)
 

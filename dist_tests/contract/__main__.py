@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import fsdp
 
 from dist_tests.contract import on_ranks
 
@@ -79,6 +80,8 @@ def cannot(contract: Contract, ranks: int) -> str:
     """Why a contract does not run here on these ranks; "" if it does."""
     if missing := [package for package in contract.needs if _missing(package)]:
         return f"not installed: {', '.join(missing)}"
+    if contract.needs == _TITAN and not hasattr(fsdp, "DataParallelMeshDims"):
+        return f"torchtitan {metadata.version('torchtitan')} needs a newer torch"
     if not torch.cuda.is_available():
         return f"needs a GPU: {contract.gpu}" if contract.gpu else ""
     if ranks > torch.cuda.device_count():

@@ -174,7 +174,7 @@ class _Trained:
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
                 overlap_param_gather=True,
-                lr=1e-3,
+                lr=2e-4,
                 weight_decay=0.0,
             ),
             [self.ddp],

@@ -43,7 +43,7 @@ def _loss(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
 
 
 @contextlib.contextmanager

@@ -266,6 +266,50 @@ def test_prepare_refuses_what_it_would_not_do():
         )
 
 
+class _Own:
+    """A state of the user's."""
+
+    def __init__(self):
+        self.values: dict = {}
+
+    def state_dict(self) -> dict:
+        return {"of": "the user"}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.values = state
+
+
+def test_a_folder_of_another_recipe_or_of_none_loads_on_request(tmp_path: Path):
+    """If false, a run in bf16 cannot go on in FP8 under accelerate, or the user's states are read
+    from each other's files."""
+
+    def prepared(recipe, own: _Own, **options):
+        accelerator, model = _accelerator(1), nn.Sequential(nn.Linear(32, 32))
+        optimizer = _adamw(model)
+        if recipe is None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            model, optimizer = fq.integrations.accelerate.prepare(
+                accelerator, model, optimizer, recipe, **options
+            )
+        accelerator.register_for_checkpointing(own)
+        return accelerator
+
+    for recipe in (None, "nvfp4"):
+        folder = str(tmp_path / f"of {recipe}")
+        prepared(recipe, _Own()).save_state(folder)
+        with pytest.raises((ValueError, RuntimeError), match="Number of|allow_recipe_change=True"):
+            prepared("mxfp8", _Own()).load_state(folder)
+        own = _Own()
+        accelerator = prepared("mxfp8", own, allow_recipe_change=True)
+        accelerator.load_state(folder)
+        assert own.values == {"of": "the user"}
+        accelerator.save_state(str(tmp_path / f"after {recipe}"))
+        own.values = {}
+        prepared("mxfp8", own).load_state(str(tmp_path / f"after {recipe}"))
+        assert own.values == {"of": "the user"}
+
+
 _SCRIPT = """
 import torch
 import fsdp_quant as fq

@@ -23,6 +23,7 @@ OPTIONS = {
     "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004},
     "unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.004},
     "static graph": {"static_graph": True},
+    "quantized parameters": {},
 }
 RECIPES = {
     name: fq.recipes.by_name(name) for name in ("fp8_delayed", "mxfp8", "nvfp4", "fp8_current")
@@ -61,16 +62,24 @@ def test_a_gradient_that_ddp_would_not_reduce_is_refused():
     run_ranks(2, _delays)
 
 
+def _made(recipe: fq.Recipe, label: str) -> nn.Module:
+    is_quantized = label == "quantized parameters"
+    with fq.quantized_model_init(recipe) if is_quantized else contextlib.nullcontext():
+        return fq.convert(Net(), recipe)
+
+
 def _trains(rank: int, world: int, label: str) -> None:
     """Three steps, of two batches where DDP may wait for the second, against a model of this rank
     alone whose gradients are averaged."""
     batches = 1 if label == "static graph" else 2
     for name, recipe in RECIPES.items():
-        twin, wrapped = (
-            fq.convert(Net(), recipe),
-            DistributedDataParallel(fq.convert(Net(), recipe), **OPTIONS[label]),
-        )
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, wrapped)]
+        twin, net = _made(recipe, label), _made(recipe, label)
+        with torch.no_grad():  # DDP sends the values of rank 0
+            for p in net.parameters():
+                p.add_(0.1 * rank)
+        wrapped = DistributedDataParallel(net, **OPTIONS[label])
+        adam = fq.optim.FusedAdam if label == "quantized parameters" else torch.optim.AdamW
+        optimizers = [adam(m.parameters(), lr=1e-2) for m in (twin, wrapped)]
         for step in range(3):
             skips = label == "unused" and step == 1
             fq.begin_step(step)

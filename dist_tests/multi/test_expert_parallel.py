@@ -560,7 +560,7 @@ def refusals(rank: int, world: int) -> None:
         for splits in (mine, torch.tensor(mine).cumsum(0)):
             with pytest.raises(
                 ValueError,
-                match="rank 1 cannot go on, so no rank does: .* are not of 8 experts, "
+                match="(?s)rank 1 cannot go on, so no rank does: .* are not of 8 experts, "
                 "or do not add up to its rows",
             ):
                 net(x, splits)

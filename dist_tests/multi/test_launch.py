@@ -9,17 +9,21 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_quant as fq
 import train_lm
@@ -270,9 +274,64 @@ def test_a_checkpoint_of_graphed_steps_resumes_in_any_run(tmp_path):
     run_ranks(1, _resumed, tmp_path)
 
 
+def test_a_dry_run_prints_the_plan_and_the_memory_of_each_arm(monkeypatch, capsys):
+    """If false, whether a run fits, and what a GPU runs of it, is known when the GPUs are paid
+    for."""
+    monkeypatch.setattr(fq, "set_gradient_reduction", lambda model, how: None)  # asks all ranks
+    held = []
+    for ranks in (1, 2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        run = ["--dry-run", "--on", "sm_90a", "--dim", "256", "--layers", "2", "--compare", "bf16"]
+        args = train_lm.parse([*run, "--data", str(ROOT / "README.md")])
+        arms, config, _ = train_lm.prepare(args)
+        train_lm.dry_run(arms, config, args)
+        text = capsys.readouterr().out
+        assert text.startswith("mxfp8\nfprop") and "\nbf16\nfprop" in text
+        assert "on sm_90a" in text and "reference" not in text
+        rows = re.findall(r"weights ([\d.]+), .* fsdp ([\d.]+), codes 0.0; .*; with AdamW", text)
+        held.append([tuple(map(float, row)) for row in rows])
+    (whole, gathered), (of_bf16, gathered_16) = held[0]
+    assert whole == of_bf16 and 0 < gathered < gathered_16
+    assert abs(whole / 2 - held[1][0][0]) < 0.2  # shards of a rank
+
+
+def test_each_steps_numbers_are_logged(monkeypatch, tmp_path):
+    """If false, a run of --logger tensorboard has no curves, or both arms' in one."""
+
+    class Writer(contextlib.nullcontext):
+        def __init__(self, folder: Path):
+            super().__init__(self)
+            self.folder = folder
+
+        def add_scalar(self, name: str, number: float, step: int) -> None:
+            written.setdefault((self.folder.name, name), []).append((step, number))
+
+    written: dict[tuple[str, str], list] = {}
+    stub = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    run = [*TINY, "--replicate", "1", "--steps", "2", "--logger", "tensorboard"]
+    args = train_lm.parse([*run, "--data", str(ROOT / "README.md"), "--log-dir", str(tmp_path)])
+    with pytest.raises(ValueError, match="pip install tensorboard, or drop it"):
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        train_lm.prepare(args)
+    args.logger = None
+    arms, config, text = train_lm.prepare(args)
+    args.logger = "tensorboard"
+    threads = torch.get_num_threads()
+    train_lm.start_processes(args)
+    outcome = train_lm.train("mxfp8/nvfp4", fq.recipes.bf16(), config, text, args)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    assert written["mxfp8-nvfp4", "loss"] == list(outcome.losses.items())
+    assert written["mxfp8-nvfp4", "loss, held out"] == [(2, outcome.validation)]
+    assert {name for _, name in written} > {"lr", "tokens/s", "MB gathered"}
+
+
 @pytest.mark.parametrize(
     "arguments, why",
     [
+        (["--on", "sm_90a"], "--on sm_90a plans for a GPU that need not be here; add --dry-run"),
+        (["--dry-run", "--on", "sm_91"], "'sm_91' is no GPU of ours: wanted one of sm_80"),
         (["--replicate", "3"], "--replicate 3 does not divide the 4 processes"),
         (["--graphed", "--grad-accum", "2"], "--graphed makes one graph of a step"),
     ],

@@ -117,9 +117,11 @@ def _fit(
     resume: str | None = None,
     precision: str = "32-true",
     module=None,
+    plugin=None,
     **arguments,
 ):
     module = module or _Module()
+    plugin = plugin or fq.integrations.lightning.Precision(recipe and RECIPES[recipe](), precision)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -133,7 +135,7 @@ def _fit(
         limit_val_batches=1,
         num_sanity_val_steps=0,
         **dict(devices=1) | arguments,
-        plugins=[fq.integrations.lightning.Precision(recipe and RECIPES[recipe](), precision)],
+        plugins=[plugin],
     )
     trainer.fit(module, DataLoader(_rows(), ROWS), DataLoader(_rows(), ROWS), ckpt_path=resume)
     return trainer, module
@@ -165,6 +167,21 @@ def test_trainer_is_a_loop(recipe: str, precision: str, tmp_path: Path):
     trainer.save_checkpoint(tmp_path / "first")
     _, module = _fit(tmp_path, recipe, STEPS, str(tmp_path / "first"), precision)
     _assert_same(module.net, reference)
+
+
+def test_a_checkpoint_of_another_recipe_or_of_none_loads_on_request(tmp_path: Path):
+    """If false, a run in bf16 cannot go on in FP8 under Lightning, or does so in silence, from the
+    random bits of its first step."""
+    for recipe in ("nvfp4", None):
+        plain = lightning.pytorch.plugins.Precision() if recipe is None else None
+        trainer, _ = _fit(tmp_path, recipe, 1, plugin=plain)
+        path = str(tmp_path / f"{recipe}.ckpt")
+        trainer.save_checkpoint(path)
+        with pytest.raises(ValueError, match="allow_recipe_change=True"):
+            _fit(tmp_path, "mxfp8", 2, path)
+        plugin = fq.integrations.lightning.Precision("mxfp8", allow_recipe_change=True)
+        trainer, module = _fit(tmp_path, None, 2, path, plugin=plugin)
+        assert trainer.global_step == 2 and fq.state_dict(module)["step"] == 2
 
 
 def _over_codes(net: nn.Sequential) -> nn.Sequential:

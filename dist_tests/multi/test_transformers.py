@@ -220,6 +220,31 @@ def test_a_training_resumes_under_another_recipe_on_request(tmp_path: Path):
         (tmp_path / "checkpoint-1" / "fsdp_quant.pt").unlink(missing_ok=True)
 
 
+class _Board(transformers.TrainerCallback):
+    """What a reporter of the Trainer (W&B, TensorBoard) is given."""
+
+    def __init__(self):
+        self.given: list[tuple[int, dict]] = []
+
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        self.given.append((state.global_step, logs))
+
+
+def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, capsys):
+    """If false, errors of codes are in a file beside the run's dashboard, under other steps, or
+    fill the console and each checkpoint's history."""
+    board = _Board()
+    options = {"inspect": {"every": 2, "layers": "*.down_proj"}}
+    trainer = _trainer(tmp_path, "mxfp8", callbacks=[board], options=options, disable_tqdm=False)
+    sampled = {step: logs for step, logs in board.given if any("/sqnr_db" in name for name in logs)}
+    assert list(sampled) == [1 + s for s in range(0, STEPS, 2)]
+    assert all(name.startswith("fsdp_quant/model.layers.") for name in sampled[1])
+    assert sampled[1]["fsdp_quant/model.layers.0.mlp.down_proj/input.rowwise/sqnr_db"] > 20
+    assert not any("fsdp_quant" in name for entry in trainer.state.log_history for name in entry)
+    assert "sqnr_db" not in capsys.readouterr().out
+    assert len(_losses(trainer)) == STEPS and len(board.given) > STEPS
+
+
 def test_adapters_over_codes_resume_as_the_page_writes(tmp_path: Path):
     """If false, LoRA of docs/finetuning.md resumes with the random bits of its first steps."""
     peft = pytest.importorskip("peft")

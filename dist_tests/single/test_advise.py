@@ -81,7 +81,7 @@ def test_the_layer_that_suffers_stays_precise_and_the_loss_within_budget(
     layers dear."""
     net, said = Net(outlier), []
     budget = 0.004
-    recipe = fq.advise(net, data(), budget=budget, loss=loss, say=said.append)
+    recipe = fq.advise(net, data(), budget=budget, loss=loss, say=said.append, cost="bytes")
     of = {name: its for name, its in zip(*_layers(net, recipe))}
     forward = {
         name: its.hybrid(fq.Role("linear", "input", name)).rowwise.fmt for name, its in of.items()
@@ -135,16 +135,40 @@ def test_numbers_are_those_of_one_layer_changed_at_a_time():
 def test_budgets_decide(budget: float, error: float, formats: set):
     """If false, a budget of nothing costs something, or one without end leaves precision
     unasked."""
-    advice = advise.study(Net(), data(1), budget, ("mxfp8", "nvfp4"), loss, error)
+    options = {"gradient_error": error, "cost": "bytes"}
+    advice = advise.study(Net(), data(1), budget, ("mxfp8", "nvfp4"), loss, **options)
     assert {(c.forward, c.backward) for c in advice.choices} == formats
     assert advice.cost == pytest.approx({"nvfp4": 0.5625 / 2, "identity": 1.0}[formats.pop()[0]])
 
 
 def test_a_gradient_budget_chooses_backwards_by_themselves():
     """If false, a loose loss budget lets gradients drown in noise."""
-    advice = advise.study(Net(), data(1), 1e9, ("mxfp8", "nvfp4"), loss, gradient_error=0.08)
+    options = {"gradient_error": 0.08, "cost": "bytes"}
+    advice = advise.study(Net(), data(1), 1e9, ("mxfp8", "nvfp4"), loss, **options)
     assert {c.forward for c in advice.choices} == {"nvfp4"}
     assert any(c.backward != "nvfp4" for c in advice.choices) and advice.measured[1] <= 0.08
+
+
+@pytest.mark.parametrize("arch, fastest", [("sm_90a", "mxfp4"), ("sm_100f", "nvfp4")])
+def test_time_decides_among_any_number_of_candidates(monkeypatch, arch: str, fastest: str):
+    """If false, a GPU is advised formats of few bytes that it multiplies in bf16, and small layers
+    are quantized for a loss of time."""
+    torch.manual_seed(0)
+    net, batches = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 16)), data(1)
+    options = {"loss": loss, "gradient_error": 1e9, "on": arch}
+    options["candidates"] = ("nvfp4", "mxfp4", "mxfp8")
+    advice = advise.study(net, batches, 1e9, **options)
+    assert {(c.forward, c.backward) for c in advice.choices} == {("identity", "identity")}
+    assert advice.cost == 1.0 and f"1.00 of bf16's time on {arch}" in str(advice)
+    flops, _ = advise.PEAKS[arch]
+    monkeypatch.setitem(advise.PEAKS, arch, (flops, 1e18))  # quantizing costs nothing
+    advice = advise.study(net, batches, 1e9, **options)
+    assert {(c.forward, c.backward) for c in advice.choices} == {(fastest, fastest)}
+    assert advice.cost == pytest.approx({"sm_90a": 1 / 2, "sm_100f": 1 / 4}[arch], rel=1e-2)
+    budget = max(c.gaps[fastest] for c in advice.choices) / 2
+    tight = advise.study(net, batches, budget, **options)
+    assert {c.forward for c in tight.choices} != {fastest} and tight.measured[0] <= budget
+    assert 1 >= tight.cost > advice.cost
 
 
 def test_the_model_and_the_step_stay_as_they_are():
@@ -193,6 +217,8 @@ def test_names_without_dots_are_told_from_last_components():
             r"loss\(model, batch\) returned Tensor; wanted a tensor of one",
         ),
         (lambda: fq.advise(Net(), data(1), budget=-1.0, loss=loss), "budgets are not negative"),
+        (lambda: fq.advise(Net(), data(1), loss=loss, on="cpu"), "on='cpu' has no peaks; wanted"),
+        (lambda: fq.advise(Net(), data(1), loss=loss, cost="joules"), "cost must be 'time' or"),
         (
             lambda: fq.advise(Net(), [(data(1)[0][0] * float("nan"), data(1)[0][1])], loss=loss),
             "the loss in high precision is nan",
@@ -213,9 +239,11 @@ def test_the_command_prints_the_trade(tmp_path: Path, capsys: pytest.CaptureFixt
         "Net(), data(1), loss\n"
         "\ndef wrong():\n    return 3\n"
     )
-    assert main(["advise", str(path), "--budget", "0.004", "--skip", "blocks.2.*"]) == 0
+    cost = ["--cost", "bytes"]
+    assert main(["advise", str(path), "--budget", "0.004", "--skip", "blocks.2.*", *cost]) == 0
     printed, said = capsys.readouterr().out, []
-    fq.advise(Net(), data(1), budget=0.004, loss=loss, skip=["blocks.2.*"], say=said.append)
+    options = {"skip": ["blocks.2.*"], "say": said.append, "cost": "bytes"}
+    fq.advise(Net(), data(1), budget=0.004, loss=loss, **options)
     assert printed == said[0] + "\n" and "blocks.2" not in printed
     for place, message in (
         (f"{path}:none", "has no function 'none'"),
@@ -247,6 +275,6 @@ def test_the_page_on_diverging_runs_runs_as_written(tmp_path: Path, monkeypatch,
     assert forward == {"0.up": "nvfp4", "1.up": "mxfp8"}
     errors = [  # a budget of the loss without end
         advise.study(made["build"](), [made["batch"](100)], 1e9, loss=made["loss_of"], **options)
-        for options in ({"gradient_error": 1e9}, {})
+        for options in ({"gradient_error": 1e9, "cost": "bytes"}, {"cost": "bytes"})
     ]
     assert errors[0].measured[1] > 0.2 > 0.1 >= errors[1].measured[1]

@@ -478,12 +478,18 @@ class Router(nn.Sequential):
 
 @pytest.mark.parametrize(
     "skip, says",
-    [(["blocks.0"], "skip='blocks.0'"), (["router"], "skip='router'"), (Router, "skip=Router")],
-    ids=["by name", "by last component", "by class"],
+    [
+        (["blocks.0"], "skip='blocks.0'"),
+        (["router"], "skip='router'"),
+        (Router, "skip=Router"),
+        (lambda path, module: module.in_features == 64 and "router" in path, "skip=<lambda>"),
+    ],
+    ids=["by name", "by last component", "by class", "by function"],
 )
 def test_patterns_cover_what_is_inside_a_module(skip, says: str):
-    """If false, a container or a class of layers that is left out is quantized, a recipe per block
-    is refused, or fq.plan does not say which pattern left a layer out."""
+    """If false, a container, a class or a function's choice of layers that is left out is
+    quantized, a recipe per block is refused or forgotten by the next step of a schedule, or fq.plan
+    does not say what each pattern hit."""
     net = nn.ModuleDict({"up": nn.Linear(64, 64)})
     net["blocks"] = nn.ModuleList(
         nn.ModuleDict({"router": Router(nn.Linear(64, 64), nn.Linear(64, 64))}) for _ in range(1)
@@ -492,13 +498,20 @@ def test_patterns_cover_what_is_inside_a_module(skip, says: str):
     fq.convert(net, "mxfp8", skip=skip)
     assert [n for n, m in net.named_modules() if isinstance(m, fq.Linear)] == ["up"]
     assert sum(says in note for note in fq.plan(net).notes) == 2
-    if not isinstance(skip, type):
-        fq.convert(plain, recipes.per_layer("mxfp8", {skip[0]: "nvfp4"}))
-        assert [m.recipe.name for m in plain.modules() if isinstance(m, fq.Linear)] == [
-            "mxfp8",
-            "nvfp4",
-            "nvfp4",
-        ]
+    (named,) = skip if isinstance(skip, list) else [skip]
+    later = recipes.per_layer("mxfp8", {named: "nvfp4"})
+    for recipe in (later, recipes.schedule("mxfp8", (1, None, later))):
+        other = fq.convert(copy.deepcopy(plain), recipe)
+        other["blocks"][0]["router"].__class__ = nn.Sequential  # it was asked before
+        fq.begin_step(1, model=other)
+        names = [m.recipe.name for m in other.modules() if isinstance(m, fq.Linear)]
+        assert names == ["mxfp8", "nvfp4", "nvfp4"]
+        for part, path in (
+            (copy.deepcopy(other), "blocks.0.router.0"),
+            (other["blocks"][0], "router.0"),
+        ):
+            (note,) = (n for n in fq.plan(part).notes if n.startswith("per_layer"))
+            assert note == f"per_layer: {says[5:]} is nvfp4  [2 x {path}]"
 
 
 class Unchosen(nn.Module):
@@ -547,15 +560,22 @@ def test_modules_made_without_a_recipe_are_given_it(linear: bool):
     assert [m.recipe for m in net.listed.layers] == [recipes.fp8_block()] * 2
 
 
-def test_a_skip_that_matches_nothing_warns():
-    """Otherwise a misspelled skip quantizes the layer that it was to protect, without a word."""
-    m = model()
-    with pytest.warns(
-        UserWarning,
-        match="skip='lm_heads' matches no nn.Linear; the model has layers.0.gate, .* and 2 more",
-    ):
-        fq.convert(m, recipes.mxfp8(), skip=["gate", "lm_heads"])
-    assert type(m.layers[0].gate) is nn.Linear and type(m.lm_head) is fq.Linear
+@pytest.mark.parametrize("pattern", ["lm_heads", nn.Conv2d], ids=str)
+def test_a_pattern_that_matches_nothing_is_one_error(pattern):
+    """Otherwise a misspelled skip quantizes the layer that it was to protect, and each argument
+    tells it otherwise."""
+    m, shown = model(), getattr(pattern, "__name__", repr(pattern))
+    says = f"{shown} matches no layer; the model has layers.0.gate, .* and 2 more"
+    with pytest.raises(ValueError, match="skip: " + says):
+        fq.convert(m, "mxfp8", skip=["gate", pattern])
+    with pytest.raises(ValueError, match="per_layer: " + says):
+        fq.convert(m, recipes.per_layer("mxfp8", {pattern: "nvfp4"}))
+    assert type(m.layers[0].gate) is nn.Linear
+    none = {lambda path, module: False: "nvfp4"}  # chooses none, as it may
+    fq.convert(m, recipes.per_layer("mxfp8", none), skip=["layers.0", *none])
+    assert not any("per_layer" in note for note in fq.plan(m).notes)
+    with pytest.raises(ValueError, match=f"layers: {shown} matches no layer; the model has "):
+        fq.inspect(m, layers=pattern)
 
 
 def test_a_model_without_linear_layers_is_refused():

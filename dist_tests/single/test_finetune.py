@@ -15,8 +15,8 @@ pytest.importorskip("peft")
 )
 def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeypatch, capsys):
     """If false, the tutorial's commands fail, or a base that should be codes trains in high
-    precision."""
-    plot = tmp_path / "curve.png"
+    precision; or --data is not what it is tuned on."""
+    plot, text = tmp_path / "curve.png", tmp_path / "text.txt"
     monkeypatch.setattr(
         finetune, "SIZES", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     )
@@ -34,8 +34,14 @@ def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeyp
             "5",
             "--plot",
             str(plot),
+            *(("--data", str(text)) if tune == "full" else ()),
         ],
     )
+    if tune == "full":
+        text.write_bytes(b"too short")
+        with pytest.raises(SystemExit, match="error: the text has 9 tokens; give at least 2,560"):
+            finetune.main()
+        text.write_bytes(bytes(range(32, 122)) * 40)
     finetune.main()
     table = {
         line.split()[0]: line.split()[1:]

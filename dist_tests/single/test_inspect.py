@@ -415,10 +415,10 @@ def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer(
         m = fq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), recipe)
         with fq.inspect(m, every=every) as log:
             m(values(32, 64, seed=0, dtype=torch.float32))  # step 0 is sampled
-            log._finish()
+            log.flush()
             with Measuring() as outputs:
                 m(values(32, 64, seed=0, dtype=torch.float32)).square().sum().backward()
-                log._finish()
+                log.flush()
         return outputs.count
 
     per_layer = [launched(every, 3) - launched(every, 2) for every in (1, 1000)]

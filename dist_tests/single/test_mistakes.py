@@ -103,9 +103,12 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
-    "a filter function as skip": Mistake(
-        lambda: fq.convert(net(), "mxfp8", skip=lambda module, name: False),
-        r"skip is <function.*names and globs of layers",
+    "a number as skip": Mistake(
+        lambda: fq.convert(net(), "mxfp8", skip=3), r"skip is 3; it takes names and globs of layers"
+    ),
+    "a filter function without a result": Mistake(
+        lambda: fq.convert(net(), "mxfp8", skip=lambda path, module: print(end="")),
+        r"skip: <lambda> returned no bool, but None",
     ),
     "a pattern's name as fuse": Mistake(
         lambda: fq.convert(net(), "mxfp8", fuse="mlp"),
@@ -173,7 +176,7 @@ MISTAKES = {
     ),
     "grouped matches nothing": Mistake(
         lambda: fq.convert(net(), "mxfp8", grouped="experts"),
-        "grouped='experts' matches no 3-D weight; the model has none",
+        r"grouped .*: 'experts' matches no layer; the model has none",
     ),
     "fuse matches nothing": Mistake(
         lambda: fq.convert(net(), "mxfp8", fuse=fq.MLPPattern("mlp")),

@@ -75,3 +75,37 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
     assert "none failed: KeyError" in first
     assert pretrain.main(["--table", str(kept), "--plot", str(drawn)]) == 0
     assert capsys.readouterr().out.strip() in first and drawn.stat().st_size > 1000
+
+
+def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch, capsys):
+    """If false, runs that are longer than a call measure another training."""
+    monkeypatch.setattr(pretrain, "INTERVAL", 2)
+    for i in range(60):
+        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
+    given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
+    given += ["--data", f"{tmp_path}/*.py"]
+    curves = []
+    for name, options in (("whole", []), ("parts", ["--checkpoint", str(tmp_path / "kept")])):
+        kept = tmp_path / f"{name}.json"
+        calls = [["--seconds", "0"], []] if options else [[]]
+        for limit in calls:
+            assert pretrain.main([*given, *options, *limit, "--json", str(kept)]) == 0
+        curves.append([row[:2] for row in json.loads(kept.read_text())["curve"]])
+    assert curves[0] == curves[1] and [step for step, _ in curves[0]] == [2, 4]
+    assert "fp8_delayed goes on in the next call" in capsys.readouterr().out
+    assert pretrain.main([*given, *options, "--json", str(kept)]) == 0
+    assert len(kept.read_text().splitlines()) == 1, "an arm that ended runs again"
+
+
+def test_speeds_are_matched_by_what_bf16_loses_in_fewer_steps():
+    """If false, a recipe that is fast and trains worse is called a gain."""
+    bases = [
+        run_of("bf16", 0.70, ms=10.0),
+        run_of("bf16@0.9", 0.72, steps=9, tokens=900, ms=10.0),
+    ]
+    same, worse = run_of("a", 0.70, ms=8.0), run_of("b", 0.71, ms=8.0)
+    ratio, matched = pretrain.speed(same, [*bases, same])
+    assert (ratio, round(matched, 9)) == (1.25, 1.25)
+    ratio, matched = pretrain.speed(worse, [*bases, worse])
+    assert (ratio, round(matched, 9)) == (1.25, 1.1875), "bf16 is there after 95 % of its steps"
+    assert pretrain.speed(same, [bases[0], same]) == (1.25, None)

@@ -25,7 +25,7 @@ SECTIONS = {
     "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
     "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "gradient_codes",
                 "saved_by_layer", "activation_memory"],
-    "Learning": ["pretrain", "learning", "example_training"],
+    "Learning": ["pretrain_350m", "pretrain", "learning", "example_training"],
 }  # fmt: skip
 
 HEAD = """\
@@ -85,12 +85,17 @@ def page() -> str:
             parts.append(table(m) + "\n")
             if m["notes"]:
                 parts.append("\n".join(f"- {note}" for note in m["notes"]) + "\n")
-            if name == "pretrain":
-                parts.append("![Validation loss and its gap to bf16](../pretrain.png)\n")
-                parts.append("![The same of three other seeds](../pretrain_seeds.png)\n")
+            parts += [f"![{text}](../{file})\n" for file, text in PLOTS.get(name, {}).items()]
     return "\n".join(parts)
 
 
+PLOTS = {
+    "pretrain": {
+        "pretrain.png": "Validation loss and its gap to bf16",
+        "pretrain_seeds.png": "The same of three other seeds",
+    },
+    "pretrain_350m": {"pretrain_350m.png": "Validation loss over bytes and over seconds of steps"},
+}
 # (arm, run) of llama3_8b. Runs were on different machines: each ratio is over bf16 of its run.
 PICTURED = (
     ("bf16, one CUDA graph", "3"),

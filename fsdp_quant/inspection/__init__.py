@@ -7,6 +7,7 @@ True
 """
 
 from .advise import Advice, Choice, study
+from .memory import Memory
 from .plan import GemmRow, ModelPlan, Traffic
 from .plan import diff as diff_plans
 from .plan import load as load_plan
@@ -19,6 +20,7 @@ __all__ = [
     "Choice",
     "GemmRow",
     "Inspection",
+    "Memory",
     "ModelPlan",
     "NativeSupport",
     "Receipt",

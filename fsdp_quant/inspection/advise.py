@@ -9,11 +9,17 @@ Quantize one layer in one candidate format and one direction; keep the rest in h
                parameters
 
 Choose each direction independently. Start with the cheapest candidate in every layer. Then move
-the layer with the largest reduction per byte to a wider format, until the sum of gaps is within
+the layer with the largest reduction per cost to a better format, until the sum of gaps is within
 `budget` and the root of the sum of squared errors is within `gradient_error`. Measure the whole
 recipe. If it exceeds a budget, scale the predicted budget down by the excess and choose again.
 
-cost: bytes per operand element of the three GEMMs, relative to bf16: (F + 2 B) / 6.
+cost, relative to bf16:
+
+    "time"   seconds on paper: each GEMM at the vendor's peak of its path (`gemm_domain`), and each
+             operand that is quantized read and written once at the peak of memory. No launches,
+             collectives, or work outside of linear layers: it ranks candidates, and predicts no
+             step. A layer that is too small to gain by codes stays in high precision.
+    "bytes"  per operand element of the three GEMMs: (F + 2 B) / 6. For memory and gathers.
 """
 
 from __future__ import annotations
@@ -32,26 +38,37 @@ from ..context import STEP
 from ..counters import counters
 from ..families import family_of
 from ..formats import IDENTITY
+from ..linear.plan import build_plan
+from ..linear.products import PRODUCTS
 from ..linear.training_steps import begin_step
 from ..models.convert import convert
 from ..models.progress import progress
 from ..models.set_recipe import converted_units, set_recipe
-from ..recipe import PerLayer, identity, matches, names, per_layer
+from ..ops.capability import arch_of, place_of
+from ..options import choice, integer
+from ..recipe import PerLayer, by_name, identity, names, per_layer
+from ..roles import Selector, matches
 from ..tensor import torch_compat
 
 HIGH = IDENTITY.name
-CANDIDATES = ("nvfp4", "mxfp8")
+CANDIDATES = ("nvfp4", "fp8_block", "mxfp8")
+TOKENS = 8192
 # A backward in mxfp8 has 0.03 in the first step of examples/train_lm.py and 0.006 after 60 steps,
 # one in nvfp4 0.11 and 0.03; that of the model of docs/diverging_run.md in nvfp4 has 0.25.
 GRADIENT_ERROR = 0.1
+# bf16 FLOP and bytes of memory per second, as vendors print them: A100, L40S, H100, B200, RTX 5090
+PEAKS = {"sm_80": (312e12, 2e12), "sm_89": (362e12, 0.86e12), "sm_90a": (989e12, 3.35e12)}
+PEAKS |= {"sm_100f": (2250e12, 8e12), "sm_120f": (209e12, 1.8e12)}
 ROUNDS = 8  # recipes to measure before falling back to high precision
 
 Loss = Callable[[nn.Module, object], Tensor]
+_Costs = dict[str, dict[str, float]]  # layer -> family -> cost
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The formats of one layer. gaps, errors: candidate -> error that it adds."""
+    """The formats of one layer. gaps, errors: candidate -> error that it adds. costs: of the layer,
+    and in high precision."""
 
     layer: str
     elements: int
@@ -59,10 +76,11 @@ class Choice:
     errors: dict[str, float]
     forward: str
     backward: str
+    costs: tuple[float, float]
 
     @property
     def cost(self) -> float:
-        return (_bytes(self.forward) + 2 * _bytes(self.backward)) / 6
+        return self.costs[0] / self.costs[1]
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,7 @@ class Advice:
     predicted, measured:  (loss gap, relative error of the gradient) of the whole recipe on the
                           batches.
     loss:    in high precision.
-    cost:    operand bytes relative to bf16, averaged over weight elements.
+    cost:    of all layers, relative to bf16. unit: of it.
     """
 
     recipe: PerLayer
@@ -83,11 +101,12 @@ class Advice:
     predicted: tuple[float, float]
     measured: tuple[float, float]
     budget: tuple[float, float]
+    unit: str
 
     @property
     def cost(self) -> float:
-        elements = sum(c.elements for c in self.choices)
-        return sum(c.cost * c.elements for c in self.choices) / elements
+        chosen, high = (sum(of) for of in zip(*(c.costs for c in self.choices)))
+        return chosen / high
 
     def __str__(self) -> str:
         candidates = list(self.choices[0].gaps)
@@ -111,7 +130,8 @@ class Advice:
             lines.append(
                 f"{label}: {measured:.3g} measured, {predicted:.3g} predicted, budget {budget:.3g}"
             )
-        return "\n".join([*lines, f"operands: {self.cost:.2f} of bf16's bytes", self.code])
+        lines.append(f"linear layers: {self.cost:.2f} of bf16's {self.unit}")
+        return "\n".join([*lines, self.code])
 
 
 def advise(
@@ -121,8 +141,11 @@ def advise(
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
     gradient_error: float = GRADIENT_ERROR,
-    skip: Iterable[str] = (),
+    skip: Selector | Iterable[Selector] = (),
     say: Callable[[str], object] = print,
+    cost: str = "time",
+    on: str | None = None,
+    tokens: int = TOKENS,
 ) -> PerLayer:
     """Find the cheapest `per_layer` recipe within `budget` of high precision's loss, and report its
     costs through `say`.
@@ -130,12 +153,15 @@ def advise(
     model:           before or after `fq.convert`, in one process; it is copied, and stays as it is.
     batches:         a few; each is measured 1 + 2 x layers x candidates times.
     budget:          of the loss on the batches, in its units.
-    candidates:      families of formats ("mxfp8", "nvfp4", "fp8_block", ...); high precision is
-                     always one.
+    candidates:      families of formats ("mxfp8", "nvfp4", "fp8_block", ...), any number; high
+                     precision is always one.
     loss:            (model, batch) -> scalar. Default: `.loss` of what the model returns for the
                      batch.
     gradient_error:  budget of the gradient's relative error.
     skip:            as of `fq.convert`.
+    cost:            "time" on paper, or "bytes" of operands: see `inspection.advise`.
+    on, tokens:      for "time": the GPU ("sm_90a", docs/targets.md; default: this machine's, else
+                     "sm_90a"), and the tokens of a rank's micro-batch.
 
     Runs in evaluation mode, without dropout. `study` returns the numbers too.
     Raises ValueError for a model under `fully_shard`, no batches, unknown candidates, and a loss
@@ -147,7 +173,7 @@ def advise(
     >>> recipe = fq.advise(model, batches, budget=1.0, loss=loss, **options)
     >>> model = fq.convert(model, recipe)
     """
-    advice = study(model, batches, budget, candidates, loss, gradient_error, skip)
+    advice = study(model, batches, budget, candidates, loss, gradient_error, skip, cost, on, tokens)
     say(str(advice))
     return advice.recipe
 
@@ -159,7 +185,10 @@ def study(
     candidates: Sequence[str] = CANDIDATES,
     loss: Loss | None = None,
     gradient_error: float = GRADIENT_ERROR,
-    skip: Iterable[str] = (),
+    skip: Selector | Iterable[Selector] = (),
+    cost: str = "time",
+    on: str | None = None,
+    tokens: int = TOKENS,
 ) -> Advice:
     """Choose the recipe of `advise`, and return it with its measurements."""
     batches = list(batches)
@@ -181,6 +210,9 @@ def study(
             "advise copies the model, and fully_shard has it: call it in one process, before "
             "fully_shard"
         )
+    choice("time", "bytes").read("advise: cost", cost)
+    arch = _arch(on) if cost == "time" else None
+    tokens = integer(1).read("advise: tokens", tokens)
     probe = copy.deepcopy(model).eval()
     with counters.uncounted():
         if converted_units(probe):
@@ -188,18 +220,22 @@ def study(
         else:
             convert(probe, identity(), skip)
         begin_step(STEP.step, STEP.micro_batch, model=probe)  # and stays there
-        return _Study(probe, batches, loss or _own_loss, candidates).advice(budget, gradient_error)
+        units, families = converted_units(probe), [*candidates, HIGH]
+        costs = [
+            {n: {f: _cost(of, f, step, arch, tokens) for f in families} for n, of in units.items()}
+            for step in range(2)
+        ]
+        found = _Study(probe, batches, loss or _own_loss, costs)
+        return found.advice(budget, gradient_error, arch and f"time on {arch}" or "bytes")
 
 
 class _Study:
-    def __init__(self, probe: nn.Module, batches: list, loss: Loss, candidates: list[str]):
+    def __init__(self, probe: nn.Module, batches: list, loss: Loss, costs: list[_Costs]):
         self.probe, self.batches, self.loss = probe, batches, loss
         self.parameters = [p for p in probe.parameters() if p.requires_grad]
-        self.elements = {
-            name: sum(layer.weight.numel() for layer in layers)
-            for name, layers in converted_units(probe).items()
-        }
-        self.candidates = sorted([*candidates, HIGH], key=_bytes)  # the cheapest first
+        units = converted_units(probe)
+        self.elements = {n: sum(m.weight.numel() for m in of) for n, of in units.items()}
+        self.forward, self.backward = costs
         self.losses = [self._loss(batch) for batch in batches]
         self.base = sum(self.losses) / len(batches)
         if not math.isfinite(self.base):
@@ -208,9 +244,9 @@ class _Study:
                 f"batches whose loss is finite"
             )
 
-    def advice(self, budget: float, gradient_error: float) -> Advice:
+    def advice(self, budget: float, gradient_error: float, unit: str) -> Advice:
         gaps, errors = ({name: {HIGH: 0.0} for name in self.elements} for _ in range(2))
-        pairs = [(n, family) for n in self.elements for family in self.candidates if family != HIGH]
+        pairs = [(n, family) for n, of in self.forward.items() for family in of if family != HIGH]
         for name, family in progress(pairs, "fq.advise: forward"):
             gaps[name][family] = abs(self._gap({name: (family, HIGH)}))
         backwards = [{name: (HIGH, family)} for name, family in pairs]
@@ -218,8 +254,8 @@ class _Study:
             errors[name][family] = error
         limits = budgets = budget, gradient_error
         for _ in range(ROUNDS):
-            forward = self._chosen(gaps, limits[0], sum)
-            backward = self._chosen(errors, limits[1], _norm)
+            forward = self._chosen(gaps, limits[0], sum, self.forward)
+            backward = self._chosen(errors, limits[1], _norm, self.backward)
             formats = {name: (forward[name], backward[name]) for name in self.elements}
             predicted = (
                 sum(gaps[n][f] for n, (f, _) in formats.items()),
@@ -238,24 +274,30 @@ class _Study:
             predicted = measured = 0.0, 0.0
         recipe, code = _recipe(formats)
         choices = tuple(
-            Choice(n, self.elements[n], gaps[n], errors[n], f, b) for n, (f, b) in formats.items()
+            Choice(n, self.elements[n], gaps[n], errors[n], f, b, self._costs(n, f, b))
+            for n, (f, b) in formats.items()
         )
-        return Advice(recipe, code, choices, self.base, predicted, measured, budgets)
+        return Advice(recipe, code, choices, self.base, predicted, measured, budgets, unit)
+
+    def _costs(self, name: str, *families: str) -> tuple[float, float]:
+        of_layer = self.forward[name], self.backward[name]
+        chosen = sum(costs[family] for costs, family in zip(of_layer, families))
+        return chosen, sum(costs[HIGH] for costs in of_layer)
 
     def _chosen(
-        self, harms: dict[str, dict[str, float]], budget: float, total: Callable
+        self, harms: dict[str, dict[str, float]], budget: float, total: Callable, costs: _Costs
     ) -> dict[str, str]:
-        """Choose a family per layer: start with the cheapest, then widen the layer with the largest
-        reduction of `harms` per byte."""
-        chosen = dict.fromkeys(harms, self.candidates[0])
+        """Choose a family per layer: start with the cheapest, then move the layer with the largest
+        reduction of `harms` per cost."""
+        chosen = {n: min(of, key=lambda f: (of[f], harms[n][f])) for n, of in costs.items()}
         while total([harms[n][f] for n, f in chosen.items()]) > budget:
             moves = []
             for name, family in chosen.items():
-                for better in self.candidates[self.candidates.index(family) + 1 :]:
+                for better in costs[name]:
                     gain = harms[name][family] - harms[name][better]
-                    paid = self.elements[name] * (_bytes(better) - _bytes(family))
+                    paid = costs[name][better] - costs[name][family]
                     if gain > 0:
-                        moves.append((gain / max(paid, 1e-9), name, better))
+                        moves.append((gain / max(paid, 1e-18), name, better))
             if not moves:
                 break  # what is left harms no more than high precision
             _, name, better = max(moves)
@@ -328,8 +370,37 @@ def _norm(values: Iterable[float]) -> float:
     return math.hypot(*values)
 
 
-def _bytes(family: str) -> float:
-    return family_of(family).vector.bytes_per_element()
+def _arch(on: str | None) -> str:
+    """Return the GPU to estimate for. Raises ValueError for one without peaks."""
+    default = "cuda" if torch.cuda.is_available() else "sm_90a"
+    arch = arch_of(place_of(default if on is None else on))
+    if arch not in PEAKS:
+        raise ValueError(f"advise: on={arch!r} has no peaks; wanted one of {', '.join(PEAKS)}")
+    return arch
+
+
+def _cost(layers: Sequence, family: str, step: int, arch: str | None, tokens: int) -> float:
+    """Return what a family costs in the forward (step 0) or the backward (1) of layers, of which
+    each has its share of the tokens. arch: None counts bytes."""
+    (n, k), count = layers[0].runtime.weight_state.shape[-2:], len(layers)
+    if arch is None:
+        return family_of(family).vector.bytes_per_element() * n * k * count * (1 + step)
+    recipe = by_name(f"{HIGH}/{family}" if step else f"{family}/{HIGH}")
+    planned = build_plan(recipe, "linear").on(torch.bfloat16, arch)
+    sizes = {"input": tokens * k, "weight": n * k * count, "grad_output": tokens * n}
+    (flops, bandwidth), seconds = PEAKS[arch], 0.0
+    for product in PRODUCTS[1:] if step else PRODUCTS[:1]:
+        domain, _ = planned.domain(product, torch.bfloat16, arch)
+        operands, is_fast = (product.a, product.b), domain in ("native", "anchored")
+        coded = [o for o in operands if planned.operand(*o).is_quantized]
+        in_4_bits = domain == "native" and planned.operand(*product.a).bits == 4
+        rate = (4 if in_4_bits else 2) if coded and is_fast else 1
+        rate = 1 / 16 if domain == "reference" else rate  # a product in fp32
+        seconds += 2 * tokens * n * k / (flops * rate)
+        for slot, direction in coded:
+            moved = 2 + planned.operand(slot, direction).bytes_per_element()
+            seconds += sizes[slot] * moved * (1 if is_fast else 2) / bandwidth  # or decoded again
+    return seconds
 
 
 def _recipe(formats: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the modules to observe, and read the rows per layer of a call that a forward hook sees."""
+"""Select the modules to observe, plan them for another recipe, and read the rows per layer of a
+call that a forward hook sees."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ from torch import Tensor, nn
 
 from ..linear.grouped_linear import GroupedLinear, sizes_of
 from ..linear.linear import Linear
+from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import tokens_of
-from ..models.set_recipe import converted_units
-from ..recipe import matches
+from ..models.set_recipe import converted_units, of_model
+from ..recipe import PerLayer, Recipe, as_recipe
+from ..roles import Selector, selected, selectors_of
 from ..tensor import torch_compat
 from ..tensor.torch_compat import local_of
 
 Unit = tuple[str, nn.Module, Sequence[Linear]]
 
 
-def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> list[Unit]:
+def units_of(model: nn.Module, patterns: Selector | Iterable[Selector] | None = None) -> list[Unit]:
     """Return (name, module to hook, its layers) of `converted_units`.
 
-    patterns:  of the units to return (`roles.matches`), one or several. None: all.
+    patterns:  of the units to return (`roles.Selector`), one or several. None: all.
 
     Raises ValueError for a pattern without layers.
     """
@@ -32,14 +35,29 @@ def units_of(model: nn.Module, patterns: str | Iterable[str] | None = None) -> l
     ]
     if patterns is None:
         return units
-    selected: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name for name, _, _ in units if matches(pattern, name, inside=True)}
-        if not matching:
-            names = ", ".join(name for name, _, _ in units[:5])
-            raise ValueError(f"layers: {pattern!r} matches no layer; the model has {names}")
-        selected |= matching
-    return [unit for unit in units if unit[0] in selected]
+    names = [unit[0] for unit in units]
+    modules = {n.replace("_orig_mod.", ""): m for n, m in model.named_modules()}
+    of_patterns = (selected("layers", p, names, modules) for p in selectors_of("layers", patterns))
+    wanted = {name for hits in of_patterns for name in hits}
+    return [unit for unit in units if unit[0] in wanted]
+
+
+def plans_of(
+    model: nn.Module, units: list[Unit], what_if: Recipe | PerLayer | str
+) -> dict[str, GemmPlan]:
+    """Return the plan per unit that another recipe would give it."""
+    recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
+    names = [name for name, _, _ in units]
+    recipes = of_model(recipe, names, model).for_layers(names)
+    plans = {}
+    for (name, _, layers), of_layer in zip(units, recipes):
+        plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)
+        if planned.is_delayed or planned.weight.delayed_directions:
+            raise ValueError(
+                f"inspect: what_if is {of_layer}, whose delayed scales follow the history of a run "
+                "with it; give a recipe that scales by current amaxes, such as 'fp8_current'"
+            )
+    return plans
 
 
 def call_of(

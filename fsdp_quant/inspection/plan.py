@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..formats import COLUMNWISE, ROWWISE, Direction, round_up
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
 from ..linear.plan import PRODUCTS, GemmPlan
@@ -22,18 +21,19 @@ from ..models.convert import ids_of_embeddings
 from ..models.fuse import fused_notes
 from ..models.multihead_attention import MultiheadAttention
 from ..models.packed_experts import are_sharded, kind_of
+from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
 from ..models.transposed_linear import TransposedLinear
-from ..ops.capability import arch_of
+from ..ops.capability import Place, arch_of, place_of
 from ..parallel.expert_parallel import describe_experts
 from ..parallel.sequence import describe
 from ..recipe import default_override
 from ..roles import OVERRIDE_VARIABLE
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.gathered_weight import cuts_of, gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
 from ..training.gradient_reduction import reduced_bytes
+from .memory import Memory, by_group, gathered_bytes, gathers_once, memory_of, plain_bytes
 
 # Parameters of two or three dims that no GEMM reads, by class of their module and by name.
 LOOKED_UP, ADDED = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d), ("bias", "embed", "token")
@@ -94,6 +94,7 @@ class ModelPlan:
     traffic:          predicted time of FSDP2's collectives, if `bandwidth` was given.
     gradient_bytes:   bytes of gradients (to owners of shards, between copies), if each backward
                       reduces them.
+    memory:           bytes that a rank holds, if `on` or `tokens` was given.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
@@ -103,6 +104,7 @@ class ModelPlan:
     notes: list[str] = field(default_factory=list)
     traffic: Traffic | None = None
     gradient_bytes: tuple[int, int] = (0, 0)
+    memory: Memory | None = None
 
     @property
     def gathered_bytes(self) -> tuple[int, int]:
@@ -147,8 +149,7 @@ class ModelPlan:
         if any(self.gradient_bytes):
             shards, copies = self.gradient_bytes
             lines.append(f"gradients a step: {shards:,} B to shards, {copies:,} B between copies")
-        if self.traffic is not None:
-            lines.append(str(self.traffic))
+        lines += [str(part) for part in (self.traffic, self.memory) if part is not None]
         return "\n".join(lines + self.notes)
 
     def facts(self) -> dict:
@@ -159,7 +160,7 @@ class ModelPlan:
     def of_facts(cls, facts: dict) -> ModelPlan:
         """Return the plan whose `facts` these are. Raises ValueError for other JSON."""
         try:
-            traffic = _with_tuples(facts.get("traffic") or {})
+            traffic, memory = _with_tuples(facts.get("traffic") or {}), facts.get("memory")
             return cls(
                 [GemmRow(**_with_tuples(row)) for row in facts["gemms"]],
                 _with_tuples(facts["weight_bytes"]),
@@ -168,6 +169,7 @@ class ModelPlan:
                 list(facts["notes"]),
                 Traffic(**traffic) if traffic else None,
                 tuple(facts.get("gradient_bytes", (0, 0))),
+                Memory(**memory) if memory else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -228,9 +230,7 @@ def _described(row: GemmRow | None) -> str:
     return f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
 
 
-def gemm_rows(
-    name: str, planned: GemmPlan, dtype: torch.dtype, device: torch.device
-) -> list[GemmRow]:
+def gemm_rows(name: str, planned: GemmPlan, dtype: torch.dtype, device: Place) -> list[GemmRow]:
     """Return the rows of the three GEMMs of `dtype` activations of the module `name`."""
     rows = []
     for product in PRODUCTS:
@@ -246,6 +246,8 @@ def plan(
     dtype: torch.dtype | None = None,
     bandwidth: float | tuple[float, float] | None = None,
     latency: float = 0.0,
+    on: Place | None = None,
+    tokens: int | None = None,
 ) -> ModelPlan:
     """Plan every GEMM of the converted modules of `model`, without running anything.
 
@@ -253,21 +255,23 @@ def plan(
     bandwidth:  bytes per second that each rank receives; for HSDP (within a replica, between
                 replicas). Adds the time of FSDP2's collectives (`ModelPlan.traffic`).
     latency:    seconds per collective, added to its transfer time.
-    Raises ValueError for a model without converted modules, and for a bandwidth that is not
-    positive.
+    on:         where the model will run: a device, or a GPU that need not be here, with compiled
+                kernels ("sm_90a", docs/targets.md). Default: where its weights are. It may be on
+                the meta device.
+    tokens:     of a rank's micro-batch. `on` and `tokens` add the memory (`inspection.Memory`).
+
+    Raises ValueError for a model without converted modules, for a bandwidth that is not positive,
+    and for an unknown GPU.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8/nvfp4")
     >>> print(fq.plan(model))                                 # on a CPU
     fprop               mxfp8 x mxfp8              reference (the result is float32)  [0]
     dgrad            nvfp4+SR x nvfp4              reference (the result is float32)  [0]
     wgrad       nvfp4(RHT)+SR x nvfp4(RHT)         reference (the result is float32)  [0]
+    >>> fq.plan(model, torch.bfloat16, on="sm_100f").gemms[0].reason
+    'sm_100f multiplies them, accumulated in fp32'
     """
-    links = (bandwidth, bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
-    if links is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
-        raise ValueError(
-            f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair "
-            "of them (inside a copy, between copies), and seconds"
-        )
+    links = _links(bandwidth, latency)
     modules = converted_modules(model)
     if not modules:
         raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
@@ -280,9 +284,14 @@ def plan(
         m = by_state.get(id(layer._weight_state))
         return dtype or (m.param_dtype if m else layer.weight.dtype)
 
-    result = ModelPlan(notes=_notes(model, modules.values(), dtype, dtype_of))
+    place = None if on is None else _known_place(on)
+
+    def runs(layer: Linear) -> tuple[torch.dtype, Place]:
+        return dtype_of(layer), place or layer.weight.device
+
+    result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs, place))
     for name, module in modules.items():
-        activations, device = dtype_of(module), module.weight.device
+        activations, device = runs(module)
         planned = module.plan_on(activations, device)
         result.gemms += gemm_rows(name, planned, activations, device)
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
@@ -291,7 +300,7 @@ def plan(
     if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
-        pair = gathered_bytes(m, _gathers_once(m, roots))
+        pair = gathered_bytes(m, gathers_once(m, roots))
         if isinstance(m.local, FSDPHooks):
             owner, attribute = m.owners[0]
             result.weight_bytes[f"{names[owner]}.{attribute}".lstrip(".")] = pair
@@ -299,55 +308,34 @@ def plan(
         else:
             forward, backward = result.other_bytes
             result.other_bytes = forward + pair[0], backward + pair[1]
+    if on is not None or tokens is not None:
+        active = _experts_per_token(model) or 1
+        result.memory = memory_of(model, managed, roots, active, runs, tokens)
     return result
 
 
-def _by_group(managed: list[ManagedParam]) -> Iterable[list[ManagedParam]]:
-    groups: dict[int, list[ManagedParam]] = defaultdict(list)
-    for m in managed:
-        groups[id(m.group)].append(m)
-    return groups.values()
+def _known_place(on: Place) -> Place:
+    place = place_of(on)
+    if isinstance(place, torch.device) and place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"plan(on={on!r}): this machine has no GPU; name one, such as 'sm_90a'")
+    return place
+
+
+def _links(
+    bandwidth: float | tuple[float, float] | None, latency: float
+) -> tuple[float, float] | None:
+    links = (bandwidth, bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+    if links is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
+        raise ValueError(
+            f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair "
+            "of them (inside a copy, between copies), and seconds"
+        )
+    return links
 
 
 def _gradient_bytes(managed: list[ManagedParam]) -> tuple[int, int]:
-    pairs = [reduced_bytes(params) for params in _by_group(managed)]
+    pairs = [reduced_bytes(params) for params in by_group(managed)]
     return sum(shards for shards, _ in pairs), sum(copies for _, copies in pairs)
-
-
-def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
-    return m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
-
-
-def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    """Return the (forward, backward) bytes of the all-gather output of one parameter.
-
-    once:  the parameter stays unsharded between forward and backward.
-    """
-    local = m.local
-    if not isinstance(local, FSDPHooks):
-        return _plain_bytes(m, once)
-    state, quantizer = local.state, local.state.matrices[0].quantizer
-
-    def size(needs: frozenset[Direction]) -> int:
-        total = 0
-        for d in gathered_directions(quantizer, needs):
-            buffers = wire_buffers(
-                quantizer.encodings[d], cuts_of(m), m.global_shape, m.param_dtype
-            )
-            total += gathered_size(buffers, m.world_size)
-        return total
-
-    both = frozenset(Direction)
-    if once:
-        return size(both), 0
-    backward = both if state.is_recomputed else frozenset({COLUMNWISE})
-    return size(frozenset({ROWWISE})), size(backward)
-
-
-def _plain_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    rows = round_up(m.global_shape[0], m.world_size)
-    size = rows * m.global_shape[1:].numel() * m.param_dtype.itemsize
-    return size, 0 if once else size
 
 
 def _traffic(
@@ -357,13 +345,13 @@ def _traffic(
     gather, in_16_bit, reduce = [0.0, 0.0], [0.0, 0.0], 0.0
     groups: dict[int, tuple[bool, int]] = {}
     for m in managed:
-        once, received = _gathers_once(m, roots), (m.world_size - 1) / m.world_size
+        once, received = gathers_once(m, roots), (m.world_size - 1) / m.world_size
         groups[id(m.group)] = once, m.copies
-        codes, plain = gathered_bytes(m, once), _plain_bytes(m, once)
+        codes, plain = gathered_bytes(m, once), plain_bytes(m, once)
         for i in range(2):
             gather[i] += codes[i] * received / inside
             in_16_bit[i] += plain[i] * received / inside
-    for params in _by_group(managed):
+    for params in by_group(managed):
         ranks, copies = params[0].world_size, params[0].copies
         to_shards, to_copies = reduced_bytes(params)
         reduce += to_shards * (ranks - 1) / ranks / inside
@@ -380,7 +368,8 @@ def _notes(
     model: nn.Module,
     layers: Iterable[Linear],
     dtype: torch.dtype | None,
-    dtype_of: Callable[[Linear], torch.dtype],
+    runs: Callable[[Linear], tuple[torch.dtype, Place]],
+    place: Place | None,
 ) -> list[str]:
     """Return sentences about backward modes, boundary slots, attention, experts, fused modules and
     GEMMs in high precision."""
@@ -404,19 +393,28 @@ def _notes(
         )
     for name, module in named:
         if isinstance(module, GroupedLinear):
-            notes.append(f"{name}: {_experts_note(module, dtype_of(module.layers[0]))}")
+            notes.append(f"{name}: {_experts_note(module, *runs(module.layers[0]))}")
         exchanged = describe_experts(module, dtype or torch.bfloat16)
         if exchanged is not None:
             notes.append(f"{name}: {exchanged}")
-    notes += [*fused_notes(model), *_high_precision_notes(model)]
+    notes += [*_named_notes(model), *fused_notes(model), *_high_precision_notes(model)]
     shared = Counter(filter(None, map(describe, layers)))
     return notes + [f"{sentence}  [{count} modules]" for sentence, count in shared.items()]
 
 
-def _experts_note(module: GroupedLinear, dtype: torch.dtype) -> str:
-    why = module.unsupported_reason(dtype, module.layers[0].weight.device)
+def _named_notes(model: nn.Module) -> list[str]:
+    """Return a sentence per pattern of `fq.recipes.per_layer`: the layers that it chose for."""
+    chosen: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, (layer, *_) in converted_units(model).items():
+        if layer.runtime.rule is not None:
+            chosen[layer.runtime.rule, layer.recipe.name].append(name)
+    return [f"per_layer: {rule} is {r}  [{_counted(names)}]" for (rule, r), names in chosen.items()]
+
+
+def _experts_note(module: GroupedLinear, dtype: torch.dtype, place: Place) -> str:
+    why = module.unsupported_reason(dtype, place)
     how = "all in one product" if why is None else f"one after the other ({why})"
-    if why is None and module.decodes:
+    if why is None and module.decodes_on(place):
         how += " of values that their codes decode to, in bf16"
     return f"{len(module.layers)} experts, {how}"
 
@@ -424,15 +422,14 @@ def _experts_note(module: GroupedLinear, dtype: torch.dtype) -> str:
 def _high_precision_notes(model: nn.Module) -> list[str]:
     """Return a sentence per kind of module with GEMMs in high precision: its share of multiply-adds
     per token."""
-    routers = (getattr(m, "top_k", None) for m in model.modules())
-    routed = next((top_k for top_k in routers if isinstance(top_k, int)), None)
+    routed = _experts_per_token(model)
     embeddings = ids_of_embeddings(model)
     quantized = {
         id(m._parameters.get(getattr(m, "source", "weight")))
         for m in model.modules()
         if isinstance(m, (Linear, GroupedLinear, TransposedLinear))
     }
-    others: dict[str, float] = defaultdict(float)
+    others: dict[str, list[tuple[str, float]]] = defaultdict(list)
     total = 0.0
     for name, module, attribute, p in _multiplied_parameters(model):
         work = p.numel() if p.dim() == 2 else p.numel() / len(p) * min(routed or len(p), len(p))
@@ -444,11 +441,18 @@ def _high_precision_notes(model: nn.Module) -> list[str]:
             if kind_of(module) and are_sharded(module):
                 kind += ", which fq.convert quantizes before fully_shard"
             last = f"{name.rpartition('.')[2]}.{attribute}".lstrip(".")
-            others[f"{last} of {kind}"] += work
-    return [
-        f"in high precision: {kind}, {work / total:.1%} of a token's multiply-adds"
-        for kind, work in sorted(others.items(), key=lambda item: -item[1])
-    ]
+            others[f"{last} of {kind}"].append((name, work))
+    notes = []
+    for kind, rows in sorted(others.items(), key=lambda item: -sum(work for _, work in item[1])):
+        share = sum(work for _, work in rows) / total
+        counted = f"  [{_counted([name for name, _ in rows])}]" * (len(rows) > 1)
+        notes.append(f"in high precision: {kind}, {share:.1%} of a token's multiply-adds{counted}")
+    return notes
+
+
+def _experts_per_token(model: nn.Module) -> int | None:
+    routers = (getattr(m, "top_k", None) for m in model.modules())
+    return next((top_k for top_k in routers if isinstance(top_k, int)), None)
 
 
 def _multiplied_parameters(

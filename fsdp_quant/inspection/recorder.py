@@ -48,11 +48,13 @@ from ..counters import counters
 from ..formats import IDENTITY, Direction
 from ..linear.linear import Linear
 from ..linear.operands import slot_key
-from ..linear.plan import GemmPlan, build_plan
+from ..linear.passes import steps_of
+from ..linear.plan import GemmPlan
 from ..models.steps import converted_modules
 from ..options import flag, function, integer
 from ..quantizer import HybridQuantizer, Quantizer
-from ..recipe import PerLayer, Recipe, as_recipe
+from ..recipe import PerLayer, Recipe
+from ..roles import Selector
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -68,7 +70,7 @@ from ..tensor.weight_state import (
     storage_of,
     values_of,
 )
-from .calls import Unit, call_of, rows_by_layer, units_of
+from .calls import call_of, plans_of, rows_by_layer, units_of
 from .dump import Dump
 from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
 from .plan import plan
@@ -101,7 +103,7 @@ class Inspection:
         evaluation: bool,
         what_if: Recipe | PerLayer | str | None,
         dump: str | Path | None,
-        layers: str | Sequence[str] | None,
+        layers: Selector | Sequence[Selector] | None,
     ):
         every = integer(1).read("inspect: every, a number of steps,", every)
         first_step = integer(0).read("inspect: first_step", first_step)
@@ -119,7 +121,7 @@ class Inspection:
         self.in_forward = False  # a sampled step's forward is running
         self._units = functools.partial(units_of, model, layers)
         units = self._units()
-        self._what_if = {} if what_if is None else _plans(units, what_if)
+        self._what_if = {} if what_if is None else plans_of(model, units, what_if)
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
@@ -144,7 +146,7 @@ class Inspection:
             return
         self._undo.pop()()
         self._leave_eager()
-        self._finish()
+        self.flush()
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
         if not self._num_forwards:
@@ -190,9 +192,10 @@ class Inspection:
             return
         if torch_compat.backward_is_running() or STEP.is_captured:
             return
-        self._finish()
+        self.flush()
         self._num_forwards += 1
-        self._step = STEP.step if STEP.counted_by_hand and trains else self._next
+        steps = steps_of(self.model)
+        self._step = steps.number if steps.is_by_hand and trains else self._next
         self._next += 1
         if self._step % self.every == 0 and self._sampled != self._step:
             self._sampled = self._step
@@ -206,15 +209,16 @@ class Inspection:
             self.in_forward = False
             self._observe("the weights", self._measure_weights)
             if self.evaluation:
-                self._finish()
+                self.flush()
 
     def _leave_eager(self) -> None:
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
 
-    def _finish(self) -> None:
-        """Copy the statistics of the sampled step to the host, and report them."""
+    def flush(self) -> None:
+        """Copy the statistics of the sampled step, whose backward has run, to the host, and report
+        them; else the next forward does."""
         for undo in self._hooks:
             undo()
         self._hooks, latest = [], self.latest
@@ -377,7 +381,7 @@ def inspect(
     evaluation: bool = False,
     what_if: Recipe | PerLayer | str | None = None,
     dump: str | Path | None = None,
-    layers: str | Sequence[str] | None = None,
+    layers: Selector | Sequence[Selector] | None = None,
 ) -> Inspection:
     """Measure quantization errors of the model's tensors: `with fq.inspect(model) as log:`, or
     start() and stop().
@@ -394,7 +398,7 @@ def inspect(
     what_if:     another recipe, whose SQNR of the same tensors is measured too.
     dump:        folder for the tensors of sampled steps and their codes, a safetensors file per
                  step, layer and rank (`inspection.dump`).
-    layers:      name or glob of the layers to inspect, or several; default: all.
+    layers:      to inspect, as `skip` of `fq.convert` names them; default: all.
 
     numbers:  "layer/slot/amax" and "/norm" of the slots input, weight, grad_output, output and
               grad_input, "layer/weight/grad_norm" and "/grad_amax", and per quantized direction
@@ -416,21 +420,6 @@ def inspect(
     1.0
     """
     return Inspection(model, every, path, on_record, first_step, evaluation, what_if, dump, layers)
-
-
-def _plans(units: list[Unit], what_if: Recipe | PerLayer | str) -> dict[str, GemmPlan]:
-    """Return the plan per unit that another recipe would give it."""
-    recipe = as_recipe(what_if, "inspect: what_if", Recipe, PerLayer)
-    recipes = recipe.for_layers([name for name, _, _ in units])
-    plans = {}
-    for (name, _, layers), of_layer in zip(units, recipes):
-        plans[name] = planned = build_plan(of_layer, name, module_type=layers[0].module_type)
-        if planned.is_delayed or planned.weight.delayed_directions:
-            raise ValueError(
-                f"inspect: what_if is {of_layer}, whose delayed scales follow the history of a run "
-                "with it; give a recipe that scales by current amaxes, such as 'fp8_current'"
-            )
-    return plans
 
 
 def _measured(sample: Sample) -> Measured:

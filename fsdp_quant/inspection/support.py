@@ -10,7 +10,7 @@ import torch
 from ..formats import Direction
 from ..linear.plan import build_plan
 from ..ops import native
-from ..ops.capability import arch_of
+from ..ops.capability import Place, arch_of, place_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
 from ..roles import QUANTIZED_TYPES
 
@@ -33,30 +33,33 @@ class NativeSupport:
 
 def is_native(
     recipe: Recipe | PerLayer | Schedule | str,
-    device: torch.device | str | int | None = None,
+    device: Place | int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> NativeSupport:
     """Return whether kernels of a device quantize every tensor of a linear layer under a recipe,
     and its tensor cores multiply every pair of operands, with the reasons if not.
 
     recipe:  also by name; of a recipe per layer or per step, every one.
-    device:  default: the current GPU, without one the CPU.
+    device:  default: the current GPU, without one the CPU; or a GPU that need not be here
+             ("sm_90a", docs/targets.md).
     dtype:   of activations.
 
     Answers what `fq.plan` would print of a converted layer and what `require_native=True` accepts,
     and what `python -m fsdp_quant doctor` says of quantizers. Nothing runs.
 
-    Raises ValueError for anything that is no recipe.
+    Raises ValueError for anything that is no recipe, and for an unknown GPU.
 
     >>> bool(fq.is_native("bf16", "cpu")), bool(fq.is_native("mxfp8", "cpu"))
     (True, False)
+    >>> print(fq.is_native("mxfp8", "sm_90a"))
+    native
     >>> print(fq.is_native("mxfp8", "cpu").reasons[-1])
     mxfp8 is quantized by the PyTorch reference: the device is cpu, not CUDA
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    place = place_of(device)
+    if not isinstance(place, str) and place.type == "cuda" and not torch.cuda.is_available():
         return NativeSupport(("this machine has no CUDA device",))
     recipes = [r for phase in as_recipe(recipe, "is_native").phases for r in _recipes_of(phase)]
     reasons = (reason for one in recipes for reason in _fallbacks(one, dtype, place))
@@ -71,7 +74,7 @@ def _recipes_of(phase: Recipe | PerLayer) -> list[Recipe]:
     return [phase.default, *(recipe for _, recipe in (*phase.named, *ends))]
 
 
-def _fallbacks(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> list[str]:
+def _fallbacks(recipe: Recipe, dtype: torch.dtype, device: Place) -> list[str]:
     planned = build_plan(recipe, "linear").on(dtype, device)
     reasons = []
     for product, domain, reason in planned.slower_products(dtype, arch_of(device)):

@@ -26,6 +26,8 @@ class FabricPrecision(fabric.Precision):
                 already converted.
     precision:  of everything else: "32-true", "bf16-true" or "bf16-mixed". Under `fully_shard`:
                 "32-true", and its `MixedPrecisionPolicy`.
+    allow_recipe_change:  load a state of another recipe; the Trainer goes on with a checkpoint that
+                          was trained without this plugin.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     `state_dict()` is `fq.state_dict` of all ranks: save it with `fabric.save`, and pass it to
@@ -38,6 +40,8 @@ class FabricPrecision(fabric.Precision):
         self,
         recipe: Recipe | PerLayer | Schedule | str | None = None,
         precision: str = "32-true",
+        *,
+        allow_recipe_change: bool = False,
         **convert_options,
     ):
         if precision not in ("32-true", "bf16-true", "bf16-mixed"):
@@ -45,6 +49,7 @@ class FabricPrecision(fabric.Precision):
                 f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}"
             )
         self.recipe, self.precision, self.convert_options = recipe, precision, convert_options
+        self.allow_recipe_change = allow_recipe_change
         self._plain = plain = fabric.Precision()
         if precision == "bf16-true":
             self._plain = plain = fabric.HalfPrecision("bf16-true")
@@ -77,7 +82,7 @@ class FabricPrecision(fabric.Precision):
         return TrainingState(self._model).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        TrainingState(self._model).load_state_dict(state_dict)
+        TrainingState(self._model, self.allow_recipe_change).load_state_dict(state_dict)
 
 
 class Precision(trainer.Precision, FabricPrecision):
@@ -88,6 +93,9 @@ class Precision(trainer.Precision, FabricPrecision):
 
     The model is converted after `configure_model`, which may have sharded it. Steps are the
     Trainer's optimizer steps, and its checkpoints hold the state.
+
+    Raises ValueError at a resume from a checkpoint without the state, or of another recipe, unless
+    allow_recipe_change=True.
     """
 
     def __init__(self, *args, hold: bool | None = None, **kwargs):
@@ -108,6 +116,13 @@ class Precision(trainer.Precision, FabricPrecision):
                 self._held.enter_context(hold(model))
         with self.forward_context():
             yield
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint and not self.allow_recipe_change:
+            raise ValueError(
+                f"the checkpoint holds no state of {type(self).__name__}: it was trained without; "
+                "pass it allow_recipe_change=True to go on with it"
+            )
 
     def optimizer_step(self, optimizer, model, closure, **kwargs: Any) -> Any:
         def last_micro_batch() -> Any:

@@ -38,6 +38,7 @@ from ..linear.training_steps import begin_step
 from ..models.convert import convert
 from ..models.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..roles import Selector, matches, selectors_of
 from ..training.graphed import graphed
 from ..training.hold import hold
 from ..training.training_state import load_state_dict, state_dict
@@ -48,20 +49,21 @@ _STATE = "fsdp_quant"  # of checkpoints, in torchtitan's "train_state"
 def quantized(
     spec: ModelSpec,
     recipe: Recipe | PerLayer | Schedule | str,
-    filter_fqns: Iterable[str] = (),
+    filter_fqns: Selector | Iterable[Selector] = (),
     fuse: bool = True,
 ) -> ModelSpec:
     """A `spec` whose models are converted before torchtitan parallelizes them.
 
     filter_fqns:  modules that stay in high precision: `skip` of `fq.convert`.
 
-    Each stage of a pipeline is converted alone, and counts its own last layers. Ranks of tensor
+    Each stage of a pipeline is converted alone, with the names that it has, and counts its own last
+    layers. Ranks of tensor
     parallelism gather inputs of layers in high precision, as torchtitan does.
 
     Raises NotImplementedError, as a model is parallelized over several ranks, for another
     `parallelism.spmd_backend` than "partial_dtensor".
     """
-    recipe, skip = as_recipe(recipe, "quantized"), list(filter_fqns)
+    recipe, names = as_recipe(recipe, "quantized"), selectors_of("filter_fqns", filter_fqns)
 
     def parallelize(model: nn.Module, **kwargs) -> nn.Module:
         dims, backend = kwargs["parallel_dims"], kwargs["parallelism"].spmd_backend
@@ -74,6 +76,10 @@ def quantized(
         for module in modules:
             if isinstance(module, TitanModule):
                 module._cache_pos_arg_names()  # by which it shards inputs: those of its own forward
+        skip = names
+        if dims.pp_enabled:  # another stage may have a module
+            paths = [path for path, _ in model.named_modules()]
+            skip = [n for n in names if callable(n) or any(matches(n, path) for path in paths)]
         convert(model, recipe, skip=skip, fuse=fuse)
         if dims.tp_enabled:
             _share_layers(model, dims)

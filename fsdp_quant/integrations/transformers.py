@@ -7,13 +7,22 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..inspection.recorder import Inspection, Numbers, inspect
 from ..linear.training_steps import begin_step, count_passes, skip_step
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
@@ -35,6 +44,9 @@ class Callback(TrainerCallback):
                   neither `args.resume_from_checkpoint` nor in `args.output_dir`.
     allow_recipe_change:  resume from a checkpoint of another recipe, or of a training without this
                           callback.
+    inspect:      steps between samples of `fq.inspect`, or its options. The numbers go to what
+                  reports (`args.report_to`: W&B, TensorBoard, ..), not to the console and the
+                  Trainer's history.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     Random bits and schedules follow `state.global_step`; a step that a GradScaler skips is dropped.
@@ -51,11 +63,16 @@ class Callback(TrainerCallback):
         hold: bool | None = None,
         resume_from: str | None = None,
         allow_recipe_change: bool = False,
+        inspect: int | Mapping[str, Any] | None = None,
         **convert_options,
     ):
         self.recipe, self.convert_options = recipe, convert_options
         self.hold, self.resume_from = hold, resume_from
         self.allow_recipe_change = allow_recipe_change
+        self.inspect = {"every": inspect} if isinstance(inspect, int) else inspect
+        self.trainer: Trainer | None = None  # that runs
+        self._inspection: Inspection | None = None
+        self._reported: tuple[int, Numbers] | None = None
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._held, self._micro_batch, self._loss_scale = contextlib.ExitStack(), 0, 1.0
 
@@ -74,6 +91,8 @@ class Callback(TrainerCallback):
         if state.global_step and (path := self._file(args, state)):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             TrainingState(model, self.allow_recipe_change).load_state_dict(saved)
+        if self.inspect is not None:
+            self._inspection = inspect(model, **self.inspect).start()
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Path of the state in the checkpoint to resume from, of which the Trainer only knows the
@@ -112,15 +131,30 @@ class Callback(TrainerCallback):
         if _loss_scale(optimizer) < self._loss_scale:
             skip_step(model)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._inspection is None:
+            return
+        self._inspection.flush()
+        latest, reported = self._inspection.latest, self._reported
+        if latest is None or latest is reported or self.trainer is None:
+            return
+        self._reported, logs = latest, {f"fsdp_quant/{k}": v for k, v in latest[1].items()}
+        for callback in self.trainer.callback_handler.callbacks:
+            if not isinstance(callback, (Callback, PrinterCallback, ProgressCallback)):
+                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
+
     def on_train_end(self, args, state, control, model, **kwargs):
         count_passes(model)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self.end()  # the training was stopped between micro-batches
+        self._held.close()  # the training was stopped between micro-batches
 
     def end(self) -> None:
         """Leave the model as the training found it; called whatever ends the training."""
         self._held.close()
+        if self._inspection is not None:
+            self._inspection.stop()
+        self._inspection = self.trainer = None
 
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
@@ -141,16 +175,19 @@ def _loss_scale(optimizer: object) -> float:
 
 
 def _ending(train: Callable) -> Callable:
-    """`Trainer.train` that calls `Callback.end`. No event of the Trainer follows an exception."""
+    """`Trainer.train` that gives itself to each `Callback`, and calls its `end`: no event of the
+    Trainer follows an exception."""
 
     @functools.wraps(train)
     def train_and_end(trainer: Trainer, *args, **kwargs):
+        callbacks = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback)]
+        for callback in callbacks:
+            callback.trainer = trainer
         try:
             return train(trainer, *args, **kwargs)
         finally:
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, Callback):
-                    callback.end()
+            for callback in callbacks:
+                callback.end()
 
     return train_and_end
 

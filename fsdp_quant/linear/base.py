@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, Autocast, quantized_init_recipe
 from ..counters import counters
-from ..ops.capability import DOMAINS, arch_of
+from ..ops.capability import DOMAINS, Place, arch_of
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
@@ -112,7 +112,7 @@ class BaseLinear(HasWeight, nn.Linear):
     def plan(self) -> GemmPlan:
         return self.runtime.plan
 
-    def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+    def plan_on(self, dtype: torch.dtype, device: Place) -> GemmPlan:
         """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
         return self.plan if self.runtime.is_shared else self.plan.on(dtype, device)
 
@@ -270,9 +270,10 @@ class BaseLinear(HasWeight, nn.Linear):
         inputs, step, ids, guards, delayed = self.runtime.graphs, None, None, [], NO_HISTORIES
         grad = torch.is_grad_enabled()
         trains = grad and (self.training or x.requires_grad or weight.requires_grad)
-        note_traced(self, plan, inputs.ids.device)
+        note_traced(self, plan, x.device)
         if plan.needs_steps:
-            step, ids, guards = STEP.in_graph(inputs.ids.device), inputs.ids, inputs.guards
+            step, guards = STEP.in_graph(x.device), inputs.guards
+            ids = inputs.ids if plan.is_keyed else None
             if plan.has_histories:
                 delayed = inputs.delayed.get(plan.histories_key, NO_HISTORIES)
         rank = None if ranks is None else inputs.rank

@@ -29,7 +29,7 @@ from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native
-from ..ops.capability import ARCHITECTURES, arch_of
+from ..ops.capability import ARCHITECTURES, Place, arch_of
 from ..ops.layout import is_anchored_of_codes
 from ..ops.native import Operand, TokenGroups
 from ..ops.reference import known
@@ -52,7 +52,7 @@ from .stacked_weights import StackedWeight, read_as, stacked_weight
 def unsupported_reason(
     plan: GemmPlan,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Place,
     shape: Sequence[int],
     bias: bool = False,
 ) -> str | None:
@@ -76,7 +76,7 @@ def unsupported_reason(
 
 
 def _reasons_of_shapes(
-    plan: GemmPlan, dtype: torch.dtype, device: torch.device, shape: Sequence[int]
+    plan: GemmPlan, dtype: torch.dtype, device: Place, shape: Sequence[int]
 ) -> Iterator[str]:
     arch, (experts, n, k) = arch_of(device), shape
     if arch not in ARCHITECTURES or not native.is_available_on(device):

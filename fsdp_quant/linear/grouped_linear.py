@@ -18,7 +18,7 @@ from ..context import STEP, current_autocast
 from ..counters import counters
 from ..migration import answers_keywords
 from ..ops import native
-from ..ops.capability import arch_of
+from ..ops.capability import Place, arch_of
 from ..ops.reference import known
 from ..ops.rng import own_name
 from ..options import flag, integer
@@ -410,7 +410,7 @@ class GroupedLinear(HasWeight):
         biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
         rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
         save = grad and any(w.requires_grad for w in weights)
-        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed)
+        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed, rows.device)
         y = traced_experts(
             rows,
             ends if ends.device == rows.device else ends.to(rows.device),
@@ -431,27 +431,22 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _graph_state(
-        self, plan: GemmPlan, is_keyed: bool
+        self, plan: GemmPlan, is_keyed: bool, device: torch.device
     ) -> tuple[Tensor | None, list, list, list, list]:
         """Step, ids, guards, factors and histories of `traced_experts`."""
         first, factors, histories = self._linears[0], [], []
-        inputs = first.runtime.graphs
-        device = inputs.ids.device
         note_traced(first, plan, device)
         if not plan.needs_steps:
             return None, [], [], [], []
         # dynamo guards, in each call, each expert that is read
         ids = [layer.runtime.graphs.ids for layer in self._linears] if is_keyed else []
         if plan.has_histories:
-            of_all, key = (
-                [layer.runtime.graphs.delayed for layer in self._linears],
-                plan.histories_key,
-            )
-            delayed = [of_one.get(key, NO_HISTORIES) for of_one in of_all]
+            of_all, key = [layer.runtime.graphs for layer in self._linears], plan.histories_key
+            delayed = [of_one.delayed.get(key, NO_HISTORIES) for of_one in of_all]
             factors, histories = (
                 [t for of_side in zip(*of_experts) for t in of_side] for of_experts in zip(*delayed)
             )
-        return STEP.in_graph(device), ids, inputs.guards, factors, histories
+        return STEP.in_graph(device), ids, first.runtime.graphs.guards, factors, histories
 
     @torch.compiler.disable(
         reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "
@@ -480,7 +475,7 @@ class GroupedLinear(HasWeight):
         return self._planned[1]
 
     def unsupported_reason(
-        self, dtype: torch.dtype, device: torch.device, plan: GemmPlan | None = None
+        self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
     ) -> str | None:
         """Why no one product serves all experts, in one clause; None: it does. plan: default,
         theirs."""
@@ -492,11 +487,10 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    @property
-    def decodes(self) -> bool:
+    def decodes_on(self, device: Place) -> bool:
         """One product for all is of values that codes decode to."""
-        plan, arch = self.common_plan, arch_of(self._linears[0].weight.device)
-        return plan is not None and plan.decodes_groups(arch)
+        plan = self.common_plan
+        return plan is not None and plan.decodes_groups(arch_of(device))
 
     def _in_one(
         self, plan: GemmPlan, rows: Tensor, sizes: list[int] | Tensor, routes: Sequence[Tensor]

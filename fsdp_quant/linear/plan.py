@@ -22,12 +22,13 @@ from ..formats import (
     Direction,
     Format,
     anchored_format,
-    digest,
     check_pair,
+    digest,
     value_class,
 )
 from ..ops import native
 from ..ops.capability import (
+    Place,
     anchors,
     anchors_tensor,
     arch_of,
@@ -68,7 +69,7 @@ class Resolved(NamedTuple):
     domains:   of fprop, dgrad and wgrad.
     layouts:   slot -> direction -> layout in which its GEMM reads the storage (`ops.layout`).
     saved:     which storage of the input the backward saves, if it saves one.
-    call:      number of the compiled step (`native.linear_plan`); None: there is none.
+    call:      number of the compiled step (`native.linear_plan`), -1 elsewhere; None: it has none.
     shared:    key of the codes of the input, apart from histories; layers with equal keys may share
                them. None: they belong to this layer alone.
     watched:   for fprop, dgrad and wgrad, which operands may lose bits to anchors, (of a, of b), as
@@ -123,6 +124,7 @@ class GemmPlan:
 
     # Computed, so no fields; no properties, which dynamo does not call of a constant.
     key: ClassVar[str]  # represents this plan in an operator's arguments
+    is_keyed: ClassVar[bool]  # an activation or gradient is rounded stochastically
     needs_steps: ClassVar[bool]
     has_histories: ClassVar[bool]
     histories_key: ClassVar[str]
@@ -130,6 +132,8 @@ class GemmPlan:
     def __post_init__(self):
         slots = self.input, self.weight, self.grad_output  # whatever the rungs
         object.__setattr__(self, "key", digest(self))
+        keyed = self.input.is_stochastic or self.grad_output.is_stochastic
+        object.__setattr__(self, "is_keyed", keyed)
         object.__setattr__(self, "has_histories", any(h.delayed_directions for h in slots))
         object.__setattr__(self, "needs_steps", self._needs_steps())
         object.__setattr__(self, "histories_key", digest(slots))
@@ -143,11 +147,6 @@ class GemmPlan:
     def is_delayed(self) -> bool:
         """Whether an activation or gradient is encoded with delayed scaling in some direction."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
-
-    @cached_property
-    def is_keyed(self) -> bool:
-        """Whether an activation or gradient is rounded stochastically."""
-        return self.input.is_stochastic or self.grad_output.is_stochastic
 
     def _needs_steps(self) -> bool:
         """The bits depend on the step, or the guard watches the plan on some device."""
@@ -174,7 +173,7 @@ class GemmPlan:
     # of 6 layers of Llama; moving codes measured 4.7 ms, at clocks a tenth lower (H200). Experts
     # have no exponents per tensor: tokens that are sent as codes would be rounded twice where they
     # become subnormal, so a rank's gradients would differ from the bits of one process.
-    def on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+    def on(self, dtype: torch.dtype, device: Place) -> GemmPlan:
         """Return this plan for `dtype` activations on `device` that neither ranks nor groups of
         tokens share.
 
@@ -334,13 +333,13 @@ class GemmPlan:
             return ANCHORED_128
         return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
-    def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
+    def resolved(self, dtype: torch.dtype, device: Place) -> Resolved:
         """Resolve this plan for `dtype` activations on `device`. Cached."""
         if (dtype, device) not in self._resolved:
             self._resolved[dtype, device] = self._resolve(dtype, device)
         return self._resolved[dtype, device]
 
-    def _resolve(self, dtype: torch.dtype, device: torch.device) -> Resolved:
+    def _resolve(self, dtype: torch.dtype, device: Place) -> Resolved:
         arch = arch_of(device)
         layouts = {
             s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES
@@ -352,16 +351,17 @@ class GemmPlan:
         is_available = native.is_available_on(device)
         specs = self._operand_specs(layouts, domains, dtype, arch) if is_available else None
         if specs is not None:
-            call = native.linear_plan(specs, self.saves == "input", watched, self.key)
-            _count(call, self, domains, False)
+            call = -1
+            if not isinstance(device, str):
+                call = native.linear_plan(specs, self.saves == "input", watched, self.key)
+                _count(call, self, domains, False)
             shared = None if self.input.is_stochastic else tuple(specs[:2])
         in_4_bits = any(
             domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains)
         )
         is_laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
         saved = COLUMNWISE if self.saves == "columnwise" or is_laid_out else ROWWISE
-        multiple = 32 if in_4_bits else 16
-        return Resolved(domains, layouts, saved, call, shared, watched, multiple)
+        return Resolved(domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16)
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
         """Return the number of the compiled step for transposed weights: it encodes each direction
@@ -378,9 +378,7 @@ class GemmPlan:
         layouts = resolved.layouts["weight"]
         if resolved.call is None or self.weight.delayed_directions or COMPACT in layouts.values():
             return None
-        if self.weight.turns:
-            return None
-        if any(self.operand("weight", d).tensor_scale for d in Direction):
+        if self.weight.turns or any(self.operand("weight", d).tensor_scale for d in Direction):
             return None
         specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
         if specs is None:

@@ -51,6 +51,7 @@ class LayerRuntime(Runtime):
     graphs:        the tensors that compiled graphs of the layer receive.
     handed_by_input:  codes that layers of one module share, during the forward of that module.
     guard, backward_guard, guard_owner: as in `guard.GuardedLayer`.
+    rule:          pattern of `per_layer` that chose its recipe, as `fq.plan` prints it.
     schedule:      of the recipes of its model, which ranks compare; None: it follows none.
     frozen:        reference to the layer, whose weight `fq.freeze` encoded, or did once (torch
                    swaps no tensor that has references).
@@ -60,6 +61,7 @@ class LayerRuntime(Runtime):
     waiting:       wgrads that wait for `backward_dw`.
     """
 
+    rule: str | None = None
     schedule: Schedule | None = None
     frozen: weakref.ref[Any] | None = None
     reads_rowwise = False
@@ -92,7 +94,7 @@ class LayerRuntime(Runtime):
         self.waiting = Waiting(self.name)
 
     def __getstate__(self) -> dict:
-        not_saved = "graphs", "input_owner", "boundary_ids", "ids", "frozen", "schedule", "waiting"
+        not_saved = "graphs input_owner boundary_ids ids frozen schedule waiting".split()
         return {k: v for k, v in self.__dict__.items() if k not in not_saved}
 
     def __setstate__(self, state: dict) -> None:

@@ -19,7 +19,8 @@ from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.linear import Linear
 from ..linear.passes import steps_of
 from ..migration import answers_keywords
-from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe
+from ..roles import Selector, selected, selectors_of, shown, some
 from ..tensor import torch_compat
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
@@ -35,6 +36,8 @@ from .set_recipe import (
     follow,
     give_recipes,
     managed_weights,
+    note_rules,
+    of_model,
     planned_recipes,
     unchosen_units,
 )
@@ -42,6 +45,7 @@ from .skip import AUTO, auto_skips, read_by_others
 from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
+_PACKED = "grouped (modules with a weight [E, N, K])"
 CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given to `convert`
 
 
@@ -49,8 +53,8 @@ CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were gi
 def convert(
     model: nn.Module,
     recipe: Recipe | PerLayer | Schedule | str,
-    skip: Iterable[str | type[nn.Module]] = (),
-    grouped: Iterable[str] = (),
+    skip: Selector | Iterable[Selector] = (),
+    grouped: Selector | Iterable[Selector] = (),
     fuse: bool | Pattern | Iterable[Pattern] = True,
     recompute: str | None = None,
 ) -> nn.Module:
@@ -60,8 +64,9 @@ def convert(
     recipe:     of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`;
                 or `fq.recipes.schedule(...)`, which this model then follows.
     skip:       layers that stay as they are, named or in a named module: qualified names,
-                last components ("lm_head"), globs ("*.gate") or classes; "auto" adds heads,
-                routers, tied and small layers, and warns which. `fq.plan` lists what each matched.
+                last components ("lm_head"), globs ("*.gate"), classes, or functions (module path,
+                module) -> bool of the layers; "auto" adds heads, routers, tied and small layers,
+                and warns which. `fq.plan` lists what each matched.
     grouped:    modules with packed experts, named likewise: a parameter `weight` [E, N, K], a
                 `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around
                 `torch._grouped_mm`. They become `fq.GroupedLinear`.
@@ -74,30 +79,35 @@ def convert(
     Parameters stay high precision and keep their names. Works before and after `fully_shard`, which
     it reshards. docs/targets.md lists what is converted, and what stays as it is.
 
-    Warns of a `skip` pattern that matches nothing.
-    Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
-    model without linear layers, a weight that is shared with a module that is not linear (naming
-    both), a recipe that cannot be planned for a module, now or in a later step of its schedule, or
-    a module that does not compute what its pattern says.
+    Raises ValueError, before anything is changed, for a name or class in `skip` that matches no
+    module, or in `grouped` no packed experts, a model without linear layers, a weight that is
+    shared with a module that is not linear (naming both), a recipe that cannot be planned for a
+    module, now or in a later step of its schedule, or a module that does not compute what its
+    pattern says.
 
     >>> model = nn.ModuleDict({"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 8)})
     >>> fq.convert(model, "mxfp8/nvfp4", skip=["lm_head"])["body"].__class__
     <class 'fsdp_quant.linear.linear.Linear'>
     """
-    recipe = _checked(model, recipe, skip)
-    grouped = [grouped] if isinstance(grouped, str) else list(grouped)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
+        )
+    recipe = as_recipe(recipe, "fq.convert")
+    skip, grouped = selectors_of("fq.convert: skip", skip), selectors_of("grouped", grouped)
     gathered = torch_compat.reshard(model)
-    targets = _targets(model, [skip] if isinstance(skip, str | type) else list(skip), grouped)
+    targets = _targets(model, skip, grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if kind_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     order = list(targets)
+    recipe = of_model(recipe, order, model)
     unchosen = {n: m for n, m in unchosen_units(model).items() if n in targets}
     targets = {n: m for n, m in targets.items() if n not in unchosen}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
     fused = _fused(model, fuse, targets, recompute)
     if isinstance(recipe, Schedule) and (before := converted_units(model).keys() - unchosen.keys()):
         raise ValueError(
-            f"{_some(sorted(before))} were converted before, and a schedule is of all layers; "
+            f"{some(sorted(before))} were converted before, and a schedule is of all layers; "
             "convert the others with one recipe, then fq.set_recipe(model, schedule)"
         )
     weights = {n: _weight_of(m) for n, m in targets.items()}
@@ -117,6 +127,7 @@ def convert(
         give_recipes(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         _make_quantized(module, recipes[name], plain[name])
+    note_rules(converted_units(model), recipe.at(steps_of(model).number))
     _leave_fast_paths(model)
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
@@ -125,26 +136,6 @@ def convert(
     follow(model, recipe)
     CONVERTED.add(model)
     return model
-
-
-def _checked(
-    model: nn.Module,
-    recipe: Recipe | PerLayer | Schedule | str,
-    skip: Iterable[str | type[nn.Module]],
-) -> Recipe | PerLayer | Schedule:
-    """Return the recipe. Raises ValueError for arguments of `convert` of other types."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
-        )
-    recipe = as_recipe(recipe, "fq.convert")
-    if not all(isinstance(p, str | type) for p in ([skip] if callable(skip) else skip)):
-        raise ValueError(
-            f"fq.convert: skip is {skip!r}; it takes names and globs of layers, such as "
-            "['lm_head', '*.router'], and classes of modules, but no filter function: pass [name "
-            "for name, module in model.named_modules() if ...]"
-        )
-    return recipe
 
 
 def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:
@@ -208,7 +199,9 @@ def _fused(
     return patterns | {n: p._replace(recompute=recompute) for n, p in mlps.items()}
 
 
-def _targets(model: nn.Module, skip: list, grouped: list[str]) -> dict[str, nn.Module]:
+def _targets(
+    model: nn.Module, skip: list[Selector], grouped: list[Selector]
+) -> dict[str, nn.Module]:
     """Return the modules that become quantized, in the order of the model, by name; note in each
     other one why it stays as it is (`fq.plan`)."""
     modules = dict(model.named_modules())
@@ -217,7 +210,7 @@ def _targets(model: nn.Module, skip: list, grouped: list[str]) -> dict[str, nn.M
     experts = {n: m for n, m in packed.items() if kind_of(m)}
     candidates = linears | experts | {n: modules[n] for n in unchosen_units(model)}
     skipped = _skipped(model, skip, candidates)
-    chosen = _matched_packed(grouped, packed)
+    chosen = {n for p in grouped for n in selected(_PACKED, p, packed, modules)}
     skipped |= {n for n in projections if n.rpartition(".")[0] in skipped} | _adapters(model)
     embeddings, read = ids_of_embeddings(model), read_by_others(model)
     for name, reason in read.items():
@@ -261,13 +254,13 @@ def _nothing_to_convert(model: nn.Module, num_skipped: int, num_tied: int) -> st
     )
     if before := converted_units(model):
         return (
-            f"{text}: {_some(before)} are quantized layers already; change their recipe with "
+            f"{text}: {some(before)} are quantized layers already; change their recipe with "
             "fq.set_recipe(model, recipe)"
         )
     if num_skipped and not num_tied:
         return f"{text}: those that it has are in skip=; leave one out of it"
     return (
-        f"{text}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
+        f"{text}; its parameters are in {some(kinds) or 'no module'}, and fq.convert takes "
         "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts, whose forward "
         "and weight are their class's (docs/targets.md)"
     )
@@ -297,11 +290,11 @@ def _check_weight(name: str, module: nn.Module, weight: nn.Parameter) -> None:
         )
 
 
-def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> set[str]:
-    """Names of layers that do not change. Warns of an idle pattern, and of what "auto" skips."""
+def _skipped(model: nn.Module, patterns: list[Selector], layers: dict[str, nn.Module]) -> set[str]:
+    """Names of layers that do not change. Warns of what "auto" skips."""
     skipped: set[str] = set()
+    modules = dict(model.named_modules())
     for pattern in patterns:
-        text = getattr(pattern, "__name__", repr(pattern))
         if pattern == AUTO:
             reasons = auto_skips(model, layers)
             for name, reason in reasons.items():
@@ -310,22 +303,12 @@ def _skipped(model: nn.Module, patterns: list, layers: dict[str, nn.Module]) -> 
             warning = f"skip='auto' leaves {len(reasons)} layers in high precision: {listed}"
             warnings.warn(warning, stacklevel=4)
             skipped.update(reasons)
-        elif names := _matching(model, pattern, layers):
-            for name in names:
-                layers[name].__dict__["_left_out"] = f"skip={text}"
-            skipped |= names
         else:
-            warning = f"skip={text} matches no nn.Linear; the model has {_some(layers)}"
-            warnings.warn(warning, stacklevel=4)
+            # what is not converted anyway stays as it is too
+            for name in selected("skip", pattern, layers, modules, others=modules):
+                layers[name].__dict__["_left_out"] = f"skip={shown(pattern)}"
+                skipped.add(name)
     return skipped
-
-
-def _matching(model: nn.Module, pattern: str | type, layers: Iterable[str]) -> set[str]:
-    """Names of the layers that a pattern of `skip` matches."""
-    if isinstance(pattern, str):
-        return {name for name in layers if matches(pattern, name, inside=True)}
-    around = tuple(f"{n}.".lstrip(".") for n, m in model.named_modules() if isinstance(m, pattern))
-    return {name for name in layers if f"{name}.".startswith(around)}
 
 
 def _adapters(model: nn.Module) -> set[str]:
@@ -342,17 +325,6 @@ def _adapters(model: nn.Module) -> set[str]:
 def ids_of_embeddings(model: nn.Module) -> set[int]:
     """Of the weights that are looked up."""
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-
-
-def _matched_packed(patterns: list[str], packed: dict[str, nn.Module]) -> set[str]:
-    """Names of the packed experts that patterns of `grouped` name."""
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in packed):
-            raise ValueError(
-                f"grouped={pattern!r} matches no 3-D weight; the model has "
-                f"{_some(packed) or 'none'}"
-            )
-    return {name for name in packed if any(matches(pattern, name) for pattern in patterns)}
 
 
 def _is_packed(module: nn.Module) -> bool:
@@ -476,8 +448,3 @@ def _check_shared(
                     f"{owner}.weight is shared with {name}.{attribute} ({type(module).__name__}), "
                     f"which does not multiply codes; pass skip=[{owner.rpartition('.')[2]!r}]"
                 )
-
-
-def _some(names) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

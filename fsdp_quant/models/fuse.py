@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..linear.linear import Linear, handed_to
 from ..linear.shared_input import Handed, HandedByInput
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec, reference_activation, reference_norm
-from ..recipe import matches
+from ..roles import matches
 from ..tensor import torch_compat
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .norm import is_supported

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from ..linear.plan import build_plan
 from ..linear.runtime import LayerRuntime
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe
-from ..roles import QUANTIZED_TYPES
+from ..roles import QUANTIZED_TYPES, Selection, hits, selected, shown, without_wrappers
 from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, axes_of, text_of
@@ -27,6 +29,8 @@ from ..tensor.weight_codes import WeightCodes
 from .progress import progress
 from .steps import count_steps
 from .transposed_linear import TransposedLinear
+
+_R = TypeVar("_R", bound=Recipe | PerLayer | Schedule)
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> nn.Module:
@@ -47,13 +51,43 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
+    recipe = of_model(recipe, list(units), model)
     recipes = planned_recipes(recipe, asked_of(units), steps_of(model).number)
     managed = managed_weights(units)
     check_fixed("fq.set_recipe", recipe, units)
     agree_on_recipes(model, recipe, recipes)
     give_recipes(model, units, recipes, managed)
+    note_rules(units, recipe.at(steps_of(model).number))
     follow(model, recipe)
     return model
+
+
+def of_model(recipe: _R, names: Sequence[str], model: nn.Module) -> _R:
+    """Return a recipe with the names of layers in place of the classes and functions of
+    `per_layer`, which would see other classes once layers are converted."""
+    if isinstance(recipe, Schedule):
+        switches = [(a, b, of_model(r, names, model)) for a, b, r in recipe.switches]
+        base = of_model(recipe.base, names, model)
+        return replace(recipe, base=base, switches=tuple(switches))
+    if not isinstance(recipe, PerLayer):
+        return recipe
+    modules, named = dict(model.named_modules()), []
+    for selector, layer_recipe in recipe.named:
+        if callable(selector):
+            layers = selected("per_layer", selector, names, modules)
+            selector = Selection(shown(selector), tuple(map(without_wrappers, layers)))
+        named.append((selector, layer_recipe))
+    return replace(recipe, named=tuple(named))
+
+
+def note_rules(units: Mapping[str, Sequence[Linear]], recipe: Recipe | PerLayer) -> None:
+    """Note in each layer which pattern of `per_layer` chose its recipe, for `fq.plan`."""
+    rules: dict[str, str] = {}
+    for selector, _ in getattr(recipe, "named", ())[::-1]:
+        rules |= dict.fromkeys(hits(selector, units), shown(selector))
+    for name, layers in units.items():
+        for layer in layers:
+            layer.runtime.rule = rules.get(name)
 
 
 def asked_of(units: Mapping[str, Sequence[Linear]]) -> dict[str, list[tuple]]:

@@ -53,6 +53,8 @@ class Architecture(NamedTuple):
     groups: bool = False
 
 
+# A device of this machine, or a row of ARCHITECTURES: a GPU that need not be here.
+Place = torch.device | str
 HOPPER, BLACKWELL = 1, 2
 _OF_ROWS = frozenset({frozenset({_TENSOR}), frozenset({_LINE}), frozenset({_TENSOR, _LINE})})
 ARCHITECTURES = {
@@ -113,8 +115,27 @@ def _cuda_arch(index: int) -> str:
     return arch_of_capability(torch.cuda.get_device_capability(index))
 
 
-def arch_of(device: torch.device) -> str:
+def place_of(on: Place | int) -> Place:
+    """Return the device, or the row of ARCHITECTURES, that a text names. Raises ValueError for
+    another "sm_..."."""
+    if not isinstance(on, str) or not on.startswith("sm_"):
+        return torch.device(on)
+    if on not in ARCHITECTURES:
+        raise ValueError(f"{on!r} is no GPU of ours: wanted one of {', '.join(ARCHITECTURES)}")
+    return on
+
+
+def is_compiled(arch: str) -> bool:
+    """Return whether the operators are loaded, or the architecture is of another machine, where
+    they are taken to be."""
+    here = range(torch.cuda.device_count())
+    return extension.is_loaded() or arch not in map(_cuda_arch, here)
+
+
+def arch_of(device: Place) -> str:
     """Return "cpu", the name of a row of ARCHITECTURES, or another CUDA architecture name."""
+    if isinstance(device, str):
+        return device
     if device.type != "cuda":
         return "cpu"
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
@@ -210,17 +231,18 @@ def gemm_domain(
     dtype: torch.dtype,
     arch: str,
     exact: bool = False,
-    compiled: bool = extension.is_loaded(),
+    compiled: bool | None = None,
 ) -> tuple[str, str]:
     """Return (domain, reason) of a GEMM of `dtype` tensors on `arch`.
 
     exact:     exclude domains that change operands.
-    compiled:  the compiled operators are loaded.
+    compiled:  the compiled operators are loaded; None: see `is_compiled`.
 
     The result depends only on facts that every rank shares, so all ranks plan alike.
     """
     if not a.is_quantized and not b.is_quantized:
         return "native", f"{str(dtype).removeprefix('torch.')} operands"
+    compiled = is_compiled(arch) if compiled is None else compiled
     if a.is_quantized and b.is_quantized and compiled:
         if _multiplies(a, b, arch):
             return "native", f"{arch} multiplies them, accumulated in fp32"

@@ -359,6 +359,11 @@ class QuantizedTensor(Tensor):
         return handler(func, *args, **(kwargs or {}))
 
 
+def sent_by_ddp(parameter: Tensor) -> list[Tensor] | None:
+    """What `torch_compat.let_ddp_send` sends of a parameter."""
+    return parameter.codes_to_write() if isinstance(parameter, QuantizedTensor) else None
+
+
 class _Decode(torch.autograd.Function):
     """Values of a quantized tensor, whose gradient passes straight through."""
 

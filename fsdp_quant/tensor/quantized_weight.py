@@ -26,7 +26,7 @@ from ..storage import to_storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import managed_of
-from .quantized_tensor import QuantizedTensor, as_parameter, refused
+from .quantized_tensor import QuantizedTensor, as_parameter, refused, sent_by_ddp
 from .refresh import encode_stale, refresh_codes
 from .storage_pair import StoragePair
 from .torch_compat import ManagedParam, tree_map_only
@@ -43,6 +43,7 @@ class QuantizedWeightState(CodesState):
 
     def wrapped(self, values: Tensor, dtype: torch.dtype | None = None) -> QuantizedWeight:
         """A weight of these values, in their dtype if `dtype` is None."""
+        torch_compat.let_ddp_send(sent_by_ddp)
         content = WeightContent(self, values)
         return QuantizedWeight(content, values.shape, dtype or values.dtype, values.device)
 
@@ -105,6 +106,10 @@ class QuantizedWeight(WeightCodes):
             shards = [m.local for m in torch_compat.managed_params_of_root(managed)]
             refresh_codes([t for t in shards if isinstance(t, QuantizedWeight) and t.state.pending])
         encode_stale([(self, managed)])
+
+    def codes_to_write(self) -> list[Tensor] | None:
+        """As of a `QuantizedTensor`; if it trains, the values, whose codes follow them."""
+        return super().codes_to_write() if self.is_frozen else [self.inner.detach()]
 
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         """Of a shard that is to be encoded with those of other ranks: the values themselves."""

@@ -29,7 +29,7 @@ from ..tensor import torch_compat
 from ..tensor.frozen import freeze_shard, freeze_shards, packed_codes, unfreeze_shards
 from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states
 from ..tensor.model_weights import ModelWeight, quantized_weights
-from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_tensor import QuantizedTensor, sent_by_ddp
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Held, WeightState, values_of
 
@@ -176,12 +176,8 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
             _replace(module, weight.parameter, _codes_of(weight, backward, keep == "codes"))
     read_rowwise(module, layers_of(module, weights), keep == "codes")
     freeze_shards([weight.managed for weight in weights if weight.managed is not None])
-    torch_compat.let_ddp_send(_frozen_codes)
+    torch_compat.let_ddp_send(sent_by_ddp)
     return len(weights)
-
-
-def _frozen_codes(parameter: Tensor) -> list[Tensor] | None:
-    return parameter.codes_to_write() if isinstance(parameter, QuantizedTensor) else None
 
 
 def _codes_of(weight: ModelWeight, backward: bool, compact: bool) -> QuantizedTensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from .. import extension, opaque
-from ..capability import ARCHITECTURES, arch_of, unsupported_reason
+from ..capability import ARCHITECTURES, Place, arch_of, is_compiled, unsupported_reason
 
 COMPACT, OPERAND = 0, 3  # layouts of csrc/quantize/quantize.h, as HOPPER and BLACKWELL
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
@@ -68,6 +68,8 @@ def pack_codes(fmt: Format, direction: Direction) -> tuple[int, bool]:
 
 
 def _pack(*fields: str | int | bool) -> int:
+    if not hasattr(_ops, "pack_encoding"):
+        return 0  # of a plan for another machine, which is not run here
     return _ops.pack_encoding(*fields)
 
 
@@ -128,8 +130,10 @@ def _known_shapes(
     return EncodingShapes(*sizes, byte_scales, tuple(tensor_amax), has_amax)
 
 
-def is_available_on(device: torch.device) -> bool:
+def is_available_on(device: Place) -> bool:
     """Return whether kernels run on this device."""
+    if isinstance(device, str):
+        return is_compiled(device)
     return device.type == "cuda" and extension.runs_on(device) is None
 
 
@@ -152,10 +156,11 @@ def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) ->
     return whole_tiles or not (fmt.rotated and encoding.direction is not ROWWISE)
 
 
-def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
+def supported(fmt: Format, device: Place) -> dict[str, str | None]:
     """Return operation -> the reason that no kernel runs it for this format on this device, None if
     one does."""
-    reason = extension.runs_on(device) or unsupported_reason(fmt)
+    reason = None if isinstance(device, str) else extension.runs_on(device)
+    reason = reason or unsupported_reason(fmt)
     blackwell = (
         "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
     )
