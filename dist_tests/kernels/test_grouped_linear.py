@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws
+from dist_tests.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_hopper_gemm import WHY_NOT
@@ -393,7 +394,7 @@ def test_values_of_groups_are_multiplied_in_fp32():
             torch.tensor([3.0, 1.0, 0.1, 1e4], device="cuda"),
         ]
         for dtype in (BF16, torch.float32):
-            got = native.grouped_gemm(
+            got = grouped_gemm(
                 *(native.Operand(t, f, IDENTITY) for t, f in zip((a, b), factors)),
                 groups.offsets,
                 out_dtype=dtype,
@@ -408,7 +409,7 @@ def test_values_of_groups_are_multiplied_in_fp32():
             close(got, want, f"{sizes} rows {dtype}")
             width = 128 * len(groups.sources)
             x, w = (laws.values(n, width, seed=3 + n, dtype=BF16).cuda() for n in (N, K))
-            got = native.grouped_gemm_wgrad(
+            got = grouped_gemm_wgrad(
                 *(native.Operand(t, f, IDENTITY) for t, f in zip((x, w), factors)),
                 groups.padded,
                 out_dtype=dtype,
