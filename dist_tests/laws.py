@@ -240,19 +240,6 @@ def kept_step():
         STEP.publish()
 
 
-class Travelled(torch.autograd.Function):
-    """Values that come as codes, forwards or backwards."""
-
-    @staticmethod
-    def forward(ctx, x, encode, gradients):
-        ctx.encode = gradients
-        return x.view_as(x) if encode is None else encode(x.detach())
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy if ctx.encode is None else ctx.encode(dy), None, None
-
-
 def assert_lost_rows_are_counted(
     quantizer: Quantizer, counted: int, shape: tuple[int, int], exact: int = 0
 ) -> None:

@@ -14,7 +14,6 @@
 #include <torch/library.h>
 
 #include "api/checks.h"
-#include "api/grouped_gemm.h"
 #include "api/launch.h"
 #include "layout/layout.h"
 #include "layout/scalars.h"
@@ -305,23 +304,6 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   return one(scale, out, item, "swizzle_scales");
 }
 
-// Transpose the codes of x [tokens, cols] by group: [cols, 128 * tiles], zero-padded per group, see `token_groups`.
-at::Tensor transpose_tokens(const at::Tensor& data, const at::Tensor& tables, int64_t groups) {
-  check_cuda(data, "data");
-  TORCH_CHECK_VALUE(data.dim() == 2 && data.numel() > 0, "data has shape ", data.sizes(), "; wanted [tokens, cols], of one or more");
-  const c10::cuda::CUDAGuard guard(data.device());
-  const TokenTables at = tables_of(tables, groups, data);
-  const int64_t rows = at.tiles * kTile, cols = data.size(1);
-  const at::Tensor out = new_empty(data, {cols, rows}, data.scalar_type());
-  check_buffer(data, "data", data, at::kByte, data.numel());
-  RelayoutItem item = {};
-  item.source = data.const_data_ptr<uint8_t>(), item.out = out.mutable_data_ptr<uint8_t>();
-  item.rows = rows, item.cols = cols, item.kind = Relayout::kTransposeBytes, item.sources = at.sources;
-  item.vector_load = is_aligned(item.source, 8) && cols % 8 == 0, item.vector_store = true;
-  item.tile_cols = static_cast<int32_t>(ceil_div(cols, kTile));
-  return one(data, out, item, "transpose_tokens");
-}
-
 // Relayout many tensors, kRelayoutCapacity per launch.
 void relayout_group(
     at::TensorList source, at::TensorList out, at::IntArrayRef kind, at::IntArrayRef rows, at::IntArrayRef cols,
@@ -360,8 +342,6 @@ void register_layout(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
   m.def("tensor_decode_scale(Tensor tensor_amax, int side) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale), compliant());
-  m.def("transpose_tokens(Tensor data, Tensor tables, int groups) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, transpose_tokens));
   m.def("transpose_codes(Tensor data, SymInt rows, SymInt cols, int bits) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, transpose_codes), compliant());
   m.def("swizzle_scales(Tensor scale, SymInt outer, int outer_block, bool transposed) -> Tensor",

@@ -59,7 +59,6 @@ struct RelayoutItem {
   int32_t outer_block;  // swizzles: operand rows of one scale
   int64_t outer;        // swizzles: operand rows
   bool vector_load, vector_store;
-  const int32_t* sources;  // byte transposes: [rows / 128, 4], see layout/token_groups.h; null: not grouped
 };
 
 constexpr int kRelayoutCapacity = 256;

@@ -14,19 +14,13 @@ __device__ __forceinline__ void transpose_tile(const RelayoutItem& m, int64_t ro
   constexpr int kPer = Nibbles ? 2 : 1;  // elements per byte
   const Position at;
   const int64_t source_bytes = (m.cols + kPer - 1) / kPer;
-  int64_t first = row0, end = m.rows;
-  if (!Nibbles && m.sources != nullptr) {
-    const int4 source = reinterpret_cast<const int4*>(m.sources)[row0 / kTile];
-    if (source.y == 0) return;
-    first = source.x, end = source.x + source.y;
-  }
-  const int64_t row = first + at.row(), start = (col0 + at.col()) / kPer;
+  const int64_t row = row0 + at.row(), start = (col0 + at.col()) / kPer;
   uint2 v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     v[i] = make_uint2(0, 0);
     const uint8_t* p = m.source + (row + i) * source_bytes + start;
-    if (row + i >= end) continue;
+    if (row + i >= m.rows) continue;
     if (m.vector_load && start + 8 / kPer <= source_bytes) {
       if constexpr (Nibbles) {
         v[i].x = __ldg(reinterpret_cast<const uint32_t*>(p));

@@ -34,23 +34,6 @@ GemmOperand grouped_operand(const OperandSpec& r, const Encoded& e) {
           tensor_decode_scale(e.tensor_amax, r.packed), kScaledValues};
 }
 
-// Quantize x [tokens, cols], the input or gradient, by token group (see encode). Returns codes as listed by `append`.
-// factors: see Delayed.
-std::vector<at::Tensor> linear_tokens(
-    const at::Tensor& x, int64_t plan, int64_t slot, bool row, bool col, const MaybeTensor& guard, const at::Tensor& tables,
-    int64_t groups, at::TensorList factors, const MaybeTensor& step, at::TensorList ids) {
-  check_cuda(x, "x");
-  TORCH_CHECK_VALUE(slot == kInput || slot == kGradOutput, "slot is ", slot, "; tokens are of 0 or ", int{kGradOutput});
-  const auto call = grouped_call_of(plan, true, step, ids, guard, factors, factors, {}, {});
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const c10::cuda::CUDAGuard device(x.device());
-  const TokenTables tokens = tables_of(tables, groups, x);
-  std::vector<at::Tensor> result;
-  const Encodings encoded = quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, {}, {nullptr, &tokens});
-  for (const Direction d : {kRowwise, kColumnwise}) append(result, call->plan->operand_specs[slot][d], encoded[d]);
-  return result;
-}
-
 // Rows aligned as torch._grouped_mm requires.
 at::Tensor aligned_rows(const at::Tensor& rows) {
   const bool fits = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) && rows.stride(0) % 8 == 0 && is_aligned(rows.const_data_ptr(), 16);
@@ -166,10 +149,6 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
 }  // namespace
 
 void register_grouped(torch::Library& m) {
-  m.def(
-      "linear_tokens(Tensor x, int plan, int slot, bool row, bool col, Tensor? guard, Tensor tables, "
-      "int groups, Tensor[] factors, Tensor? step, Tensor[] ids) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, linear_tokens));
   // Eager mode only, as linear_step.
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "

@@ -79,7 +79,7 @@ PointerTable<T> pointer_table(at::TensorList tensors, const char* name, int64_t 
 at::Tensor collect_factors(at::TensorList factors) {
   const PointerTable<float> scalars = pointer_table<float>(factors, "enc", 1);
   at::Tensor enc = new_empty(factors[0], {scalars.count}, at::kFloat);
-  check_launch(launch_collect(scalars, enc.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  check_launch(launch_collect(scalars, enc.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "grouped_step");
   return enc;
 }
 
@@ -92,7 +92,7 @@ at::Tensor random_keys(const LinearCall& call, Slot slot, const TokenTables& tok
   for (int32_t e = 0; e < ids.count; ++e) ids.at[e] += slot;
   at::Tensor keys = new_empty(call.step, {tokens.groups, 5}, at::kLong);
   check_launch(launch_random_keys(call.step.const_data_ptr<int64_t>(), ids, tokens.offsets, keys.mutable_data_ptr<int64_t>(),
-                                  c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+                                  c10::cuda::getCurrentCUDAStream()), "grouped_step");
   return keys;
 }
 

@@ -38,14 +38,13 @@ from dist_tests.bench import ranks
 from fsdp_quant import recipes
 
 BASE = "bf16"
-ROWWISE = {"transport": "rowwise", "gradients": "rowwise"}
 ARMS = {  # recipe, options of the style
-    "mxfp8": (recipes.mxfp8, ROWWISE),
-    "fp8_block": (recipes.fp8_block, ROWWISE),
+    "mxfp8": (recipes.mxfp8, {"gradients": "codes"}),
+    "fp8_block": (recipes.fp8_block, {"gradients": "codes"}),
     "mxfp8, bf16 sent": (recipes.mxfp8, {"transport": "high_precision"}),
     "fp8_block, bf16 sent": (recipes.fp8_block, {"transport": "high_precision"}),
-    "fp8_current": (recipes.fp8_current, {"gradients": "auto"}),
-    "hybrid mxfp8 nvfp4": (lambda: recipes.hybrid("mxfp8", "nvfp4"), {"pad": True}),
+    "fp8_current": (recipes.fp8_current, {}),
+    "hybrid mxfp8 nvfp4": (lambda: recipes.hybrid("mxfp8", "nvfp4"), {}),
 }
 
 

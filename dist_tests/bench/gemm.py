@@ -49,6 +49,7 @@ from dist_tests.bench.clock import (
     recover,
     wanted,
 )
+from dist_tests.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import ANCHORED, ANCHORED_128, ANCHORED_512, COMPACT, NATIVE
 
@@ -234,7 +235,7 @@ def codes(fmt: str, values: Tensor) -> native.Operand:
 def fprop(a: str, b: str) -> Callable[[Experts], Call]:
     def work(e: Experts) -> Call:
         x, w = codes(a, e.x), codes(b, e.w)
-        return lambda: native.grouped_gemm(x, w, e.offsets)
+        return lambda: grouped_gemm(x, w, e.offsets)
 
     return work
 
@@ -242,7 +243,7 @@ def fprop(a: str, b: str) -> Callable[[Experts], Call]:
 def dgrad(a: str, b: str) -> Callable[[Experts], Call]:
     def work(e: Experts) -> Call:
         dy, w = codes(a, e.dy), codes(b, e.w.transpose(1, 2).contiguous())
-        return lambda: native.grouped_gemm(dy, w, e.offsets)
+        return lambda: grouped_gemm(dy, w, e.offsets)
 
     return work
 
@@ -253,9 +254,9 @@ def wgrad(a: str, b: str, into_fp32: bool) -> Callable[[Experts], Call]:
     def work(e: Experts) -> Call:
         dy, x = codes(a, e.dy.t().contiguous()), codes(b, e.x.t().contiguous())
         if not into_fp32:
-            return lambda: native.grouped_gemm_wgrad(dy, x, e.offsets)
+            return lambda: grouped_gemm_wgrad(dy, x, e.offsets)
         out = e.w.new_zeros(e.w.shape, dtype=torch.float32)
-        return lambda: native.grouped_gemm_wgrad(dy, x, e.offsets, out, accumulate=True)
+        return lambda: grouped_gemm_wgrad(dy, x, e.offsets, out, accumulate=True)
 
     return work
 

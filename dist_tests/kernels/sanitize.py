@@ -44,7 +44,6 @@ from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import Stored, adam_update
 from fsdp_quant.quantizer import HybridQuantizer
-from fsdp_quant.roles import QUANTIZED_TYPES
 
 # Tiles for more than one round of the GPU.
 MANY = (130, 26000)
@@ -707,63 +706,6 @@ def gated(emulation: Operators, name: str, activation: str, enc: float | None = 
     run(f"linear_gated {name} {activation} {enc}", [*made, *given], want)
 
 
-def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
-    """Codes of tokens that are gathered into groups; what no group has is not looked at."""
-    plan = build_plan(recipes.by_name(name), "it").of_groups
-    number, call = planned(emulation, plan)
-    x, ends = laws.values(1000, 384), torch.tensor([300, 300, 429, 1000])
-    groups = native.token_groups(on_device(ends), len(x))
-    factors, ids = (
-        [] if enc is None else [torch.tensor([enc])] * len(ends),
-        [IDS + e for e in range(len(ends))],
-    )
-    with_tokens = [0, 2, 3]
-    for slot, row in ((0, True), (2, False)):
-        made = native.linear_tokens(
-            on_device(x),
-            number,
-            slot,
-            row,
-            True,
-            None,
-            groups,
-            [on_device(f) for f in factors],
-            on_device(STEP),
-            [on_device(i) for i in ids],
-        )
-
-        of = QUANTIZED_TYPES[slot]
-        fmt, layouts = plan.operand(of, COLUMNWISE), plan.resolved(BF16, made[0].device).layouts
-        in_tiles = layouts[of][COLUMNWISE] == layout.ANCHORED_TILE
-
-        def seen(buffers: list[Tensor], fmt=fmt, in_tiles=in_tiles) -> list[Tensor]:
-            tiles, of_all = int(groups.padded[-1]) // 128, len(groups.sources)
-            of_groups = [t[with_tokens] if t.numel() == len(ends) else t for t in buffers]
-            at = len(buffers) - (3 if fmt.tensor_scale else 2)  # of the columnwise side
-            data, scale = buffers[at : at + 2]
-            of_groups[at] = data[:, : data.shape[1] // of_all * tiles]
-            if fmt.scale_leaves_contraction:
-                of_groups[at + 1] = scale.view(len(ends), -1)[with_tokens]
-            elif in_tiles:
-                of_groups[at + 1] = scale.view(ceil_div(len(data), 128), -1)[:, :tiles].contiguous()
-            else:
-                along = (
-                    scale.view(len(data), -1) if fmt.tensor_scale else scale.view(of_all, -1).t()
-                )
-                of_groups[at + 1] = along[:, : along.shape[1] // of_all * tiles].contiguous()
-            return of_groups
-
-        def want(slot=slot, row=row, seen=seen) -> list[Tensor]:
-            tables = groups.tables.cpu()
-            return seen(
-                emulation.linear_tokens(
-                    x, call.number, slot, row, True, None, tables, len(ends), factors, STEP, ids
-                )
-            )
-
-        run(f"linear_tokens {name} {slot} {enc}", seen(made), want)
-
-
 # Of modules #
 
 
@@ -1003,16 +945,6 @@ def every_instance() -> None:
             gated(emulation, name, activation)
         for enc in (0.0, 0.5):
             gated(emulation, "fp8_delayed", activation, enc)
-    for name, enc in (
-        ("fp8_block", None),
-        ("mxfp8", None),
-        ("fp8_current", None),
-        ("fp8_row", None),
-        ("nvfp4", None),
-        ("fp8_delayed", 0.0),
-        ("fp8_delayed", 0.5),
-    ):
-        tokens(emulation, name, enc)
 
 
 PARTS = {

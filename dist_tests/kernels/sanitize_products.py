@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_tests import laws
+from dist_tests.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, grouped_operand_code
 from dist_tests.kernels.entries import on_device, run
 from dist_tests.kernels.expected import BF16, FP32, MADE, encoded
 from dist_tests.single.hopper import Operators, replaced_operators
@@ -101,8 +102,8 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
     tokens, what = int(ENDS[-1]), f"{blocks} {element.name}"
     if blocks[0] != BY_128X128:
         a, b = operand(tokens, k, blocks[0], 1, element), operand(n, k, blocks[1], 2, groups=groups)
-        kinds = [native.gemms.grouped_operand_code(o) for o in (a, b)]
-        made = native.grouped_gemm(moved(a), moved(b), on_device(ENDS))
+        kinds = [grouped_operand_code(o) for o in (a, b)]
+        made = grouped_gemm(moved(a), moved(b), on_device(ENDS))
 
         def rows() -> list[Tensor]:
             out = torch.empty(tokens, n, dtype=BF16)
@@ -111,11 +112,11 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
 
         run(f"grouped_gemm {what}", [made], rows, BOUND)
     x, w = operand(40, tokens, blocks[0], 3, element), operand(n, tokens, blocks[1], 4)
-    kinds_of_depth = [native.gemms.grouped_operand_code(o) for o in (x, w)]
+    kinds_of_depth = [grouped_operand_code(o) for o in (x, w)]
     before = laws.values(groups * 40, n, dtype=FP32).view(groups, 40, n)
     for accumulate in (False, True):
         out = on_device(before.clone())
-        native.grouped_gemm_wgrad(moved(x), moved(w), on_device(ENDS), out, accumulate)
+        grouped_gemm_wgrad(moved(x), moved(w), on_device(ENDS), out, accumulate)
 
         def depth(accumulate=accumulate) -> list[Tensor]:
             out = before.clone()
@@ -123,22 +124,6 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
             return [out]
 
         run(f"grouped_gemm_wgrad {what}, accumulate {accumulate}", [out], depth, BOUND)
-
-
-def tokens_transposed(emulation: Operators) -> None:
-    data = torch.randint(
-        0, 256, (1000, 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
-    )
-    ends = torch.tensor([300, 300, 429, 1000], dtype=torch.int32)
-    groups = native.token_groups(on_device(ends), len(data))
-    tables = native.TokenGroups(emulation.token_groups(ends, len(data)), len(ends))
-    used = int(tables.padded[-1])
-    made = native.transpose_tokens(on_device(data), groups)[:, :used]
-    run(
-        "transpose_tokens",
-        [made.contiguous()],
-        lambda: [emulation.transpose_tokens(data, *tables)[:, :used].contiguous()],
-    )
 
 
 def group_into_buffers(name: str) -> None:
@@ -203,7 +188,6 @@ def every_product() -> None:
     for blocks, element in itertools.product(GROUPED, (E4M3, E5M2)):
         if blocks[0] != BY_128X128 or element == E4M3:
             grouped(blocks, element, emulation)
-    tokens_transposed(emulation)
     for name in ("mxfp8", "nvfp4", "fp8_row"):
         group_into_buffers(name)
     adam_scalars()

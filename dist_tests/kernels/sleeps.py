@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dist_tests import laws
+from dist_tests.grouped_gemm import grouped_operand_code
 from dist_tests.kernels import expected
 from dist_tests.kernels.entries import on_device
 from dist_tests.kernels.expected import BF16, FP32
@@ -77,7 +78,7 @@ class Entry(NamedTuple):
 
     def run(self, operators, out: Tensor) -> Tensor:
         """The result: `out`, or new memory."""
-        kinds = [native.gemms.grouped_operand_code(o) for o in (self.a, self.b)]
+        kinds = [grouped_operand_code(o) for o in (self.a, self.b)]
         given, count = arguments(self.a, self.b), {"sm_count": self.processors}
         if self.operator == "gemm":
             return operators.gemm(*given, *kinds, out.dtype, **count)

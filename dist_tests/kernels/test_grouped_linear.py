@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws
+from dist_tests.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_hopper_gemm import WHY_NOT
@@ -36,11 +36,9 @@ from fsdp_quant.linear import grouped_ops
 from fsdp_quant.linear import plan as plans
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native
-from fsdp_quant.ops.layout import ANCHORED_TILE, repack
+from fsdp_quant.ops.layout import repack
 from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
-from fsdp_quant.tensor.storage_pair import StoragePair
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -79,10 +77,12 @@ ONE_BY_ONE = {
 }
 
 
-def operand(plan: plans.GemmPlan, slot: str, x: Tensor, direction: Direction) -> EncodedMatrix:
+def operand(
+    plan: plans.GemmPlan, slot: str, x: Tensor, direction: Direction, key: Tensor | None
+) -> EncodedMatrix:
     """Codes of x [rows, cols] as the plan's products read them."""
     layouts = plan.resolved(x.dtype, x.device).layouts[slot]
-    return plan.hybrid(slot).operands(x, [direction], layouts=layouts)[0][direction]
+    return plan.hybrid(slot).operands(x, [direction], layouts=layouts, key=key)[0][direction]
 
 
 def rows_and_blocks(role):
@@ -223,14 +223,9 @@ def test_decoded_experts_are_those_of_a_loop(name: str, packed: bool, monkeypatc
                 laws.assert_same_bytes(again[what], ran[1][what], f"{name} {sizes} {what}")
 
 
-@pytest.mark.parametrize("name", ONE_PRODUCT)
-def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
-    """If false, codes are not those of each expert's tokens alone, or a scale serves tokens of
-    two."""
-    module, emulation = grouped(ONE_PRODUCT[name](), True, False), Operators()
-    plan = module.common_plan
-    device = next(module.parameters()).device
-    resolved = plan.resolved(BF16, device)
+def test_tables_of_groups_are_those_of_their_ends():
+    """If false, tokens are gathered into the group of another expert."""
+    emulation = Operators()
     for sizes in (*SPLITS, [1] * 4, [1000, 3, 129, 0], [128, 128, 0, 256]):
         tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0)
         wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -245,64 +240,49 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
         ):
             expected.assert_same(got.contiguous(), want.cuda(), f"{sizes} {what}")
         assert not groups.sources[~there.cuda(), 1].any()
+
+
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *DELAYED, *TWO_LEVEL, *EXACT])
+def test_codes_of_tokens_are_those_of_their_expert_alone(name: str):
+    """If false, a scale serves tokens of two experts, two experts round alike, or an expert
+    multiplies tokens of another.
+
+    Experts whose weight is one give the values that rowwise codes of tokens decode to, and those of
+    gradients; products of one-hot tokens for wgrad give those of columnwise codes. Sums of one term
+    are rounded to bf16, by 2^-8 of it; codes are 2^-4 apart. A rotated one-hot token is 16 terms,
+    added in fp32: 2^-20 of the largest.
+    """
+    for sizes in ([300, 0, 129, 384], [1, 15, 128, 380], [128, 256, 0, 3]):
+        places = torch.cat([torch.arange(n) for n in sizes])
         for slot, cols in (("input", K), ("grad_output", N)):
-            x = laws.values(tokens, cols, seed=7, dtype=BF16).cuda()
-            x[::5] *= 2.0**12
-            made, *alone = (
-                native.linear_tokens(
-                    x, resolved.call, QUANTIZED_TYPES.index(slot), row, col, None, groups
-                )
-                for row, col in ((True, True), (True, False), (False, True))
-            )
-            for what, data, scale in (("both", *made[:2]), ("alone", *alone[0])):
-                for e, part in enumerate(x.split(sizes)):
-                    at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
-                    if part.numel():
-                        want = operand(plan, slot, part, ROWWISE)
-                        got = (
-                            scale[e]
-                            if scale.numel() == len(sizes)
-                            else _lines(scale, tokens)[:, at]
-                        )
-                        expected.assert_same(
-                            data[at], want.data, f"{name} {sizes} {slot} {e} {what}: codes"
-                        )
-                        want = (
-                            want.scale
-                            if scale.numel() == len(sizes)
-                            else _lines(want.scale, len(part))
-                        )
-                        expected.assert_same(
-                            got.flatten(),
-                            want.flatten(),
-                            f"{name} {sizes} {slot} {e} {what}: scales",
-                        )
-            for what, data, scale in (("both", *made[2:]), ("alone", *alone[1])):
-                of_group = plan.operand(slot, COLUMNWISE).scale_leaves_contraction
-                in_tiles = resolved.layouts[slot][COLUMNWISE] == ANCHORED_TILE
-                for e, part in enumerate(x.split(sizes)):
-                    at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
-                    if part.numel():
-                        want = operand(plan, slot, part, COLUMNWISE)
-                        filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
-                        tiles, of_part = slice(at.start // 128, at.stop // 128), want.scale
-                        if in_tiles:
-                            got = scale.view(cols // 128, -1)[:, tiles]
-                            of_part = of_part.view(len(got), -1)[:, : got.shape[1]]
-                        elif of_group:
-                            got = scale.view(len(sizes), -1)[e]
-                        else:
-                            got = scale.view(len(groups.sources), -1)[tiles]
-                        expected.assert_same(
-                            data[:, at],
-                            filled,
-                            f"{name} {sizes} {slot} {e} {what}: columnwise codes",
-                        )
-                        expected.assert_same(
-                            got.flatten(),
-                            of_part.flatten(),
-                            f"{name} {sizes} {slot} {e} {what}: scales",
-                        )
+            module = grouped((ONE_PRODUCT | ALSO)[name](), True, False)
+            plan, device = module.common_plan, module.weight.device
+            ends = torch.tensor(sizes).cumsum(0).int().to(device)
+            with torch.no_grad():
+                module.weight.copy_(torch.eye(N, K, device=device).expand(4, N, K))
+            given = laws.values(sum(sizes), cols, seed=7, dtype=BF16).to(device)
+            given[::5] *= 2.0**12
+            one_hot = torch.eye(N + K - cols, dtype=BF16, device=device)[places]
+            x, dy = (given, one_hot) if slot == "input" else (one_hot, given)
+            x = x.clone().requires_grad_()
+            y = module(x, ends)
+            y.backward(dy)
+            rows = (y.detach() if slot == "input" else x.grad)[:, :N].split(sizes)
+            for e, part in enumerate(given.split(sizes)):
+                dw = module.weight.grad[e] if slot == "input" else module.weight.grad[e].t()
+                made = {ROWWISE: rows[e], COLUMNWISE: dw[: len(part)]}
+                for d in Direction if len(part) else ():
+                    key = None
+                    if plan.hybrid(slot).is_stochastic:
+                        ids = module.layers[e].runtime.ids_on(device)
+                        number = QUANTIZED_TYPES.index(slot)
+                        key = native.random_key(STEP.on(device), ids, number, len(part))
+                    want = operand(plan, slot, part, d, key).dequantize().to(BF16)
+                    what = f"{name} {sizes} {slot} {d.value} {e}"
+                    got, want = made[d], want[:, : made[d].shape[1]]
+                    limit = 2**-20 * float(part.abs().max()) * plan.operand(slot, d).rotated
+                    off = ((got - want).abs() - want.abs() * 2**-7).max()
+                    assert off <= limit, f"{what}: {off:.2e} over {limit:.2e}"
 
 
 @pytest.mark.parametrize("name", DELAYED)
@@ -310,49 +290,28 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
     """If false, an expert's codes are scaled by the amaxes of another, or an amax is lost."""
     recipe, sizes = DELAYED[name](), [300, 0, 129, 595]
     module = grouped(recipe, True, False)
-    plan, experts, device = (
-        module.common_plan,
-        loop(module, recipe),
-        next(module.parameters()).device,
-    )
-    call = plan.resolved(BF16, device).call
+    plan, experts = module.common_plan, loop(module, recipe)
+    sides = plan.hybrid("input").delayed_directions
     x, dy = (
         laws.values(1024, K, seed=3, dtype=BF16).cuda(),
         laws.values(1024, N, seed=4, dtype=BF16).cuda(),
     )
     ends = torch.tensor(sizes).cumsum(0).int().cuda()
-    groups = native.token_groups(ends, 1024)
-    sides = plan.hybrid("input").delayed_directions
-    for enc in (0.0, 3.0):  # without a history, and with one
-        factors = [
-            torch.tensor([enc * (e + 1) * (e != 2)], device="cuda") for _ in sides for e in range(4)
-        ]
-        got = native.linear_tokens(x, call, 0, True, True, None, groups, factors)
-        for e, part in enumerate(x.split(sizes)):
-            if len(part):
-                given = {d: factors[4 * i + e] for i, d in enumerate(sides)}
-                layouts = plan.resolved(BF16, device).layouts["input"]
-                want = plan.hybrid("input").operands(part, factors=given, layouts=layouts)[0]
-                rows, cols = (
-                    slice(int(of[e]), int(of[e]) + len(part))
-                    for of in (groups.offsets, groups.padded)
-                )
-                expected.assert_same(got[0][rows], want[ROWWISE].data, f"{name} {enc} {e}: codes")
-                expected.assert_same(
-                    got[2][:, cols], want[COLUMNWISE].data, f"{name} {enc} {e}: columnwise codes"
-                )
-                expected.assert_same(
-                    got[3][e].flatten(),
-                    want[COLUMNWISE].scale.flatten(),
-                    f"{name} {enc} {e}: scale",
-                )
+    for e, part in enumerate(x.split(sizes)):
+        part *= 2.0 ** (8 * e)
     optimizers = [
         torch.optim.SGD(p, lr=2.0**-6) for p in (module.parameters(), [f.weight for f in experts])
     ]
     for _ in range(3):
-        module(x, ends).backward(dy)
-        torch.cat([f(part) for f, part in zip(experts, x.split(sizes))]).backward(dy)
-        for e, f in enumerate(experts):  # products differ in their last bits, and so would weights
+        results = module(x, ends), torch.cat([f(p) for f, p in zip(experts, x.split(sizes))])
+        for y in results:
+            y.backward(dy)
+        parts = zip(*(y.detach().split(sizes) for y in results))
+        for e, (f, of_expert) in enumerate(zip(experts, parts)):
+            for got, want in (of_expert, (module.weight.grad[e], f.weight.grad)):
+                off = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-9)
+                assert off < 2**-8, f"{name} {e}: {off:.2e}"
+            # products differ in their last bits, and so would weights
             f.weight.grad.copy_(module.weight.grad[e])
         for optimizer in optimizers:
             optimizer.step()
@@ -363,87 +322,6 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
         for key, history in f._weight_state.histories.items():
             expected.assert_same(kept[key].amaxes, history.amaxes, f"{key} amaxes")
             expected.assert_same(kept[key].encode_scale, history.encode_scale, f"{key} factor")
-
-
-def tokens_of_experts(name: str, module, step: torch.Tensor):
-    """Of uneven groups, by their sizes and by slot: the directions of two levels;
-    together(*directions), the buffers that one call makes; and alone(direction), of each expert
-    with tokens, a label, its number, its first token in the buffers and the storage of its tokens
-    alone."""
-    plan, device = module.common_plan, next(module.parameters()).device
-    call, ids = (
-        plan.resolved(BF16, device).call,
-        [layer.runtime.ids_on(device) for layer in module._linears],
-    )
-    for sizes, (slot, cols) in itertools.product(
-        ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]), (("input", K), ("grad_output", N))
-    ):
-        groups = native.token_groups(torch.tensor(sizes).cumsum(0).int().cuda(), sum(sizes))
-        x, number = (
-            laws.values(sum(sizes), cols, seed=7, dtype=BF16).cuda(),
-            QUANTIZED_TYPES.index(slot),
-        )
-        x[::5] *= 2.0**12
-
-        def together(*directions):
-            return native.linear_tokens(
-                x,
-                call,
-                number,
-                ROWWISE in directions,
-                COLUMNWISE in directions,
-                None,
-                groups,
-                (),
-                step,
-                ids,
-            )
-
-        def alone(direction):
-            starts = groups.padded if direction is COLUMNWISE else groups.offsets
-            for e, part in enumerate(x.split(sizes)):
-                if len(part):
-                    key = native.random_key(step, ids[e], number, len(part))
-                    storages, _ = plan.hybrid(slot).storages(part, [direction], key=key)
-                    yield (
-                        f"{name} {sizes} {slot} {direction.value} {e}",
-                        e,
-                        int(starts[e]),
-                        storages[direction],
-                    )
-
-        yield (
-            [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale],
-            together,
-            alone,
-        )
-
-
-@pytest.mark.parametrize("name", TWO_LEVEL)
-def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str):
-    """If false, an expert's codes depend on its neighbours, or two experts round alike."""
-    step = torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    for two_level, together, alone in tokens_of_experts(
-        name, grouped(TWO_LEVEL[name](), True, False), step
-    ):
-        made = together(*two_level)
-        for i, d in enumerate(two_level):
-            data, scale, amaxes = made[3 * i : 3 * i + 3]
-            scale = scale.view(len(data), -1)
-            for what, e, start, want in alone(d):
-                expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
-                if d is ROWWISE:
-                    rows = slice(start, start + want.shape[0])
-                    got, of_codes, of_scales = (data[rows], scale[rows]), want.data, want.scale
-                else:
-                    of_codes = repack(want.data, 4, *want.padded_shape)
-                    got = (
-                        data[:, start // 2 :][:, : of_codes.shape[1]],
-                        scale[:, start // 16 :][:, : len(want.scale)],
-                    )
-                    of_scales = want.scale.t()
-                expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
-                expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
 
 
 def matrices_of_experts(name: str, module):
@@ -466,25 +344,10 @@ def matrices_of_experts(name: str, module):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
+def test_operands_of_matrices_are_those_of_their_expert(name: str):
     """If false, an expert's 4-bit operand depends on its neighbours, or is not where its product
     reads it."""
-    module, step = (
-        grouped(EXACT[name](), True, False),
-        torch.tensor([3, 5, 0, -1, 0], device="cuda"),
-    )
-    for two_level, together, alone in tokens_of_experts(name, module, step):
-        for d in two_level:
-            data, scale = together(d)
-            for what, e, start, compact in alone(d):
-                want = compact.to_gemm_operand("anchored tensor")
-                got = (
-                    data[:, start:][:, : want.data.shape[1]]
-                    if d is COLUMNWISE
-                    else data[start : start + want.shape[0]]
-                )
-                expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
-                expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
+    module = grouped(EXACT[name](), True, False)
     for what, e, d, (data, scale), compact in matrices_of_experts(name, module):
         n, want = compact.shape[0], compact.to_gemm_operand("anchored tensor")
         got = data[e * n : (e + 1) * n] if d is ROWWISE else data[:, e * round_up(n, 128) :][:, :n]
@@ -531,7 +394,7 @@ def test_values_of_groups_are_multiplied_in_fp32():
             torch.tensor([3.0, 1.0, 0.1, 1e4], device="cuda"),
         ]
         for dtype in (BF16, torch.float32):
-            got = native.grouped_gemm(
+            got = grouped_gemm(
                 *(native.Operand(t, f, IDENTITY) for t, f in zip((a, b), factors)),
                 groups.offsets,
                 out_dtype=dtype,
@@ -546,7 +409,7 @@ def test_values_of_groups_are_multiplied_in_fp32():
             close(got, want, f"{sizes} rows {dtype}")
             width = 128 * len(groups.sources)
             x, w = (laws.values(n, width, seed=3 + n, dtype=BF16).cuda() for n in (N, K))
-            got = native.grouped_gemm_wgrad(
+            got = grouped_gemm_wgrad(
                 *(native.Operand(t, f, IDENTITY) for t, f in zip((x, w), factors)),
                 groups.padded,
                 out_dtype=dtype,
@@ -566,57 +429,6 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
     for e, (one, of) in enumerate(zip(got.chunk(4), want.chunk(4))):
         off = (one.double() - of).norm() / of.norm().clamp_min(1e-9)
         assert off < limit, f"{what} {e}: {off:.2e}"
-
-
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current"])
-def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
-    """If false, tokens that were dispatched as codes are scaled as another expert's, or wait for
-    the device."""
-    module = grouped(ONE_PRODUCT[name](), True, False)
-    plan, sizes = (
-        module.common_plan,
-        [256, 0, 128, 640] if name in ("fp8_block", "mxfp8") else SPLITS[0],
-    )
-    x, dy = (
-        laws.values(1024, K, seed=3, dtype=BF16).cuda(),
-        laws.values(1024, N, seed=4, dtype=BF16).cuda(),
-    )
-    ends = torch.tensor(sizes).cumsum(0).int().cuda()
-
-    def encode(slot: str, t: Tensor) -> QuantizedTensor:
-        parts = [plan.hybrid(slot).quantize(part)._pair for part in t.split(sizes)]
-        return QuantizedTensor(pair=StoragePair(groups=parts), shape=t.shape)
-
-    results = []
-    for codes in (False, True):
-        a = x.clone().requires_grad_()
-        module.weight.grad = None
-        given, gradient = (encode("input", x), encode("grad_output", dy)) if codes else (None, None)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            y = module(
-                laws.Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends
-            )
-            laws.Travelled.apply(y, None, (lambda _, t=gradient: t) if codes else None).backward(dy)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
-    for key, want in results[0].items():
-        if name != "mxfp8":
-            expected.assert_same(results[1][key], want, f"{name} {key}")
-        else:  # anchors come from codes, and subnormals are rounded a second time
-            off = (results[1][key].double() - want.double()).norm() / want.double().norm()
-            assert off < 2**-8, f"{name} {key}: {off:.2e}"
-
-
-def _lines(scale: Tensor, lines: int) -> Tensor:
-    """Scales of lines without those that fill up to a multiple of four."""
-    return (
-        scale.view(-1, -(-lines // 4) * 4)[:, :lines]
-        if scale.numel() > lines
-        else scale.view(-1, lines)
-    )
 
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)

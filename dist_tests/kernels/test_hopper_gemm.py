@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_tests.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from dist_tests.kernels import expected
 from dist_tests.kernels import test_gemm_operator as plain
 from dist_tests.kernels.expected import BF16, DEVICE, FP16, FP32
@@ -534,19 +535,19 @@ def test_operands_with_formats_are_multiplied():
         operand(640, 512, "e4m3", BY_128, seed=1),
         stacked(3, 144, 512, "e4m3", BY_128X128, seed=2),
     )
-    got = native.grouped_gemm(
+    got = grouped_gemm(
         native.Operand(a.data, a.scale, vector), native.Operand(b.data, b.scale, block), offsets
     )
     assert_close(got, rows_of(a.values, b.values, (0, 128, 256, 640), got), CODES, "groups of rows")
     x, y = operand(72, 640, "e4m3", BY_128, seed=3), operand(144, 640, "e4m3", BY_128, seed=4)
     sides = native.Operand(x.data, x.scale, vector), native.Operand(y.data, y.scale, vector)
-    got = native.grouped_gemm_wgrad(*sides, offsets, out_dtype=FP32)
+    got = grouped_gemm_wgrad(*sides, offsets, out_dtype=FP32)
     want = depth_of(x.values, y.values, (0, 128, 256, 640))
     assert_close(got, want, CODES, "groups of the contraction")
-    assert native.grouped_gemm_wgrad(*sides, offsets, got, accumulate=True) is got
+    assert grouped_gemm_wgrad(*sides, offsets, got, accumulate=True) is got
     assert_close(got, 2 * want, CODES, "twice")
     with pytest.raises(ValueError, match="adds to `out`, got out=None"):
-        native.grouped_gemm_wgrad(*sides, offsets, accumulate=True)
+        grouped_gemm_wgrad(*sides, offsets, accumulate=True)
 
 
 # Refusals #

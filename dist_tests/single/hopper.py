@@ -497,14 +497,6 @@ class Operators:
         )
         return layout.repack(data.view(rows, -1), bits, rows, cols)
 
-    def transpose_tokens(self, data, tables, groups):
-        self.calls.append(Call("transpose_tokens", data.data_ptr()))
-        refuse(
-            not data.is_contiguous() or data.dtype is not torch.uint8 or not data.numel(),
-            "data is contiguous bytes",
-        )
-        return self._gathered(data, native.TokenGroups(tables, groups).sources).t().contiguous()
-
     def relayout_group(self, source, out, kind, rows, cols, outer, outer_block):
         for one, to, what, r, c, lines, block in zip(
             source, out, kind, rows, cols, outer, outer_block
@@ -562,7 +554,7 @@ class Operators:
         codes, lines = anchoring.anchored_codes(
             data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None, tiles
         )
-        return (codes.t().contiguous() if transposed else codes), lines
+        return (codes.t().contiguous() if transposed else codes), lines.contiguous()
 
     def anchor_group(
         self,
@@ -915,7 +907,7 @@ class Operators:
             x = x.index_select(0, order)
         tables, operand_specs = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
-        made = self.linear_tokens(
+        made = self._tokens(
             x, plan, 0, True, keeps, guard, tables, len(ends), factors, step, ids, histories
         )
         fields = self._fields(operand_specs[0][0])
@@ -999,7 +991,7 @@ class Operators:
         operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
         of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)
-        made = self.linear_tokens(
+        made = self._tokens(
             dy,
             plan,
             2,
@@ -1017,7 +1009,7 @@ class Operators:
             x = (
                 saved
                 if not (self.plans[plan].saves_input and operand_specs[0][1].side)
-                else self.linear_tokens(
+                else self._tokens(
                     saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids
                 )
             )
@@ -1055,7 +1047,7 @@ class Operators:
             gathered[128 * i : 128 * i + count] = x[first : first + count]
         return gathered
 
-    def linear_tokens(
+    def _tokens(
         self, x, plan, slot, row, col, guard, tables, groups, factors, step, ids, histories=()
     ):
         """The columnwise side is that of x with its groups spread; of scales that span tokens, each
@@ -1069,7 +1061,7 @@ class Operators:
             step=step,
             ids=ids,
         )
-        self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
+        self.calls.append(Call("tokens", x.data_ptr(), row, col))
         sources = native.TokenGroups(tables, groups).sources
         made = []
         for d, values, *sides in (

@@ -34,8 +34,6 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.product_error import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
-from fsdp_quant.tensor.storage_pair import StoragePair
 
 EXPERTS, K, N = 4, 24, 40
 SPLITS = {
@@ -756,73 +754,14 @@ def test_one_product_scales_by_each_experts_history(packed: bool):
     assert_same(*results, f"packed={packed}")
 
 
-def fours(role):
-    """Two levels, rounded to nearest: gradients may travel as codes."""
-    return "nvfp4"
-
-
-OF_CODES = ("mxfp8", "fp8_block", "fp8_row", "fp8_current", "fp8_current_row", "row_identity")
-
-
-@pytest.mark.parametrize(
-    "name, arch",
-    [*((name, "sm_90a") for name in (*OF_CODES, "fours")), *((n, "sm_100f") for n in OF_CODES[:2])],
-)
-def test_codes_of_tokens_are_multiplied_in_one_product(name: str, arch: str):
-    """If false, tokens that were dispatched as codes are scaled as another expert's, or multiplied
-    one expert after another."""
-    with hopper.emulated(arch) as gpu:
-        recipe = (scalings() | {"fours": fq.CustomRecipe(fours)})[name]
-        of_tokens = {
-            "fp8_block": [0, 128, 256, 128],
-            "mxfp8": [96, 160, 0, 32],
-            "fours": [0, 48, 144, 16],
-        }
-        splits = of_tokens.get(name, [0, 70, 129, 57])
-        x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
-        module = grouped(recipe, True, False, torch.bfloat16, (64, 48))
-        plan = module.common_plan
-
-        def encode(slot: str, t: Tensor) -> QuantizedTensor:
-            parts = [plan.hybrid(slot).quantize(part) for part in t.split(splits)]
-            return QuantizedTensor(
-                pair=StoragePair(groups=[part._pair for part in parts]), shape=t.shape
-            )
-
-        encoders = {slot: lambda t, slot=slot: encode(slot, t) for slot in ("input", "grad_output")}
-        if name == "row_identity":  # the backward reads the input in high precision
-            with pytest.raises(
-                ValueError, match="reads the input in high precision, and it came as codes"
-            ):
-                module(encode("input", x), splits)
-            encoders["input"] = None
-        if name == "fours":
-            module(encode("input", x), splits)
-            assert gpu.count("grouped_gemm") == 0, (
-                "codes of two levels are multiplied one expert after the other"
-            )
-            encoders["input"] = None
-        results = []
-        for of_input, of_grad in (
-            (None, None),
-            (encoders["input"], None),
-            (encoders["input"], encoders["grad_output"]),
-        ):
-            a, before = x.clone().requires_grad_(), len(gpu.calls)
-            module.weight.grad = None
-            y = module(laws.Travelled.apply(a, of_input, None), torch.tensor(splits).cumsum(0))
-            laws.Travelled.apply(y, None, of_grad).backward(dy)
-            results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
-            ran = [
-                c.name
-                for c in gpu.calls[before:]
-                if c.name.startswith(("gemm", "grouped_", "linear_step"))
-            ]
-            wanted = 0 if arch != "sm_90a" else 3 if name != "row_identity" else 1
-            assert len(ran) == wanted and "gemm" not in ran, ran
-        assert not counters.of("departure")
-        for got in results[1:]:
-            assert_same(got, results[0], f"{name}: codes")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_codes_of_tokens_are_refused(compiled: bool):
+    """If false, a scale of codes that a dense layer gathers serves tokens of several experts."""
+    module = grouped(recipes.mxfp8(), True)
+    call = torch.compile(module, backend="eager") if compiled else module
+    x = fq.Quantizer("mxfp8").quantize(values(32, module.first.in_features))
+    with pytest.raises(ValueError, match=r"x is codes \[32, .*; wanted values, .*x.dequantize()"):
+        call(x, torch.tensor([8, 16, 16, 32]))
 
 
 def squares(role):

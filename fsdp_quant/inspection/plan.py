@@ -394,7 +394,7 @@ def _notes(
     for name, module in named:
         if isinstance(module, GroupedLinear):
             notes.append(f"{name}: {_experts_note(module, *runs(module.layers[0]))}")
-        exchanged = describe_experts(module, dtype or torch.bfloat16, place)
+        exchanged = describe_experts(module, dtype or torch.bfloat16)
         if exchanged is not None:
             notes.append(f"{name}: {exchanged}")
     notes += [*_named_notes(model), *fused_notes(model), *_high_precision_notes(model)]

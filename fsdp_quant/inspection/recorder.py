@@ -314,7 +314,7 @@ class Inspection:
         sizes:  rows per expert, None without experts.
         """
         if isinstance(x, QuantizedTensor):
-            return  # tokens that were dispatched as codes
+            return  # gathered along a sequence as codes
         x = x if scale == 1.0 else x * scale
         for layer, part in rows_by_layer(layers, x, sizes):
             sample = _of_slot(layer, layer.plan, slot, part)

@@ -10,8 +10,7 @@ One program, `GroupedCall.forward` and `backward`, runs in eager mode and inside
 graphs (`grouped_ops.TracedCall`). Its GEMMs are chosen once per call:
 
     one native call per pass      a kernel multiplies codes of groups
-    operands, then a grouped GEMM tokens that arrive as codes, and codes that are decoded to bf16
-                                  (`GemmPlan.decodes_groups`)
+    values, then a grouped GEMM   of codes that are decoded to bf16 (`GemmPlan.decodes_groups`)
     a loop over the experts       else (`unsupported_reason`), which reads the splits on the host
 
 All have the bits of a loop over `fq.Linear`.
@@ -27,13 +26,13 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction
+from ..encoded_matrix import EncodedMatrix
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native
 from ..ops.capability import ARCHITECTURES, Place, arch_of
 from ..ops.layout import is_anchored_of_codes
 from ..ops.native import Operand, TokenGroups
 from ..ops.reference import known
-from ..roles import QUANTIZED_TYPES as SLOTS
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -42,14 +41,7 @@ from . import program
 from .autograd import Differentiable, Gradients, Program
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
-from .grouped_tokens import (
-    decoded_tokens,
-    given_operand,
-    group_of,
-    operand_over,
-    saved_codes_of_decoded,
-)
-from .operands import lies_transposed, refuse_codes
+from .operands import buffers_of, lies_transposed
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
 from .routes import sum_of_copies
 from .stacked_weights import StackedWeight, read_as, stacked_weight
@@ -158,12 +150,7 @@ def _spans_experts(
 def reads_routes(plan: GemmPlan, x: Tensor) -> bool:
     """Return whether one product for all experts reads rows of x by their routes; else they are
     copied first."""
-    return _is_native(plan, x) and plan.saves != "input"
-
-
-def _is_native(plan: GemmPlan, x: Tensor) -> bool:
-    """Return whether one native call per pass computes products of x."""
-    return not (isinstance(x, QuantizedTensor) or plan.decodes_groups(arch_of(x.device)))
+    return not plan.decodes_groups(arch_of(x.device)) and plan.saves != "input"
 
 
 # The program #
@@ -229,22 +216,23 @@ class GroupedCall(NamedTuple):
         stacks = self._weights(weights, directions, x.dtype)
         weight = stacks.pop(ROWWISE).operand()
         out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
-        if _is_native(plan, x):
+        saves_input = call.save and plan.saves == "input"
+        if self._decodes(x):
+            groups = native.token_groups(ends, len(x), wrong, self.tag)
+            rows, matrices = self._decoded("input", x, ROWWISE, groups), weight.data.transpose(1, 2)
+            y = torch_compat.grouped_mm(rows, matrices, groups.offsets[1:])
+            _count(plan, PRODUCTS[0], x, groups)
+            codes = []
+            if call.save and not saves_input:
+                codes = buffers_of(encoded_tokens(plan, "input", x, COLUMNWISE, groups))
+        else:
             number = self._number(x)
             y, groups, codes = native.grouped_step(
                 x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
             )
-        else:
-            refuse_codes(x, plan, call.save)
-            groups = native.token_groups(ends, len(x), wrong, self.tag)
-            rows = self._operand("input", x, ROWWISE, groups)
-            y = _product_of_rows(rows, weight, groups, out_dtype)
-            _count(plan, PRODUCTS[0], x, groups)
-            codes = self._codes_to_save(x, groups)
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
             y = y.add_(table.float().index_select(0, group_of(groups, y))).to(x.dtype)
-        saves_input = call.save and plan.saves == "input"
         return y, [groups.tables, *([x] if saves_input else codes)], stacks.get(COLUMNWISE)
 
     def backward(
@@ -267,15 +255,15 @@ class GroupedCall(NamedTuple):
             weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
             operand = weight.operand()
         transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
-        if (need_x or need_w) and _is_native(self.call.plan, dy):
+        if self._decodes(dy) or not (need_x or need_w):
+            dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
+            dx = None if operand is None else self._dgrad(dy, operand, groups)
+        else:
             codes, number = codes if need_w else [], self._number(dy)
             dx, dw = native.grouped_step_backward(
                 dy, groups, operand, codes, number, self.call, self.ids, transposes
             )
             dx, dw = dx if need_x else None, dw if need_w else None
-        else:
-            dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
-            dx = None if operand is None else self._dgrad(dy, operand, groups)
         dw = dw.mT if dw is not None and transposes else dw
         return dx, dw, _bias_gradients(groups, dy) if need_b else None
 
@@ -297,68 +285,37 @@ class GroupedCall(NamedTuple):
         )
         return stacked_weight(weights, directions, plan, dtype, self.states, factors, amaxes)
 
-    def _operand(self, slot: str, x: Tensor, direction: Direction, groups: TokenGroups) -> Operand:
-        """Return the operand of tokens x, if no native call quantizes and multiplies them."""
-        call, plan = self.call, self.call.plan
-        if self._decodes(x):
-            return Operand(decoded_tokens(plan, slot, x, direction, groups), None, IDENTITY)
-        if isinstance(x, QuantizedTensor):
-            return given_operand(plan, slot, x, direction, groups)
+    # Products of values that codes decode to #
+
+    def _decoded(self, slot: str, x: Tensor, direction: Direction, groups: TokenGroups) -> Tensor:
+        """Return the values that the codes of x decode to: [M, cols]; of columnwise codes with the
+        padding of each group."""
+        plan, x = self.call.plan, native.rows_of(x)
         if not plan.operand(slot, direction).is_quantized:
-            return Operand(native.rows_of(x), None, IDENTITY)
-        index, number, is_columnwise = SLOTS.index(slot), self._number(x), direction is COLUMNWISE
-        guard, factors, step, ids = call.guard, call.factors[index], call.step, self.ids
-        codes = native.linear_tokens(
-            x, number, index, not is_columnwise, is_columnwise, guard, groups, factors, step, ids
-        )
-        return operand_over(plan, slot, direction, codes, x.dtype)
-
-    def _codes_to_save(self, x: Tensor, groups: TokenGroups) -> list[Tensor]:
-        """Return the columnwise codes of the input that the backward reads; none if it reads x."""
-        if not self.call.save or self.call.plan.saves == "input":
-            return []
-        if self._decodes(x):
-            return saved_codes_of_decoded(self.call.plan, x, groups)
-        operand = self._operand("input", x, COLUMNWISE, groups)
-        return [t for t in (operand.data, operand.scale) if t is not None]
-
-    def _saved_operand(
-        self, saved: Sequence[Tensor], groups: TokenGroups, dtype: torch.dtype
-    ) -> Operand:
-        """Return the columnwise operand of the input, from what the forward saved."""
-        plan, first = self.call.plan, saved[0]
-        if plan.saves == "input":
-            x = first.reshape(-1, first.shape[-1])
-            return self._operand("input", x, COLUMNWISE, groups)
-        if not self._decodes(first):
-            return operand_over(plan, "input", COLUMNWISE, saved, dtype)
-        if len(saved) > 1:
-            fmt, shape = plan.operand("input", COLUMNWISE), (len(first), saved[1].shape[1])
-            first = Storage.over(saved, fmt, COLUMNWISE, shape, dtype).dequantize()
-        return Operand(first, None, IDENTITY)
-
-    # Products that are no part of a native call #
+            return x
+        return encoded_tokens(plan, slot, x, direction, groups).dequantize()
 
     def _wgrad(
         self, dy: Tensor, saved: Sequence[Tensor], groups: TokenGroups, transposes: bool
     ) -> Tensor:
         """dw[e] = dy[tokens of e]^T x[tokens of e]; [E, K, N] where it transposes."""
-        a = self._operand("grad_output", dy, COLUMNWISE, groups)
-        b = self._saved_operand(saved, groups, dy.dtype)
+        plan, first = self.call.plan, saved[0]
+        fmt = plan.operand("input", COLUMNWISE)
+        a = self._decoded("grad_output", dy, COLUMNWISE, groups)
+        if plan.saves == "input":
+            b = self._decoded("input", first.reshape(-1, first.shape[-1]), COLUMNWISE, groups)
+        else:
+            shape = len(first), saved[1].shape[1]
+            b = Storage.over(saved, fmt, COLUMNWISE, shape, dy.dtype).dequantize()
         a, b = (b, a) if transposes else (a, b)
-        _count(self.call.plan, PRODUCTS[2], dy, groups)
-        if a.scale is not None:
-            return native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
-        is_spread = self.call.plan.operand("input", COLUMNWISE).is_quantized
-        ends = groups.padded if is_spread else groups.offsets
-        return torch_compat.grouped_mm(a.data.t(), b.data, ends[1:])
+        _count(plan, PRODUCTS[2], dy, groups)
+        ends = groups.padded if fmt.is_quantized else groups.offsets
+        return torch_compat.grouped_mm(a.t(), b, ends[1:])
 
     def _dgrad(self, dy: Tensor, weight: Operand, groups: TokenGroups) -> Tensor:
-        if weight.scale is None:  # values [E, N, K]
-            weight = weight._replace(data=weight.data.transpose(1, 2))
-        rows = self._operand("grad_output", dy, ROWWISE, groups)
+        rows = self._decoded("grad_output", dy, ROWWISE, groups)
         _count(self.call.plan, PRODUCTS[1], dy, groups)
-        return _product_of_rows(rows, weight, groups, dy.dtype)
+        return torch_compat.grouped_mm(rows, weight.data, groups.offsets[1:])
 
     # A loop over the experts #
 
@@ -407,13 +364,6 @@ class GroupedCall(NamedTuple):
         return dx, dw, db
 
 
-def _product_of_rows(a: Operand, b: Operand, groups: TokenGroups, dtype: torch.dtype) -> Tensor:
-    """out[rows of e] = a[rows of e] b[e]^T; torch multiplies values."""
-    if a.scale is None:
-        return torch_compat.grouped_mm(a.data, b.data.transpose(1, 2), groups.offsets[1:])
-    return native.grouped_gemm(a, b, groups.offsets, out_dtype=dtype)
-
-
 def _count(plan: GemmPlan, product: Product, x: Tensor, groups: TokenGroups) -> None:
     domain = plan.resolved(x.dtype, x.device).domains[PRODUCTS.index(product)]
     counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
@@ -433,6 +383,26 @@ def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
 def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:
     """Return one tensor per expert, of so many dims."""
     return tensors[0].unbind() if tensors and tensors[0].dim() > dims else tensors
+
+
+def group_of(groups: TokenGroups, x: Tensor) -> Tensor:
+    """Return the group of each token of x, int64 [M]."""
+    tokens = torch.arange(len(x), device=x.device, dtype=torch.int32)
+    return torch.searchsorted(groups.offsets[1:], tokens, right=True)
+
+
+def encoded_tokens(
+    plan: GemmPlan, slot: str, x: Tensor, direction: Direction, groups: TokenGroups
+) -> EncodedMatrix:
+    """Encode x [M, cols] as each group by itself: no scale serves two. For columnwise codes, whose
+    scales serve up to 128 tokens, each group begins at a multiple of 128, padded with zeros."""
+    if direction is COLUMNWISE:
+        shift = (groups.padded - groups.offsets)[group_of(groups, x)]
+        rows = torch.arange(len(x), dtype=torch.int64, device=x.device) + shift
+        padded = x.new_zeros(len(groups.sources) * native.TILE, x.shape[1])
+        x = padded.index_copy_(0, rows, x)
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
+    return plan.hybrid(slot).operands(x, [direction], layouts=layouts)[0][direction]
 
 
 # Autograd #

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, current_autocast
 from ..counters import counters
-from ..formats import Direction
 from ..migration import answers_keywords
 from ..ops import native
 from ..ops.capability import Place, arch_of
@@ -322,8 +321,6 @@ class GroupedLinear(HasWeight):
     ) -> Tensor:
         """y [.., N] of x [.., K], whose rows are sorted by expert.
 
-        x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
-                 (`parallel.dispatch_tokens`).
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
                  expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
                  product serves all experts.
@@ -335,17 +332,23 @@ class GroupedLinear(HasWeight):
         `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
-        where they are on the host, else before an optimizer step or in a later call.
+        where they are on the host, else before an optimizer step or in a later call; and for x that
+        is codes.
         """
+        if isinstance(x, QuantizedTensor):
+            raise ValueError(
+                f"{self._name}: x is codes {list(x.shape)}; wanted values, which each expert "
+                "quantizes: give x.dequantize()"
+            )
         if self.transposed:
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
         if is_compiling and not first.returns_wgrad:
             return self._outside_graphs(x, splits, routes)
         if is_compiling and isinstance(splits, Tensor):
-            in_graph = self._goes_into_graphs and not isinstance(x, QuantizedTensor)
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
-            in_graph = in_graph and not any(isinstance(o.weight, refused) for o in self.owners)
+            in_graph = not any(isinstance(o.weight, refused) for o in self.owners)
+            in_graph = in_graph and self._goes_into_graphs
             plan, is_keyed = self.first.plan, self._is_keyed
             if in_graph and (override := current_autocast()) is not None:
                 plan = self.first.plan_in(override, self.owners[0].weight.device)
@@ -367,7 +370,7 @@ class GroupedLinear(HasWeight):
         first = self.first
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, routes[0] if routes else rows)
-        plan, reason = (None, None) if is_traced else self._plan_of_one(x, rows)
+        plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
         if plan is not None:
@@ -378,22 +381,17 @@ class GroupedLinear(HasWeight):
             sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
         return torch.cat(self._one_by_one(rows.split(sizes)))
 
-    def _plan_of_one(self, x: Tensor, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
+    def _plan_of_one(self, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""
         if not self.first.returns_wgrad:
             return None, "fuse_wgrad_accumulation or delay_wgrad_compute is set"
         plan, override = self.common_plan, current_autocast()
-        if override is not None and not isinstance(x, QuantizedTensor):
+        if override is not None:
             made = [layer.plan_in(override, rows.device) for layer in self._linears]
             plan = made[0].of_groups if all(p.key == made[0].key for p in made) else None
-        elif override is not None:
-            return None, "tokens came as codes, which fq.autocast overrides"
         if plan is None or torch_compat.dispatch_is_watched() or not len(rows):
             return None, "experts differ, or it is compiled or of no tokens"
-        reason = self.unsupported_reason(rows.dtype, x.device, plan)
-        two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
-        if reason is None and two_level and isinstance(x, QuantizedTensor):
-            reason = "the tokens came as two-level codes"
+        reason = self.unsupported_reason(rows.dtype, rows.device, plan)
         return (plan, None) if reason is None else (None, reason)
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -453,8 +451,7 @@ class GroupedLinear(HasWeight):
     @torch.compiler.disable(
         reason="experts of fuse_wgrad_accumulation=True or delay_wgrad_compute=True run outside "
         "graphs; so do experts whose token splits are a tensor (give counts, a list) if their "
-        "plans differ, a recipe has boundary slots, tokens came as codes of several experts, or a "
-        "weight is a DTensor or codes of one expert"
+        "plans differ, a recipe has boundary slots, or a weight is a DTensor or codes of one expert"
     )
     def _outside_graphs(self, *args) -> Tensor:
         return self.forward(*args)

@@ -385,9 +385,7 @@ def keeps_key(hybrid: HybridQuantizer, has_columnwise: bool) -> bool:
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
     """Sum over the tokens of dy [M, N], in the order of the kernels that quantize dy too."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
-    if quantized and not isinstance(dy, QuantizedTensor):
-        return dispatch.column_sums(dy)
-    return dy.sum(0)
+    return dispatch.column_sums(dy) if quantized else dy.sum(0)
 
 
 def weight_state(weight: Tensor) -> WeightState | None:

@@ -216,18 +216,12 @@ def _stacked_two_level(
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape; a view as in `concatenated`."""
-    return concatenated(tensors).view(len(tensors), *tensors[0].shape)
-
-
-def concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along dim 0. Returns a view if the tensors are adjacent in one buffer and aligned
-    to 16 bytes."""
-    parts = [t for t in tensors if t.numel()]
-    joined = adjoining(parts)
+    """Stack tensors of one shape. Returns a view if they are adjacent in one buffer and aligned to
+    16 bytes."""
+    joined = adjoining(tensors)
     if joined is not None and joined.data_ptr() % 16 == 0:
-        return joined
-    return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        return joined.view(len(tensors), *tensors[0].shape)
+    return torch.stack(tuple(tensors))
 
 
 # Operands that GEMMs read #

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,26 +17,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..context import current_autocast
-from ..formats import ROWWISE, Direction
+from ..formats import ROWWISE
 from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
-from ..ops.capability import Place
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.weight_state import values_of
-from .experts import (
-    FORCED,
-    TRANSPORTS,
-    Travel,
-    exchanged,
-    remedy_of,
-    travel_of,
-    why_high_precision,
-)
+from .experts import REMEDY, TRANSPORTS, Travel, exchanged, travel_of
 from .sequence import planned_bytes
 from .tensor_parallel import check_one_axis
 from .token_route import route_tokens
@@ -68,71 +58,39 @@ class ExpertDispatch:
     def converted(self, slot: str) -> list[GroupedLinear]:
         return [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
 
-    @property
-    def alignment(self) -> int:
-        """Of what a rank sends to an expert."""
-        if not self.style.pad:
-            return 1
-        hybrids = [h for slot in ("input", "grad_output") for h, _ in self._quantizers(slot)]
-        encodings = [e for h in hybrids for e in h.encodings.values()]
-        return math.lcm(1, *(e.fmt.row_alignment(e.direction) for e in encodings))
+    def _quantizers(self, slot: str) -> set[HybridQuantizer]:
+        """Those of this slot of all experts of its layers, on whichever rank they are."""
+        return {
+            plan.hybrid(slot)
+            for m in self.converted(slot)
+            for plan in _plans(m.first.recipe, m._name, self.experts)
+        }
 
-    def _quantizers(self, slot: str) -> set[tuple[HybridQuantizer, str]]:
-        """(hybrid, what the backward keeps) of this slot, of all experts of its layers, on
-        whichever rank they are."""
-        plans = [
-            p for m in self.converted(slot) for p in _plans(m.first.recipe, m._name, self.experts)
-        ]
-        return {(plan.hybrid(slot), plan.saves) for plan in plans}
-
-    def travel(self, slot: str, dtype: torch.dtype, place: Place | None = None) -> Travel:
+    def travel(self, slot: str, dtype: torch.dtype) -> Travel:
         """Return how the tokens ("input") travel, or the gradient of what comes back
-        ("grad_output"). place: where the experts run; None: where their weights are.
+        ("grad_output").
 
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
-        layers, transport = self.converted(slot), self._transport(slot)
-        travel, is_forced = self._travel(slot, layers, dtype, place)
+        layers = self.converted(slot)
+        transport = self.style.transport if slot == "input" else self.style.gradients
+        if (reason := self._unclear_quantizer(slot)) is not None:
+            travel = Travel(None, reason)
+        else:
+            (hybrid,), first = self._quantizers(slot), layers[0].first
+            cols = first.in_features if slot == "input" else first.out_features
+            travel = travel_of(hybrid, cols, dtype, transport)
+            if not hybrid.side(ROWWISE).fmt.is_quantized:
+                return travel
         required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
-        if is_forced and (transport in FORCED or required):
-            asked = "require_native=True" if required else f"it was asked to travel as {transport}"
+        if travel.hybrid is None and (transport == "codes" or required):
+            asked = "require_native=True" if required else "it was asked to travel as codes"
             raise ValueError(
                 f"{self.name}: {slot} would be dispatched in high precision ({travel.reason}), "
-                f"and {asked}; {remedy_of(transport, 'pad=True')}, or ask for high precision"
+                f"and {asked}; {REMEDY}, or ask for high precision"
             )
         return travel
-
-    def _transport(self, slot: str) -> str:
-        return self.style.transport if slot == "input" else self.style.gradients
-
-    def _travel(
-        self, slot: str, layers: list[GroupedLinear], dtype: torch.dtype, place: Place | None
-    ) -> tuple[Travel, bool]:
-        """Return `travel`, and whether codes cannot."""
-        parameters = [p for m in self._layers(slot) for p in m.parameters()]
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        directions = tuple(Direction) if trains else (ROWWISE,)
-        if (reason := self._unclear_quantizer(slot)) is not None:
-            return Travel(None, directions, reason=reason), True
-        ((hybrid, saves),) = self._quantizers(slot)
-        if not any(e.fmt.is_quantized for e in hybrid.encodings.values()):
-            return Travel(None, directions, reason="it is not quantized"), False
-        first, transport = layers[0].first, self._transport(slot)
-        cols = first.in_features if slot == "input" else first.out_features
-        options = hybrid, directions, self.alignment, cols, dtype
-        if transport == "rowwise":
-            travel = travel_of(*options, transport)
-            return travel, travel.hybrid is None
-        reason = _needs_values(slot, layers, trains and saves == "input")
-        reason = reason or why_high_precision(*options, "codes")
-        if reason is not None:
-            return Travel(None, directions, reason=reason), True
-        travel = travel_of(*options, transport)
-        if travel.hybrid is not None and transport == "auto":
-            reason = _slower_codes(layers[0], dtype, place or layers[0].weight.device)
-            travel = travel._replace(hybrid=None if reason else hybrid, reason=reason)
-        return travel, False
 
     def _unclear_quantizer(self, slot: str) -> str | None:
         """Return why no one quantizer is known for what travels, in one clause."""
@@ -161,7 +119,7 @@ class ExpertDispatch:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
         rows, travels = as_rows(x), f"{tokens}, {gradients}"
-        options = self.alignment, travels, self.experts, self.name, routes
+        options = travels, self.experts, self.name, routes
         route = route_tokens(splits, rows, self.group, *options)
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
@@ -198,26 +156,6 @@ class ExpertDispatch:
         return copied
 
 
-def _needs_values(slot: str, layers: Sequence[GroupedLinear], saves_input: bool) -> str | None:
-    """Return why the layers read what travels in high precision, in one clause."""
-    if any(layer.first.plan.boundary is not None for layer in layers):
-        return "the recipe has boundary slots"
-    if slot == "input":
-        return "the backward keeps it in high precision" if saves_input else None
-    if any(layer.bias is not None and layer.bias.requires_grad for layer in layers):
-        return "the gradient of a bias is its sum in high precision"
-    return None
-
-
-def _slower_codes(layer: GroupedLinear, dtype: torch.dtype, place: Place) -> str | None:
-    if layer.unsupported_reason(dtype, place) is not None:
-        return None
-    return (
-        "one product serves all experts, and between GPUs of one machine making codes took longer "
-        "than they save"
-    )
-
-
 @functools.cache
 def _plans(recipe: Recipe, name: str, experts: int) -> tuple[GemmPlan, ...]:
     """The plans that experts have, each once."""
@@ -233,14 +171,11 @@ class ExpertParallel(ParallelStyle):
     reads, writes:  names of the `fq.GroupedLinear` submodules that multiply the tokens, and of the
                     one whose output the module returns ("": the module itself, which is the default
                     of one). They quantize what travels.
-    transport:      of tokens: "auto": codes where they may travel and are fewer bytes; "codes";
-                    "rowwise": rowwise codes alone, of which experts are given the values
-                    (`dispatch_tokens`); "high_precision".
+    transport:      of tokens: "auto": rowwise codes where their values are exact and they are
+                    fewer bytes (`dispatch_tokens`), else high precision; "codes";
+                    "high_precision".
     gradients:      of the output: the same; default "high_precision". Gradients of tokens, and
                     outputs, are sums: always in high precision.
-    pad:            fill what a rank sends to an expert with zero rows, so that blocks along the
-                    tokens end with it: the tokens of an expert are then other rows, which its
-                    columnwise codes depend on.
 
     Call: y [.., N] = module(x [.., K], splits): rows sorted by expert, splits as of
     `fq.GroupedLinear`, of all experts. Every rank calls it, also without tokens. routes=(order,
@@ -248,9 +183,8 @@ class ExpertParallel(ParallelStyle):
     weights=[T, k] besides, y [T, N] is the weighted sum of a token's rows, in fp32. With
     meanwhile=function, which is called while the tokens are on their way (shared experts), the call
     returns (y, what it returns); its backward runs while gradients of tokens are. The module's
-    forward is given the tokens of the experts that the rank holds, by expert, then by rank: in high
-    precision, or a `QuantizedTensor`, which only these layers read. The host waits once for the
-    numbers of tokens.
+    forward is given the tokens of the experts that the rank holds, or the values of their codes, by
+    expert, then by rank. The host waits once for the numbers of tokens.
 
     Every parameter of the module is cut along dim 0, between experts, and is a DTensor: checkpoints
     fit other numbers of ranks. Apply it before or after `fq.convert`, and before
@@ -272,12 +206,11 @@ class ExpertParallel(ParallelStyle):
         writes: str | None = None,
         transport: str = "auto",
         gradients: str = "high_precision",
-        pad: bool = False,
     ):
         super().__init__()
         self.reads = [reads] if isinstance(reads, str) else None if reads is None else list(reads)
         self.writes = None if writes is None else [writes]
-        self.transport, self.gradients, self.pad = transport, gradients, pad
+        self.transport, self.gradients = transport, gradients
         for option in ("transport", "gradients"):
             if getattr(self, option) not in TRANSPORTS:
                 raise ValueError(
@@ -353,32 +286,25 @@ def planned_dispatch(
     counts:  [E] of this rank's tokens.
     """
     experts: ExpertDispatch = getattr(module, "expert_dispatch")
-    alignment, planned = experts.alignment, {}
-    rows = sum(-(-count // alignment) * alignment for count in counts)
+    planned, rows = {}, sum(counts)
     k = experts.converted("input")[0].first.in_features
     n = experts.converted("grad_output")[0].first.out_features
     for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
-        travel, shape = experts.travel(slot, dtype), (rows, cols)
-        planned |= planned_bytes(phase, travel.hybrid, travel.directions, shape, dtype, alignment)
+        hybrid = experts.travel(slot, dtype).hybrid
+        planned |= planned_bytes(phase, hybrid, (ROWWISE,), (rows, cols), dtype, 1)
     planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
     planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
     return planned
 
 
-def describe_experts(
-    module: nn.Module, dtype: torch.dtype, place: Place | None = None
-) -> str | None:
+def describe_experts(module: nn.Module, dtype: torch.dtype) -> str | None:
     """Return a line of `fq.plan` about what ranks exchange for a module of experts; None where they
     do not."""
     experts: ExpertDispatch | None = getattr(module, "expert_dispatch", None)
     if experts is None:
         return None
-    alignment = experts.alignment
-    filled = f", filled up to multiples of {alignment}" if alignment > 1 else ""
-    with torch.enable_grad():
-        slots = "input", "grad_output"
-        tokens, gradients = (experts.travel(slot, dtype, place) for slot in slots)
+    tokens, gradients = (experts.travel(slot, dtype) for slot in ("input", "grad_output"))
     return (
         f"{experts.experts} experts over {experts.group.size()} ranks: tokens are dispatched "
-        f"{tokens}, gradients of the output {gradients}{filled}"
+        f"{tokens}, gradients of the output {gradients}"
     )

@@ -8,7 +8,6 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +25,13 @@ class TokenRoute:
     read, which raises what `route_tokens` says.
 
     counts:    [E] of this rank's tokens, by expert.
-    sent:      [E] the same, filled up to multiples of `alignment`.
     arriving:  [R][E / R] what ranks send to the experts of this rank.
     """
 
     group: dist.ProcessGroup
-    alignment: int
-    _counts: Tensor  # on the device, and before they are filled up
-    _arriving: Tensor
+    _arriving: Tensor  # on the device
     _read: Callable[[], tuple[list[int], list[list[int]]]]
-    _orders: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
+    _orders: dict[bool, Tensor] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -44,10 +40,6 @@ class TokenRoute:
     @property
     def arriving(self) -> list[list[int]]:
         return self._read()[1]
-
-    @functools.cached_property
-    def sent(self) -> list[int]:
-        return [*map(self._filled, self.counts)]
 
     @property
     def ranks(self) -> int:
@@ -61,45 +53,30 @@ class TokenRoute:
     @property
     def ends(self) -> Tensor:
         """int64 [E / R] on the device, the row behind the last of each expert of this rank."""
-        return self._filled(self._arriving).sum(0).cumsum(0)
-
-    def _filled(self, n: Any) -> Any:
-        return n if self.alignment == 1 else -(-n // self.alignment) * self.alignment
-
-    def placed(self, x: Tensor) -> Tensor:
-        """Return x [M, K] as [sum of sent, K]: zero rows fill up what each expert is sent."""
-        if self.sent == self.counts:
-            return x.contiguous()
-        return x.new_zeros(sum(self.sent), x.shape[1]).index_copy_(0, self._places, x)
-
-    @functools.cached_property
-    def _places(self) -> Tensor:
-        sent = self._filled(self._counts)
-        return _shifted(self._counts, sent.cumsum(0) - sent, sum(self.counts))
+        return self._arriving.sum(0).cumsum(0)
 
     def spread(
-        self, buffers: Sequence[tuple[Tensor, int]], tokens: Tensor | None = None
+        self, buffers: Sequence[Tensor], tokens: Tensor | None = None
     ) -> Callable[[], list[Tensor]]:
         """Start one all-to-all. Return the function that waits for it, and returns what the ranks'
         buffers hold for the experts of this rank, by expert, then by rank.
 
-        buffers:  ([rows / n, ..], n): row-major, a row of which serves n of those that are sent.
+        buffers:  [rows, ..], row-major.
         tokens:   int64, the row of the buffers of each row that is sent; None: they are in order.
         """
-        unit = math.lcm(*(n for _, n in buffers))  # rows that travel as one
-        parts = _wide([_matrix(buffer, unit // n * row_bytes(buffer)) for buffer, n in buffers])
+        parts = _wide([*map(_rows_of_bytes, buffers)])
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         packed = packed if tokens is None else packed.index_select(0, tokens)
-        arriving = [sum(rows) // unit for rows in self.arriving]
+        arriving = [*map(sum, self.arriving)]
         received = packed.new_empty(sum(arriving), packed.shape[1])
-        wait = self._exchange(received, packed, arriving, [n // unit for n in self._sent_to])
+        wait = self._exchange(received, packed, arriving, self._sent_to)
         widths = [part.shape[1] for part in parts]
 
         def arrived() -> list[Tensor]:
             wait()
             return [
-                self._ordered(rows, unit).view(buffer.dtype).view(-1, *buffer.shape[1:])
-                for rows, (buffer, _) in zip(received.split(widths, 1), buffers)
+                self._ordered(rows).view(buffer.dtype).view(-1, *buffer.shape[1:])
+                for rows, buffer in zip(received.split(widths, 1), buffers)
             ]
 
         return arrived
@@ -107,38 +84,39 @@ class TokenRoute:
     def returned(self, y: Tensor) -> Callable[[], Tensor]:
         """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
         ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
-        width = row_bytes(y)
-        (rows,) = _wide([_matrix(y, width)])
-        rows = self._ordered(rows, 1, back=True)
+        (rows,) = _wide([_rows_of_bytes(y)])
+        rows = self._ordered(rows, back=True)
         # no view: users may write in place what FSDP2 hooks
-        returned = y.new_empty(sum(self.sent), y.shape[1])
-        into, from_experts = _matrix(returned, width), [*map(sum, self.arriving)]
-        wait = self._exchange(into, rows, self._sent_to, from_experts)
+        returned, from_experts = y.new_empty(sum(self.counts), y.shape[1]), map(sum, self.arriving)
+        into = _rows_of_bytes(returned)
+        wait = self._exchange(into, rows, self._sent_to, [*from_experts])
 
         def arrived() -> Tensor:
             wait()
-            is_filled = self.sent != self.counts
-            return returned.index_select(0, self._places) if is_filled else returned
+            return returned
 
         return arrived
 
     @property
     def _sent_to(self) -> list[int]:
         """[R] rows that each rank is sent."""
-        experts = len(self.sent) // self.ranks
-        return [sum(self.sent[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
+        experts = len(self.counts) // self.ranks
+        return [sum(self.counts[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
 
-    def _ordered(self, rows: Tensor, unit: int, back: bool = False) -> Tensor:
+    def _ordered(self, rows: Tensor, back: bool = False) -> Tensor:
         """Sort rows, a piece of each rank for each expert, which lie by rank, by expert; back: the
         other way. The host builds no index and waits for none."""
         if 1 in self._arriving.shape:
             return rows.contiguous()
-        if (order := self._orders.get((unit, back))) is None:
-            sizes = self._filled(self._arriving) // unit
-            sizes = sizes.T if back else sizes
-            starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
-            order = _shifted(sizes.T.flatten(), starts.T.flatten(), len(rows))
-            self._orders[unit, back] = order
+        if (order := self._orders.get(back)) is None:
+            by_rank = self._arriving.T if back else self._arriving
+            starts = (by_rank.flatten().cumsum(0) - by_rank.flatten()).view_as(by_rank).T.flatten()
+            sizes = by_rank.T.flatten()
+            # of pieces of these sizes, which begin at these rows
+            shifts = starts - (sizes.cumsum(0) - sizes)
+            order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
+            order = order + shifts.repeat_interleave(sizes, output_size=len(rows))
+            self._orders[back] = order
         return rows.index_select(0, order)
 
     def _exchange(
@@ -157,9 +135,8 @@ def row_bytes(t: Tensor) -> int:
     return t.itemsize * math.prod(t.shape[1:])
 
 
-def _matrix(t: Tensor, width: int) -> Tensor:
-    """The bytes of t, in rows of so many."""
-    return t.contiguous().view(-1).view(torch.uint8).view(-1, width)
+def _rows_of_bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(-1).view(torch.uint8).view(-1, row_bytes(t))
 
 
 def _wide(parts: list[Tensor]) -> list[Tensor]:
@@ -168,18 +145,10 @@ def _wide(parts: list[Tensor]) -> list[Tensor]:
     return [part.view(torch.int64) for part in parts] if fits else parts
 
 
-def _shifted(sizes: Tensor, starts: Tensor, total: int) -> Tensor:
-    """int64 [total], where each row is: of pieces of these sizes, which begin at these rows."""
-    shifts = starts - (sizes.cumsum(0) - sizes)
-    rows = torch.arange(total, dtype=torch.int64, device=sizes.device)
-    return rows + shifts.repeat_interleave(sizes, output_size=total)
-
-
 def route_tokens(
     splits: Sequence[int] | Tensor,
     x: Tensor,
     group: dist.ProcessGroup,
-    alignment: int = 1,
     travels: str = "",
     experts: int | None = None,
     name: str = "dispatch_tokens",
@@ -218,8 +187,7 @@ def route_tokens(
         fits = back.dim() == 2 and len(back) == len(x) and back.numel() == rows
     counts = _counts_of(splits if fits else (), experts).to(x.device, torch.int64)
     is_fine = (counts >= 0).all() & (counts.sum() == rows)
-    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment}"
-    text = f"{text} {travels}".strip()
+    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype} {travels}"
     checksum = torch.full_like(is_fine, zlib.crc32(text.encode()), dtype=torch.int64)
     facts = torch.stack([is_fine.long(), checksum])
     sent = torch.cat([counts.view(group.size(), -1), facts.expand(group.size(), 2)], 1)
@@ -245,16 +213,12 @@ def route_tokens(
             )
             agree({}, [group], error if is_wrong[group.rank()] else None)
         if len({checksum for *_, checksum in by_rank}) > 1:
-            remedy = (
-                "call it with the same experts, columns, dtype, alignment and quantizer on every "
-                "rank"
-            )
+            remedy = "call it with the same experts, columns, dtype and quantizer on every rank"
             sentence = "ranks would send each other different tokens"
             agree({name: text}, [group], None, remedy, sentence)
-        arriving = [[-(-n // alignment) * alignment for n in rows] for *rows, _, _ in by_rank]
-        return flat[:experts], arriving
+        return flat[:experts], [rows for *rows, _, _ in by_rank]
 
-    return TokenRoute(group, alignment, counts, received[:, :-2], read)
+    return TokenRoute(group, received[:, :-2], read)
 
 
 def _on_host(t: Tensor) -> Callable[[], list]:

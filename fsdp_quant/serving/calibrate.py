@@ -46,7 +46,7 @@ def calibrate(
     Runs in evaluation mode, compiled models in eager mode; steps, histories and random bits of
     training stay as they are. Every rank must call it, with as many batches as the collectives of
     the model need. An expert that no token reached has the largest input of the experts beside it.
-    Tokens that arrive as codes (`fq.parallel.ExpertParallel`) count as what their codes decode to.
+    Inputs that are codes count as what their codes decode to.
 
     Warns of layers that no batch reached, which the result lacks.
     Raises ValueError, on every rank, for a model without such layers, for batches that reach none,

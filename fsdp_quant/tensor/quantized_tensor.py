@@ -235,25 +235,18 @@ class QuantizedTensor(Tensor):
         )
 
     def _narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
-        """Rows [start, start + length) of a 2-D tensor; of groups, one whole group."""
+        """Rows [start, start + length) of a 2-D tensor, or packed matrices."""
         pairs = self._pair.groups
         if (start, length) == (0, self.shape[dim]) and not pairs:
             return self._aliased()
-        if dim == 0 and self.dim() == 3 and pairs:
+        if dim == 0 and pairs:
             part = StoragePair(owner=self._pair.owner, groups=pairs[start : start + length])
             return QuantizedTensor(pair=part, shape=(length, *self.shape[1:]))
         if dim % self.dim() != 0 or self.dim() != 2:
             raise refused(f"{self!r} can be cut along dim 0 of a 2-D tensor only")
-        if not pairs:
-            return self.with_storages(
-                lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
-            )
-        parts = self._groups()
-        for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
-            if (end - len(part), len(part)) == (start, length):
-                return part
-        rows = f"rows [{start}, {start + length}) of {self!r}"
-        raise refused(f"{rows} are no one of {len(parts)} groups, each quantized by itself")
+        return self.with_storages(
+            lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
+        )
 
     def codes_to_write(self) -> list[Tensor] | None:
         """The bytes of its codes, each once; what was derived from them is dropped. None unless it
@@ -493,14 +486,14 @@ def _split(func, tensor, sizes, dim=0):
 
 @_TABLE.implements(aten.unbind.int)
 def _unbind(func, tensor, dim=0):
-    if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
+    if dim != 0 or not tensor._pair.groups:
         raise refused(f"{tensor!r} can be unbound along dim 0 of packed matrices only")
     return tensor._groups()
 
 
 @_TABLE.implements(aten.select.int)
 def _select(func, tensor, dim, index):
-    if dim != 0 or not tensor._pair.groups or tensor.dim() != 3:
+    if dim != 0 or not tensor._pair.groups:
         return _unbind(func, tensor, dim)[index]
     return QuantizedTensor(pair=tensor._pair.groups[index])
 

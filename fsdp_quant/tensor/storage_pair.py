@@ -24,8 +24,8 @@ class StoragePair:
 
     owner:    the state of a weight; None for other tensors.
     operands: storages in the layouts that GEMMs read, cached until the codes are written.
-    groups:   pairs of the matrices of a packed tensor [matrices, N, K], or of row groups of [M, K]
-              that are quantized separately (tokens per expert); then there is no own storage.
+    groups:   pairs of the matrices of a packed tensor [matrices, N, K]; then there is no own
+              storage.
     shown:    buffers of `operands_in_graphs` by name, until a storage is replaced; for a packed
               weight that FSDP2 gathers, the concatenated codes of all matrices.
     facts:    `without_buffers`, until a storage is replaced.

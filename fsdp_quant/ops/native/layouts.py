@@ -13,7 +13,6 @@ from torch import Tensor
 from ...formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from ..layout import ANCHOR_RUNS, ANCHORED_TENSOR
 from .encoding import TILE, TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, pack_codes, pack_encoding
-from .gemms import TokenGroups
 
 _ops = torch.ops.fsdp_quant
 
@@ -97,12 +96,6 @@ def transpose_stack(data: Tensor) -> Tensor:
     out = data.new_empty(n, cols, rows)
     _transposing(list(data.unbind()), list(out.unbind()), [rows] * n, [cols] * n, bits=8)()
     return out
-
-
-def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
-    """Transpose 8-bit codes [tokens, cols] to [cols, rows of `groups.padded`]. Padding after the
-    tokens of a group is zero; columns after the last group are uninitialized."""
-    return _ops.transpose_tokens(data, *groups)
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

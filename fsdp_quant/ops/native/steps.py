@@ -29,30 +29,6 @@ from .quantization import rows_of
 _ops = torch.ops.fsdp_quant
 
 
-def linear_tokens(
-    x: Tensor,
-    plan: int,
-    slot: int,
-    row: bool,
-    col: bool,
-    guard: Tensor | None,
-    groups: TokenGroups,
-    factors: Sequence[Tensor] = (),
-    step: Tensor | None = None,
-    ids: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """Quantize x [tokens, cols] to the codes and scales that a plan reads, each group by itself.
-
-    slot:  0: x is the input; 2: x is the gradient.
-
-    In columnwise codes each group begins at a multiple of 128; rows of no group are uninitialized.
-    Scales that span tokens have one set per group, [E, lines] or [E], uninitialized for a group
-    without tokens. Two-level codes have tensor amaxes [E] too. Their columnwise codes are [cols,
-    tokens / 2], with scales [cols, tokens / 16]. Other arguments are those of `grouped_step`.
-    """
-    return _ops.linear_tokens(rows_of(x), plan, slot, row, col, guard, *groups, factors, step, ids)
-
-
 def grouped_step(
     x: Tensor,
     ends: Tensor,
