@@ -367,11 +367,10 @@ def check_layers(rank: int, world: int, reads: bool) -> None:
             y.backward(dy)
         want = ["all_to_all_single"] * 3, ["all_to_all_single"] * 2
         assert collectives == want, (what, collectives)
-        want = ["to after 0 encoded", "tolist after 1 encoded"], []
-        assert not reads or tuple(of.names for of in read) == want, (
-            what,
-            [of.names for of in read],
-        )
+        if reads:  # copies that start wait for nothing; the underflow check of GPUs has one besides
+            waits = [[name for name in of.names if not name.startswith("to ")] for of in read]
+            assert waits == [["tolist after 1 encoded"], []], (what, waits)
+            assert read[0].names[0] == "to after 0 encoded", (what, read[0].names)
         assert events == [2, 2, "dx"], (what, events)  # after it was sent, before it is there
         planned = planned_dispatch(net, splits[rank])
         assert fq.receipt().dispatch == planned, (what, planned)
