@@ -110,6 +110,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     try:
+        for name in args.recipe:
+            fq.recipes.by_name(name)
         text = bytes(read_text(args.data)) if args.data else "".join(topics.values()).encode()
     except ValueError as error:
         sys.exit(f"error: {error}")

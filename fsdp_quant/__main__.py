@@ -52,10 +52,8 @@ def doctor() -> None:
     for name, fact in facts.items():
         print(f"{name:14}{fact}")
     _print_operations({fmt.name: native.supported(fmt, device) for fmt in FORMATS.values()}, device)
-    print(
-        "\n"
-        + "\n".join([f"to do: {line}" for line in remedies(Machine.this())] or ["nothing is off"])
-    )
+    to_do = [f"to do: {line}" for line in remedies(Machine.this())]
+    print("", *to_do or ["nothing is off"], sep="\n")
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
@@ -113,10 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_quant", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices, which operations run compiled")
-    tester = commands.add_parser(
-        "selftest",
-        help="compare kernels with the reference and products with fp64: a report to send",
-    )
+    of_tester = "compare kernels with the reference and products with fp64: a report to send"
+    tester = commands.add_parser("selftest", help=of_tester)
     tester.add_argument("--report", type=Path, default=Path("fsdp_quant-selftest.json"))
     planner = commands.add_parser("plan", help="the products of a recipe")
     planner.add_argument("recipe", help=f"hybrid, qat, or {', '.join(recipes.names())}")
@@ -126,14 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     reporter = commands.add_parser("report", help="what fq.inspect(path=) wrote, as one HTML file")
     reporter.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
     reporter.add_argument("-o", "--out", type=Path, default=Path("report.html"))
-    adviser = commands.add_parser(
-        "advise", help="the cheapest formats of each layer within a budget of the loss"
-    )
-    adviser.add_argument(
-        "setup",
-        metavar="FILE.py[:FUNCTION]",
-        help="returns (model, batches) or (model, batches, loss)",
-    )
+    adviser = commands.add_parser("advise", help="each layer's cheapest formats in a loss budget")
+    results = "(model, batches) or (model, batches, loss)"
+    adviser.add_argument("setup", metavar="FILE.py[:FUNCTION]", help=f"returns {results}")
     adviser.add_argument("--budget", type=float, default=0.01, help="of the loss, in its units")
     adviser.add_argument(
         "--gradient-error",
@@ -142,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         help="relative, of the gradient (default: %(default)s)",
     )
     adviser.add_argument(
-        "--candidates", default=",".join(advise.CANDIDATES), help="families of formats"
+        "--candidates", default=",".join(advise.CANDIDATES), help="families (default: %(default)s)"
     )
     adviser.add_argument(
         "--skip", action="append", default=[], help="as of fq.convert; may be repeated"

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -230,11 +232,15 @@ class _Board(transformers.TrainerCallback):
         self.given.append((state.global_step, logs))
 
 
-def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, capsys):
-    """If false, errors of codes are in a file beside the run's dashboard, under other steps, or
-    fill the console and each checkpoint's history."""
-    board = _Board()
+def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, capsys, monkeypatch):
+    """If false, errors of codes are in a file beside the dashboard, under other steps, fill the
+    console, each checkpoint's history or the memory, or are measured for nobody."""
+    board, made = _Board(), []
+    keep = functools.wraps(fq.inspect)(lambda *a, **o: made.append(fq.inspect(*a, **o)) or made[-1])
+    monkeypatch.setattr(fq.integrations.transformers, "inspect", keep)
     options = {"inspect": {"every": 2, "layers": "*.down_proj"}}
+    with pytest.raises(ValueError, match="nobody reads .* report_to=\\[\\]"):
+        _trainer(tmp_path, "mxfp8", options=options)
     trainer = _trainer(tmp_path, "mxfp8", callbacks=[board], options=options, disable_tqdm=False)
     sampled = {step: logs for step, logs in board.given if any("/sqnr_db" in name for name in logs)}
     assert list(sampled) == [1 + s for s in range(0, STEPS, 2)]
@@ -243,6 +249,16 @@ def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, ca
     assert not any("fsdp_quant" in name for entry in trainer.state.log_history for name in entry)
     assert "sqnr_db" not in capsys.readouterr().out
     assert len(_losses(trainer)) == STEPS and len(board.given) > STEPS
+    assert len(made) == 1 and made[0].latest and not made[0].records
+
+
+def test_a_report_of_a_trainer_has_its_loss(tmp_path: Path):
+    """If false, `fsdp_quant report` of a Trainer's run draws no loss beside the layers' errors."""
+    path = tmp_path / "run.jsonl"
+    trainer = _trainer(tmp_path, "mxfp8", options={"inspect": {"every": 2, "path": path}})
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    scalars = [(entry["step"], entry["values"]) for entry in written if entry["kind"] == "scalars"]
+    assert scalars == [(s, {"loss": loss}) for s, loss in enumerate(_losses(trainer))]
 
 
 def test_adapters_over_codes_resume_as_the_page_writes(tmp_path: Path):

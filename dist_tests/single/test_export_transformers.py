@@ -402,7 +402,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
             fq.convert(Net(), fq.recipes.mxfp8()),
             tmp_path / "good",
             {"frozen": True},
-            "head.weight is high precision in the files",
+            "head.weight is high precision in the files; name it in fq.convert's skip=",
         ),
         (
             converted("mxfp8_32x32"),
@@ -410,7 +410,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
             {"frozen": True},
             "a scale per row in the file",
         ),
-        (fresh, tmp_path, {}, "has neither model.safetensors nor"),
+        (fresh, tmp_path, {}, "neither model.safetensors nor .* wanted a folder on a disk"),
         (fresh, tmp_path / "good", {"frozen": "yes"}, "frozen must be True or False, got 'yes'"),
     ]
     for model, path, options, message in refusals:

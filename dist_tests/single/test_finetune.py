@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from examples import finetune
@@ -15,7 +17,7 @@ pytest.importorskip("peft")
 )
 def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeypatch, capsys):
     """If false, the tutorial's commands fail, or a base that should be codes trains in high
-    precision; or --data is not what it is tuned on."""
+    precision; or --data is not what it is tuned on, or a name is refused after the training."""
     plot, text = tmp_path / "curve.png", tmp_path / "text.txt"
     monkeypatch.setattr(
         finetune, "SIZES", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -42,6 +44,10 @@ def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeyp
         with pytest.raises(SystemExit, match="error: the text has 9 tokens; give at least 2,560"):
             finetune.main()
         text.write_bytes(bytes(range(32, 122)) * 40)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.argv", [*sys.argv, "--recipe", "fp8"])
+            with pytest.raises(SystemExit, match="error: unknown recipe 'fp8'; pass 'fp8_current'"):
+                finetune.main()
     finetune.main()
     table = {
         line.split()[0]: line.split()[1:]

@@ -54,8 +54,9 @@ def test_a_plan_for_a_gpu_is_the_plan_on_that_gpu(arch: str):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no GPU; name one, such as 'sm_90a'"):
             fq.plan(fq.convert(net(), "mxfp8"), on="cuda")
-    with pytest.raises(ValueError, match="'sm_91' is no GPU of ours: wanted one of sm_80, sm_89"):
-        fq.plan(fq.convert(net(), "mxfp8"), on="sm_91")
+    for name in ("sm_91", "h100"):
+        with pytest.raises(ValueError, match=f"'{name}' is no GPU of ours: wanted one of sm_80"):
+            fq.plan(fq.convert(net(), "mxfp8"), on=name)
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -93,4 +94,5 @@ def test_memory_is_what_a_step_holds(recipe: str):
         assert frozen.memory.weights < 0.6 * planned.weights
         assert frozen.memory.gradients == frozen.memory.codes == 0
         assert frozen.memory.per_token == 2 * 2 * 512  # gate(x) and up(x)
+        assert {row.product for row in frozen.gemms} == {"fprop", "dgrad"}
         assert ModelPlan.of_facts(frozen.facts()) == frozen

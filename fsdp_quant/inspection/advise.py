@@ -255,11 +255,11 @@ class _Study:
         limits = budgets = budget, gradient_error
         for _ in range(ROUNDS):
             forward = self._chosen(gaps, limits[0], sum, self.forward)
-            backward = self._chosen(errors, limits[1], _norm, self.backward)
+            backward = self._chosen(errors, limits[1], lambda e: math.hypot(*e), self.backward)
             formats = {name: (forward[name], backward[name]) for name in self.elements}
             predicted = (
                 sum(gaps[n][f] for n, (f, _) in formats.items()),
-                _norm(errors[n][b] for n, (_, b) in formats.items()),
+                math.hypot(*(errors[n][b] for n, (_, b) in formats.items())),
             )
             (error,) = self._errors([{n: (HIGH, b) for n, (_, b) in formats.items()}])
             measured = abs(self._gap(formats)), error
@@ -305,10 +305,8 @@ class _Study:
         return chosen
 
     def _apply(self, formats: Mapping[str, tuple[str, str]]) -> None:
-        set_recipe(
-            self.probe,
-            _recipe({name: formats.get(name, (HIGH, HIGH)) for name in self.elements})[0],
-        )
+        of_all = {name: formats.get(name, (HIGH, HIGH)) for name in self.elements}
+        set_recipe(self.probe, _recipe(of_all)[0])
 
     def _gap(self, formats: Mapping[str, tuple[str, str]]) -> float:
         self._apply(formats)
@@ -364,10 +362,6 @@ def _own_loss(model: nn.Module, batch: object) -> Tensor:
             f"model, batch: ..."
         )
     return output.loss
-
-
-def _norm(values: Iterable[float]) -> float:
-    return math.hypot(*values)
 
 
 def _arch(on: str | None) -> str:

@@ -249,7 +249,7 @@ def plan(
     on: Place | None = None,
     tokens: int | None = None,
 ) -> ModelPlan:
-    """Plan every GEMM of the converted modules of `model`, without running anything.
+    """Plan every GEMM of converted modules of `model` (of frozen weights: no wgrad), and run none.
 
     dtype:      of activations (default: FSDP2's param_dtype, else the weight's).
     bandwidth:  bytes per second that each rank receives; for HSDP (within a replica, between
@@ -293,7 +293,8 @@ def plan(
     for name, module in modules.items():
         activations, device = runs(module)
         planned = module.plan_on(activations, device)
-        result.gemms += gemm_rows(name, planned, activations, device)
+        rows = gemm_rows(name, planned, activations, device)
+        result.gemms += rows if module.weight.requires_grad else rows[:2]  # no wgrad
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
     result.gradient_bytes = _gradient_bytes(managed)

@@ -45,15 +45,15 @@ class Callback(TrainerCallback):
     allow_recipe_change:  resume from a checkpoint of another recipe, or of a training without this
                           callback.
     inspect:      steps between samples of `fq.inspect`, or its options. The numbers go to what
-                  reports (`args.report_to`: W&B, TensorBoard, ..), not to the console and the
-                  Trainer's history.
+                  reports (`args.report_to`: W&B, TensorBoard, ..), and not to the console; a file
+                  (`path`) has the loss too.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
     Random bits and schedules follow `state.global_step`; a step that a GradScaler skips is dropped.
     Each checkpoint holds `fq.state_dict` of all ranks in `FILE`, which a resumed training loads.
 
-    Raises ValueError for a recipe that is given twice or never, and at a resume from a checkpoint
-    without `FILE`, or of another recipe, unless allow_recipe_change=True.
+    Raises ValueError for a recipe that is given twice or never, for samples that nobody reads, and
+    at a resume from a checkpoint without `FILE`, or of another recipe, unless allow_recipe_change.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Callback(TrainerCallback):
         self.hold, self.resume_from = hold, resume_from
         self.allow_recipe_change = allow_recipe_change
         self.inspect = {"every": inspect} if isinstance(inspect, int) else inspect
-        self.trainer: Trainer | None = None  # that runs
+        self._reporters: list[TrainerCallback] = []
         self._inspection: Inspection | None = None
         self._reported: tuple[int, Numbers] | None = None
         self._converted: Callable[[], nn.Module | None] = lambda: None  # a weak reference
@@ -92,7 +92,16 @@ class Callback(TrainerCallback):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             TrainingState(model, self.allow_recipe_change).load_state_dict(saved)
         if self.inspect is not None:
+            if not self._reporters and not self.inspect.keys() & {"path", "dump", "on_record"}:
+                raise ValueError(
+                    f"nobody reads Callback(inspect=): got report_to={args.report_to}; name a "
+                    "reporter, or pass inspect={'every': 100, 'path': 'run.jsonl'}"
+                )
             self._inspection = inspect(model, **self.inspect).start()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._inspection is not None and logs and "loss" in logs:
+            self._inspection.scalars(loss=logs["loss"])
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Path of the state in the checkpoint to resume from, of which the Trainer only knows the
@@ -135,13 +144,13 @@ class Callback(TrainerCallback):
         if self._inspection is None:
             return
         self._inspection.flush()
-        latest, reported = self._inspection.latest, self._reported
-        if latest is None or latest is reported or self.trainer is None:
+        self._inspection.records.clear()
+        latest = self._inspection.latest
+        if latest is None or latest is self._reported:
             return
         self._reported, logs = latest, {f"fsdp_quant/{k}": v for k, v in latest[1].items()}
-        for callback in self.trainer.callback_handler.callbacks:
-            if not isinstance(callback, (Callback, PrinterCallback, ProgressCallback)):
-                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
+        for reporter in self._reporters:
+            reporter.on_log(args, state, control, logs=dict(logs), **kwargs)
 
     def on_train_end(self, args, state, control, model, **kwargs):
         count_passes(model)
@@ -154,7 +163,7 @@ class Callback(TrainerCallback):
         self._held.close()
         if self._inspection is not None:
             self._inspection.stop()
-        self._inspection = self.trainer = None
+        self._inspection, self._reporters = None, []
 
     def on_save(self, args, state, control, model, **kwargs):
         if args.save_only_model or state.is_hyper_param_search:  # neither is resumed
@@ -180,9 +189,12 @@ def _ending(train: Callable) -> Callable:
 
     @functools.wraps(train)
     def train_and_end(trainer: Trainer, *args, **kwargs):
-        callbacks = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback)]
+        all_of_them = trainer.callback_handler.callbacks
+        callbacks = [c for c in all_of_them if isinstance(c, Callback)]
+        logs = [c for c in all_of_them if type(c).on_log is not TrainerCallback.on_log]
+        on_console = Callback, PrinterCallback, ProgressCallback
         for callback in callbacks:
-            callback.trainer = trainer
+            callback._reporters = [c for c in logs if not isinstance(c, on_console)]
         try:
             return train(trainer, *args, **kwargs)
         finally:

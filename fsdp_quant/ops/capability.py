@@ -117,12 +117,12 @@ def _cuda_arch(index: int) -> str:
 
 def place_of(on: Place | int) -> Place:
     """Return the device, or the row of ARCHITECTURES, that a text names. Raises ValueError for
-    another "sm_..."."""
-    if not isinstance(on, str) or not on.startswith("sm_"):
-        return torch.device(on)
-    if on not in ARCHITECTURES:
-        raise ValueError(f"{on!r} is no GPU of ours: wanted one of {', '.join(ARCHITECTURES)}")
-    return on
+    another text."""
+    try:
+        return on if on in ARCHITECTURES else torch.device(on)
+    except RuntimeError:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{on!r} is no GPU of ours: wanted one of {known}, or a device") from None
 
 
 def is_compiled(arch: str) -> bool:

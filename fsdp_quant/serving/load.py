@@ -57,7 +57,9 @@ class Files:
         elif (path / SINGLE).exists():
             files = [SINGLE]
         else:
-            raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}")
+            raise ValueError(
+                f"{path} has neither {SINGLE} nor {INDEX}; wanted a folder on a disk here"
+            )
         self._file: dict[str, Any] = {}
         for file in files:
             opened = safe_open(path / file, "pt")
@@ -82,9 +84,7 @@ class Files:
             if key in (*layouts.SCALES, "scales"):
                 tensors[key] = self._file[name].get_tensor(name)
             elif dtype is None:
-                raise ValueError(
-                    f"{name} is {stored.get_dtype()} in the file, which this does not read"
-                )
+                raise ValueError(f"{name} is {stored.get_dtype()} in the file, which is not read")
             else:
                 tensors[key] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
         return tensors
@@ -210,7 +210,8 @@ def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> 
         return
     if not slices or slices[0][1].keys() == {"weight"}:
         raise ValueError(
-            f"{name} is high precision in the files; load it with frozen=False, then call fq.freeze"
+            f"{name} is high precision in the files; name it in fq.convert's skip=, or load with "
+            "frozen=False, then call fq.freeze"
         )
     is_shard = keeps.managed is not None and isinstance(local, FSDPHooks)
     if isinstance(tensor, DTensor) and not is_shard:
