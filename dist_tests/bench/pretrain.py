@@ -274,11 +274,6 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     optimizer = torch.optim.AdamW(
         model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
     )
-    g = torch.Generator().manual_seed(seed)
-    done, timed, began = Progress(folder_of(args, arm), model, optimizer, g, converted), 0, 0.0
-    first = done.step
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
 
     def train(rows: Tensor, step: int = 0) -> Tensor:
         if what.sent_as:
@@ -293,6 +288,11 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
 
     if "graphed" in options:
         train = fq.graphed(train, model, optimizer, UNTIMED)
+    g = torch.Generator().manual_seed(seed)
+    done, timed, began = Progress(folder_of(args, arm), model, optimizer, g, converted), 0, 0.0
+    first = done.step
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for step in range(first, steps):
         if step in (first + UNTIMED, done.step):
             synchronize(device)
@@ -550,6 +550,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--table", nargs="+", default=[])
     args = parser.parse_args(argv)
+    if args.seconds < math.inf and not args.checkpoint:
+        parser.error("--seconds ends runs that go on in the next call; give --checkpoint too")
     runs = [json.loads(line) for path in args.table for line in open(path)]
     failed = not args.table and run(args, runs)
     if dist.is_initialized():
