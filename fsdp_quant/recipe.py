@@ -399,7 +399,7 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
     is_ours = type(value).__module__.split(".")[0] == __name__.split(".")[0]
     kind = f", a {type(value).__name__} of one tensor" if is_ours else ""
     raise ValueError(
-        f"{what} wants a recipe, got {value!r}{kind}; pass fq.recipes.mxfp8() or the like, a "
+        f"{what} wants a recipe, got {value!r:.200}{kind}; pass fq.recipes.mxfp8() or the like, a "
         "fq.CustomRecipe, or a name such as 'mxfp8' or 'mxfp8/nvfp4'"
     )
 

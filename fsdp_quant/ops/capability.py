@@ -117,12 +117,14 @@ def _cuda_arch(index: int) -> str:
 
 def place_of(on: Place | int) -> Place:
     """Return the device, or the row of ARCHITECTURES, that a text names. Raises ValueError for
-    another "sm_..."."""
-    if not isinstance(on, str) or not on.startswith("sm_"):
+    another text."""
+    if on in ARCHITECTURES:
+        return on
+    try:
         return torch.device(on)
-    if on not in ARCHITECTURES:
-        raise ValueError(f"{on!r} is no GPU of ours: wanted one of {', '.join(ARCHITECTURES)}")
-    return on
+    except (RuntimeError, TypeError):
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{on!r} is no GPU of ours: wanted one of {known}") from None
 
 
 def is_compiled(arch: str) -> bool:
