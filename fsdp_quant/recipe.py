@@ -385,9 +385,7 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
         return recipe
     if any(value is function for function in _RECIPE_FUNCTIONS):
         call = f"fq.recipes.{getattr(value, '__name__', '')}"
-        raise ValueError(
-            f"{what}: got the function {call}, which makes a recipe; call it: {call}()"
-        )
+        raise ValueError(f"{what}: got {call}, which makes a recipe; call it: {call}()")
     if isinstance(value, (PerLayer, Schedule)):
         raise ValueError(
             f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give "

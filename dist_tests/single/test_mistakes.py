@@ -261,6 +261,10 @@ MISTAKES = {
         r"moe: splits give \[1, 2\] rows to 2 experts, 3 in all; wanted 2 counts, none negative, "
         r"that add up to the input's 32 rows",
     ),
+    "a tensor of two directions as an operand": Mistake(
+        lambda: fq.gemm(fq.Quantizer("mxfp8").quantize(x()), x()),
+        r"gemm wants codes of a direction, as x.rowwise, got .*QuantizedTensor'>, .*Tensor",
+    ),
     "step that is no number": Mistake(
         lambda: fq.begin_step("3"),
         "fq.begin_step: step is '3'; wanted an int from 0",
