@@ -410,11 +410,12 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with the sizes that depend on the device filled in."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    first = argparse.ArgumentParser(add_help=False)  # what defaults depend on
+    first.add_argument("--on", metavar="GPU", help="plan for a GPU that need not be here: sm_90a")
+    elsewhere = first.parse_known_args(argv)[0].on
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], parents=[first])
     add = parser.add_argument
     add("--dry-run", action="store_true", help="print the plan and the memory, and do not train")
-    add("--on", metavar="GPU", help="plan for a GPU that need not be here, such as sm_90a")
-    elsewhere = parser.parse_known_args(argv)[0].on
     add("--data", type=Path, help="file or folder, its first 64 MiB; default: Python's own sources")
     names = ", ".join(fq.recipes.names())
     add("--recipe", help=f"one recipe for both directions, default mxfp8: {names}")

@@ -27,7 +27,7 @@ def __getattr__(name: str) -> object:
         globals().update(ALIASES, __all__=list(NAMES), **NAMES)
         if name in globals():
             return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/coming_from_*.md")
 
 
 def __dir__() -> list[str]:

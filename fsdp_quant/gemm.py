@@ -102,6 +102,8 @@ def gemm(
     >>> fq.gemm(a, b).shape
     torch.Size([4, 8])
     """
+    if not (isinstance(a, EncodedMatrix) and isinstance(b, EncodedMatrix)):
+        raise TypeError(f"gemm wants codes of a direction, as x.rowwise, got {type(a)}, {type(b)}")
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     a, b = a.readable("gemm operand a"), b.readable("gemm operand b")
     m, n, k = _checked_sizes(a, b, out, accumulate)

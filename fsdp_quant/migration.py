@@ -40,6 +40,7 @@ KEYWORDS = {
     "exp_avg_dtype": _MOMENTS,
     "exp_avg_sq_dtype": _MOMENTS,
     "ffn_hidden_size": "pass ffn_size=",
+    "filter_fn": "pass skip=, which may be a function (name, module), true for what stays as it is",
     "fp8_format": "name formats by the recipe: Format.HYBRID is grad_element='e5m2' of every 8-bit "
     "recipe of fq.recipes, Format.E4M3 is grad_element='e4m3'",
     "fp8_group": _SHARED,
@@ -71,7 +72,9 @@ _QAT = "fq.recipes.qat('mxfp4'), or of another format of the weights"
 # Names and classes of recipes there, and of one here that wants an argument -> recipe here.
 RECIPES = {
     "fp8": "'fp8_current' or 'fp8_delayed' (one scale per tensor), 'fp8_row' or 'fp8_block'",
+    "fp8_tensor": "'fp8_current' or 'fp8_delayed'",
     "rowwise": _ROWWISE,
+    "rowwise_with_gw_hp": "a fq.CustomRecipe, as in docs/coming_from_torchao.md",
     "tensorwise": _TENSORWISE,
     "DelayedScaling": "fq.recipes.fp8_delayed(length=, margin=, use=)",
     "Float8BlockScaling": "fq.recipes.fp8_block()",

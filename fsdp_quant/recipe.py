@@ -385,9 +385,7 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
         return recipe
     if any(value is function for function in _RECIPE_FUNCTIONS):
         call = f"fq.recipes.{getattr(value, '__name__', '')}"
-        raise ValueError(
-            f"{what}: got the function {call}, which makes a recipe; call it: {call}()"
-        )
+        raise ValueError(f"{what}: got {call}, which makes a recipe; call it: {call}()")
     if isinstance(value, (PerLayer, Schedule)):
         raise ValueError(
             f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give "
@@ -399,7 +397,7 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
     is_ours = type(value).__module__.split(".")[0] == __name__.split(".")[0]
     kind = f", a {type(value).__name__} of one tensor" if is_ours else ""
     raise ValueError(
-        f"{what} wants a recipe, got {value!r}{kind}; pass fq.recipes.mxfp8() or the like, a "
+        f"{what} wants a recipe, got {value!r:.200}{kind}; pass fq.recipes.mxfp8() or the like, a "
         "fq.CustomRecipe, or a name such as 'mxfp8' or 'mxfp8/nvfp4'"
     )
 

@@ -312,11 +312,18 @@ def _convert_order(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="is gathered by an FSDP module around Sequential"):
         fq.convert(inside, "mxfp8")
     assert type(inside[0]) is nn.Linear
+    broken = fully_shard(nn.Linear(nets.K, nets.K))
+    broken.weight = nn.Parameter(torch.ones(nets.K, nets.K))
+    with pytest.raises(AttributeError):  # torch's
+        broken(nets.batch(0))
+    sound = fully_shard(fq.convert(nn.Linear(nets.K, nets.K), "mxfp8"))
+    with pytest.raises(ValueError, match="fq.unconvert: .* was sharded; load its full state dict"):
+        fq.unconvert(sound)
 
 
 def test_convert_after_fully_shard_equals_before():
-    """If false, the order of the two calls matters, also after an evaluation, or an optimizer built
-    in between trains nothing."""
+    """If false, the order of the two calls matters, also after an evaluation, an optimizer built in
+    between trains nothing, or a broken model breaks others."""
     run_ranks(3, _convert_order)
 
 

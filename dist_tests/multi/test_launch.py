@@ -327,6 +327,16 @@ def test_each_steps_numbers_are_logged(monkeypatch, tmp_path):
     assert {name for _, name in written} > {"lr", "tokens/s", "MB gathered"}
 
 
+def test_help_lists_every_argument(capsys):
+    """If false, a user finds two of thirty options."""
+    with pytest.raises(SystemExit):
+        train_lm.parse(["--on", "sm_90a", "--help"])
+    text = capsys.readouterr().out
+    assert all(
+        train_lm.option(name) in text for name in vars(train_lm.parse([])) if name != "device"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, why",
     [

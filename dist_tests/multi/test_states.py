@@ -273,5 +273,6 @@ def test_a_call_of_one_rank_returns_or_says_who_must_call_it(tmp_path):
             continue
         assert f"fsdp_quant's {name} was called on rank 0" in raised, (name, raised)
         assert "Every rank must call it" in raised and warned == 1, (name, warned)
+        assert "take it, or fq.convert, out of `if rank == 0:`" in raised
         document = getattr(fq, name, None) or getattr(checkpoint, name)
         assert "Every rank must call it" in " ".join(document.__doc__.split()), name

@@ -1208,7 +1208,7 @@ def test_unconvert_undoes_convert(family: str, quantized: bool):
     calls.clear()
     assert_same_bytes(run().detach(), want.detach())
     assert calls
-    with pytest.raises(ValueError, match="no module that fq.convert changed"):
+    with pytest.raises(ValueError, match="nothing converted"):
         fq.unconvert(net)
     fq.convert(net, "identity")
 
@@ -1270,3 +1270,6 @@ def test_libraries_that_replace_weights_are_named():
         torchao.quantize_(net, config)
     torchao.quantize_(fq.unconvert(net), config)
     assert net(torch.ones(2, 64)).shape == (2, 64)
+    fq.convert(net.append(nn.Linear(64, 64)), "mxfp8")  # and what they replaced before stays theirs
+    assert type(net[0]) is nn.Linear and net(torch.ones(2, 64)).shape == (2, 64)
+    assert "whose forward or weight is not its class's" in str(fq.plan(net))

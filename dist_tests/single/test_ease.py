@@ -105,7 +105,7 @@ def test_autocast_takes_a_name(compiled: bool):
         ("mxfp8/nvfp4/x", "unknown recipe 'mxfp8/nvfp4/x'"),
         (
             recipes.mxfp8,
-            r"got the function fq.recipes.mxfp8, which makes a recipe; call it: "
+            r"got fq.recipes.mxfp8, which makes a recipe; call it: "
             r"fq.recipes.mxfp8\(\)",
         ),
         (None, "fq.convert wants a recipe, got None; pass fq.recipes.mxfp8"),

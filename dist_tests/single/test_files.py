@@ -489,7 +489,7 @@ def write_for_ever(kind: str, folder: Path) -> None:
             train_lm.save_checkpoint(folder, number, *trained(number), {})
         else:
             dcp.async_save(content(number), checkpoint_id=part).result()
-            checkpoint.publish(part, path)
+            checkpoint.publish(str(part), str(path))  # as torch takes them
 
 
 def last_whole(kind: str, folder: Path) -> int:

@@ -221,7 +221,7 @@ MISTAKES = {
     ),
     "arguments swapped": Mistake(
         lambda: fq.convert("mxfp8", net()),
-        r"fq.convert\(model, recipe\): the model is 'mxfp8'; wanted a torch.nn.Module",
+        r"fq.convert\(model, recipe\): got 'mxfp8'; wanted an nn.Module",
     ),
     "bias of another size": Mistake(
         lambda: fq.convert(with_parameter("bias", 3), "mxfp8"),
@@ -261,11 +261,34 @@ MISTAKES = {
         r"moe: splits give \[1, 2\] rows to 2 experts, 3 in all; wanted 2 counts, none negative, "
         r"that add up to the input's 32 rows",
     ),
+    "a tensor of two directions as an operand": Mistake(
+        lambda: fq.gemm(fq.Quantizer("mxfp8").quantize(x()), x()),
+        r"gemm wants codes of a direction, as x.rowwise, got .*QuantizedTensor'>, .*Tensor",
+    ),
     "step that is no number": Mistake(
         lambda: fq.begin_step("3"),
-        "fq.begin_step: step is '3'; wanted the number of the optimizer step",
+        "fq.begin_step: step is '3'; wanted an int from 0",
     ),
     "step below 0": Mistake(lambda: fq.begin_step(-1), "fq.begin_step: step is -1; wanted"),
+    "a model as the micro-batch": Mistake(
+        lambda: fq.begin_step(1, net()),
+        r"fq.begin_step: micro_batch is Sequential\((?s:.){,300}; wanted an int from 0",
+    ),
+    "a model as the seed": Mistake(
+        lambda: fq.begin_step(1, 0, net()),
+        r"fq.begin_step: seed is Sequential\((?s:.){,300}; wanted an int",
+    ),
+    "a GPU by its trade name": Mistake(
+        lambda: fq.plan(fq.convert(net(), "mxfp8"), on="H100"),
+        "'H100' is no GPU of ours: wanted one of sm_80, .*sm_90a",
+    ),
+    "a model as the recipe": Mistake(
+        lambda: fq.set_recipe("mxfp8", nn.Sequential(*(net() for _ in range(99)))),
+        r"fq.set_recipe wants a recipe, got Sequential\((?s:.){,300}; pass fq.recipes",
+    ),
+    "a recipe by the name of a format": Mistake(
+        lambda: fq.convert(net(), "fp8_tensor"), "pass 'fp8_current' or 'fp8_delayed'"
+    ),
     "inspect before convert": Mistake(
         lambda: fq.inspect(net()),
         r"inspect found no fq.Linear; call fq.convert\(model, recipe\) first",
@@ -295,6 +318,15 @@ MISTAKES |= {
     "master_weights=": Mistake(
         lambda: fq.optim.FusedAdam(net().parameters(), master_weights=True),
         "FusedAdam has no master_weights=: leave it out",
+    ),
+    "rowwise_with_gw_hp": Mistake(
+        lambda: fq.convert(net(), "rowwise_with_gw_hp"), r"pass a fq.CustomRecipe.*from_torchao.md"
+    ),
+    "filter_fn=": Mistake(
+        lambda: fq.convert(net(), "mxfp8", filter_fn=lambda module, path: True), "pass skip="
+    ),
+    "a name of theirs": Mistake(
+        lambda: fq.fp8_autocast(True), "no attribute 'fp8_autocast'.*from_"
     ),
     "params_dtype=": Mistake(
         lambda: fq.Linear(64, 64, params_dtype=torch.bfloat16),
@@ -341,7 +373,7 @@ MISTAKES |= {
         "convert has no module_filter_fn=: pass skip=",
     ),
 }
-_REFUSED = ValueError, NotImplementedError, fq.StaleWeightError, TypeError
+_REFUSED = ValueError, NotImplementedError, fq.StaleWeightError, TypeError, AttributeError
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())

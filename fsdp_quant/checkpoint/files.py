@@ -62,7 +62,7 @@ def replacing(path: str | PathLike) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def publish(part: Path, path: Path) -> None:
+def publish(part: str | PathLike, path: str | PathLike) -> None:
     """Rename a completely written file or folder to `path`, durably: fsync, rename, fsync the
     parent folder.
 
@@ -71,13 +71,13 @@ def publish(part: Path, path: Path) -> None:
     path:  replaced atomically if a file; a folder of this name is removed first.
     """
     sync(part)
-    if path.is_dir():
+    if os.path.isdir(path):
         shutil.rmtree(path)
     os.replace(part, path)
-    sync(path.parent)
+    sync(Path(path).parent)
 
 
-def sync(path: Path) -> None:
+def sync(path: str | PathLike) -> None:
     """Wait until a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

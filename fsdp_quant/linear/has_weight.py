@@ -28,6 +28,11 @@ from ..tensor.weight_state import WeightState, copies_are_weights
 from .operands import weight_state
 
 
+def is_of_another_library(p: object) -> bool:
+    """Return whether a parameter holds other tensors in place of its values, as torchao's do."""
+    return torch_compat.is_wrapper_subclass(p) and not isinstance(p, (DTensor, QuantizedTensor))
+
+
 class HasWeight(nn.Module):
     """A module whose `weight` FSDP2 gathers as codes: its shard has the hooks once registered.
 
@@ -61,9 +66,7 @@ class HasWeight(nn.Module):
         if registered.get(name) is None or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
-        if torch_compat.is_wrapper_subclass(value) and not isinstance(
-            value, (DTensor, QuantizedTensor)
-        ):
+        if is_of_another_library(value):
             raise NotImplementedError(
                 f"{name} of a {type(self).__name__} cannot be a {type(value).__name__}: this layer "
                 "quantizes its weight itself; call fq.unconvert(model) before the library that "

@@ -129,11 +129,10 @@ def begin_step(
     >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
     3
     """
-    if step is not None and (not hasattr(step, "__index__") or step < 0):
-        raise ValueError(
-            f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that "
-            "begins, an int from 0"
-        )
+    for name, value in {"step": step, "micro_batch": micro_batch, "seed": seed}.items():
+        if value is not None and (not hasattr(value, "__index__") or name != "seed" and value < 0):
+            wanted = "an int" if name == "seed" else "an int from 0"
+            raise ValueError(f"fq.begin_step: {name} is {value!r:.200}; wanted {wanted}")
     if STEP.is_captured:
         raise ValueError(
             "fq.begin_step writes values of the host to the device, and a captured CUDA graph "

@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from ..linear.grouped_linear import EXPERT, GroupedLinear
+from ..linear.has_weight import is_of_another_library
 from ..linear.linear import Linear
 from ..linear.passes import steps_of
 from ..migration import answers_keywords
@@ -90,9 +91,7 @@ def convert(
     <class 'fsdp_quant.linear.linear.Linear'>
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
-        )
+        raise ValueError(f"fq.convert(model, recipe): got {model!r:.200}; wanted an nn.Module")
     recipe = as_recipe(recipe, "fq.convert")
     skip, grouped = selectors_of("fq.convert: skip", skip), selectors_of("grouped", grouped)
     gathered = torch_compat.reshard(model)
@@ -362,12 +361,14 @@ def _is_linear(module: nn.Module, called: bool) -> bool:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Return whether nothing replaced the module's forward or computes its weight (weight_norm,
-    accelerate)."""
+    """Return whether nothing replaced the module's forward or weight, or computes the latter
+    (accelerate, torchao, weight_norm)."""
     weight = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
     if not is_defined_by(type(module).forward, ("torch.nn.", "transformers.")):
         return False
-    return "forward" not in module.__dict__ and weight in module._parameters
+    if "forward" in module.__dict__ or weight not in module._parameters:
+        return False
+    return not is_of_another_library(module._parameters[weight])
 
 
 def _user_class(cls: type) -> type:

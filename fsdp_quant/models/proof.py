@@ -61,10 +61,6 @@ class _Leaf(nn.Linear):
         return super().__getattribute__(name)
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device="cpu")
-
-
 def prove(
     name: str,
     module: nn.Module,
@@ -149,7 +145,7 @@ def _is_same(
     symbols = Symbols(exact=True)
     for index, parameter in enumerate(parameters):
         symbols.name(parameter, f"parameter {index}")
-    x = _random(2, 2, width).to(dtype).requires_grad_(grad)
+    x = torch.randn(2, 2, width, dtype=torch.float32, device="cpu").to(dtype).requires_grad_(grad)
     symbols.name(x, "x")
     before = symbols.numbers_of(x).clone()
     with torch.set_grad_enabled(grad), symbols:

@@ -39,14 +39,12 @@ def unconvert(model: nn.Module) -> nn.Module:
     >>> fq.unconvert(model)[0]
     Linear(in_features=64, out_features=32, bias=True)
     """
-    converted = [m for m in model.modules() if _original(m) is not None]
-    if not converted:
-        raise ValueError(
-            f"fq.unconvert found no module that fq.convert changed in {type(model).__name__}"
-        )
     for name, module in model.named_modules():
         if (reason := _refusal(module)) is not None:
             raise ValueError(f"fq.unconvert: {name or type(module).__name__} {reason}")
+    converted = [m for m in model.modules() if _original(m) is not None]
+    if not converted:
+        raise ValueError(f"fq.unconvert found nothing converted in {type(model).__name__}")
     for module in converted:
         _restore(module)
     for module in model.modules():
@@ -77,10 +75,7 @@ def _refusal(module: nn.Module) -> str | None:
     if isinstance(module, FSDPModule) or any(
         isinstance(p, DTensor) for p in module._parameters.values()
     ):
-        return (
-            "was sharded; load its full state dict into a model that was neither converted nor "
-            "sharded"
-        )
+        return "was sharded; load its full state dict into a plain model"
     of_ours = (*OURS, LayerNormLinear, LayerNormMLP, Quantize)
     if isinstance(module, of_ours) and _original(module) is None:
         is_product = getattr(module, "matrices", None) is not None and not module.state_dict()

@@ -120,7 +120,7 @@ def place_of(on: Place | int) -> Place:
     another text."""
     try:
         return on if on in ARCHITECTURES else torch.device(on)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{on!r} is no GPU of ours: wanted one of {known}, or a device") from None
 

@@ -89,6 +89,6 @@ def _sentence(group: dist.ProcessGroup) -> str:
         frame = frame.f_back
     return (
         f"{name} was called on rank {dist.get_rank()}, and not on all {group.size()} ranks that "
-        "share these weights. Every rank must call it (a rank may drop what it returns); take it "
-        "out of `if rank == 0:`"
+        "share these weights. Every rank must call it (a rank may drop what it returns); take it, "
+        "or fq.convert, out of `if rank == 0:`"
     )

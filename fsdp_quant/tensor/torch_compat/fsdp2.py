@@ -66,9 +66,10 @@ class ManagedParam:
 
     @property
     def local(self) -> Tensor | None:
-        """The registered sharded local tensor; None once the model is freed."""
+        """The registered sharded local tensor; None once the model is freed, or if something else
+        was put in its place."""
         param = self._param()
-        return None if param is None else _sharded(param)._local_tensor
+        return None if param is None else getattr(_sharded(param), "_local_tensor", None)
 
     @property
     def registered(self) -> DTensor:
