@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining of a Llama, each recipe beside bf16 of the same data and initial values: what a step
+"""Pretraining of a Llama, each recipe and bf16 of the same data and initial values: what a step
 costs and what the loss becomes, in one run.
 
     python -m dist_tests.bench.pretrain [--size 110m|350m|1b] [--arms bf16,bf16:1,mxfp8,...]
@@ -323,6 +323,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
             done.save()
             return None
     modules = converted_modules(model) if converted else {}
+    why_eager = getattr(train, "why_eager", None)  # of a step that was not captured
     points = [(0, 0.0, 0.0), *done.curve]
     each = [(b[2] - a[2]) / (b[0] - a[0]) * 1e3 for a, b in zip(points, points[1:])]
     return {
@@ -335,17 +336,12 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
         "ms": statistics.median(each),
         "products": 3 * len(modules),
         "moved": sum(len(m.plan.moved) for m in modules.values()),
-        "why": done.why + [" ".join(row) for row in moved] + [*filter(None, [of_capture(train)])],
+        "why": done.why + [" ".join(row) for row in moved] + ([why_eager] if why_eager else []),
         "e4m3": cost_of_e4m3(model) if name == "bf16" and not dist.is_initialized() else None,
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "ranks": ranks,
     }
-
-
-def of_capture(train) -> str | None:
-    """Why a step was not captured."""
-    return getattr(train, "why_eager", None)
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def test_non_finite_values_come_through():
 
 
 def test_slices_are_taken_and_other_tensors_refused():
-    """If false, rows that begin between 16 bytes are read beside, or indexes of 32 bits as of
+    """If false, rows that begin between 16 bytes are read wrongly, or indexes of 32 bits as of
     64."""
     _, back = (t.cuda() for t in routes(6, 2))
     rows = laws.values(12 * 16 + 4, seed=1).cuda()

@@ -233,7 +233,7 @@ class _Board(transformers.TrainerCallback):
 
 
 def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, capsys, monkeypatch):
-    """If false, errors of codes are in a file beside the dashboard, under other steps, fill the
+    """If false, errors of codes are in a file and not on the dashboard, under other steps, fill the
     console, each checkpoint's history or the memory, or are measured for nobody."""
     board, made = _Board(), []
     keep = functools.wraps(fq.inspect)(lambda *a, **o: made.append(fq.inspect(*a, **o)) or made[-1])
@@ -253,7 +253,7 @@ def test_inspected_numbers_go_to_the_reporters_of_the_trainer(tmp_path: Path, ca
 
 
 def test_a_report_of_a_trainer_has_its_loss(tmp_path: Path):
-    """If false, `fsdp_quant report` of a Trainer's run draws no loss beside the layers' errors."""
+    """If false, `fsdp_quant report` of a Trainer's run draws no loss next to the layers' errors."""
     path = tmp_path / "run.jsonl"
     trainer = _trainer(tmp_path, "mxfp8", options={"inspect": {"every": 2, "path": path}})
     written = [json.loads(line) for line in path.read_text().splitlines()]

@@ -268,11 +268,12 @@ def decodes_groups(pairs: Iterable[tuple[Format, Format]], arch: str) -> bool:
     if row is None or row.groups:
         return False
     coded = [pair for pair in pairs if pair[0].is_quantized or pair[1].is_quantized]
-    return bool(coded) and all(_are_encoded(a, b) and _is_bf16(a) and _is_bf16(b) for a, b in coded)
+    exact = all(_are_encoded(*pair) and all(map(is_exact_in_bf16, pair)) for pair in coded)
+    return bool(coded) and exact
 
 
-def _is_bf16(fmt: Format) -> bool:
-    """Nothing stays outside a product of its decoded values."""
+def is_exact_in_bf16(fmt: Format) -> bool:
+    """Values that codes decode to are exact in bf16: nothing stays outside a product of them."""
     outside = fmt.scale_leaves_contraction or fmt.tensor_scale or fmt.rotated
     return fmt.decodes_exactly_to_bf16 and not outside
 

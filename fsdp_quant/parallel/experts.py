@@ -16,6 +16,7 @@ tokens travel in high precision. Results of a combine are added up: they stay in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
+from ..ops.capability import is_exact_in_bf16
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from .sequence import planned_bytes
 from .token_route import TokenRoute, route_tokens, row_bytes
@@ -50,6 +52,7 @@ class Travel(NamedTuple):
         return f"as rowwise {self.hybrid.side(ROWWISE).fmt}"
 
 
+@functools.cache
 def travel_of(hybrid: HybridQuantizer, cols: int, dtype: torch.dtype, transport: str) -> Travel:
     """Return how tokens [.., cols] travel: "codes" wherever they can (see the note), "auto" where
     they are also fewer bytes, and no product reads the tokens in high precision."""
@@ -63,8 +66,7 @@ def travel_of(hybrid: HybridQuantizer, cols: int, dtype: torch.dtype, transport:
         return Travel(None, f"rowwise {fmt} is rounded stochastically by an expert's rows")
     if not fmt.keeps_rows_apart:
         return Travel(None, f"a scale of rowwise {fmt} serves several tokens")
-    rounds = fmt.scale_leaves_contraction or fmt.tensor_scale or fmt.rotated
-    if rounds or not fmt.decodes_exactly_to_bf16 or dtype is torch.float16:
+    if not is_exact_in_bf16(fmt) or dtype is torch.float16:
         return Travel(None, f"values of rowwise {fmt} are not exact in {dtype}")
     columnwise = hybrid.encodings.get(COLUMNWISE, encoding)  # else the values of rowwise codes
     if transport == "auto" and not columnwise.fmt.is_quantized:

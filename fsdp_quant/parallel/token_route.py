@@ -104,8 +104,8 @@ class TokenRoute:
         return [sum(self.counts[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
 
     def _ordered(self, rows: Tensor, back: bool = False) -> Tensor:
-        """Sort rows, a piece of each rank for each expert, which lie by rank, by expert; back: the
-        other way. The host builds no index and waits for none."""
+        """Sort rows, a piece of each rank for each expert, from the order of ranks by expert; back:
+        the other way. The host builds no index and waits for none."""
         if 1 in self._arriving.shape:
             return rows.contiguous()
         if (order := self._orders.get(back)) is None:

@@ -248,9 +248,9 @@ class QuantizedTensor(Tensor):
             lambda s: to_storage(s).narrow(start, length), (length, self.shape[1])
         )
 
-    def codes_to_write(self) -> list[Tensor] | None:
-        """The bytes of its codes, each once; what was derived from them is dropped. None unless it
-        is a frozen parameter."""
+    def buffers_to_send(self) -> list[Tensor] | None:
+        """What another rank may write: the bytes of its codes, each once. Drops what was derived
+        from them. None unless it is a frozen parameter."""
         if not self.is_frozen:
             return None
         found: dict[int, Tensor] = {}
@@ -361,7 +361,7 @@ class QuantizedTensor(Tensor):
 
 def sent_by_ddp(parameter: Tensor) -> list[Tensor] | None:
     """What `torch_compat.let_ddp_send` sends of a parameter."""
-    return parameter.codes_to_write() if isinstance(parameter, QuantizedTensor) else None
+    return parameter.buffers_to_send() if isinstance(parameter, QuantizedTensor) else None
 
 
 class _Decode(torch.autograd.Function):

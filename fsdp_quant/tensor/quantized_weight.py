@@ -107,9 +107,9 @@ class QuantizedWeight(WeightCodes):
             refresh_codes([t for t in shards if isinstance(t, QuantizedWeight) and t.state.pending])
         encode_stale([(self, managed)])
 
-    def codes_to_write(self) -> list[Tensor] | None:
+    def buffers_to_send(self) -> list[Tensor] | None:
         """As of a `QuantizedTensor`; if it trains, the values, whose codes follow them."""
-        return super().codes_to_write() if self.is_frozen else [self.inner.detach()]
+        return super().buffers_to_send() if self.is_frozen else [self.inner.detach()]
 
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         """Of a shard that is to be encoded with those of other ranks: the values themselves."""
