@@ -15,7 +15,8 @@ computation, fp32 reduction), every layer compiled, fused AdamW, 32768 tokens a 
 by a cosine after a warm-up. The text is the Python files of the installed packages; every fiftieth
 file is for validation. Arms: bf16, "torchao" and "torchao_rowwise" (its float8), the recipes of
 `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of nvfp4_exact),
-"nvfp4+row", "nvfp4+4over6", "nvfp4+forward" (a backward in high precision), any of them with
+"nvfp4+row", "nvfp4+4over6", "nvfp4+flat" (weights in blocks of 1 x 16), "nvfp4+forward" (a
+backward in high precision) and "nvfp4+ends" (mxfp8 in the last two blocks), any of them with
 "/two", where the underflow check knows two rungs, with "/unchecked", without the check, with
 "/graphed", captured by `fq.graphed`, with "/bf16-grads", "/fp8_1x128-grads", .., whose gradients
 are those that 4 ranks would send so (`fq.set_gradient_reduction`; bf16 loses nothing and is the
@@ -86,8 +87,11 @@ LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any 
 OPTIONS = {  # of nvfp4
     "row": {"scale_per": "row"},
     "4over6": {"four_over_six": "mse"},
+    "flat": {"square_blocks": False},
     "forward": {"backward_override": "high_precision"},
+    "ends": {},
 }
+ENDS = 14  # of the last layers, mxfp8 with "ends": two of twelve blocks
 LIMIT = 0.0025
 STARTED = time.perf_counter()
 ARMS = ("bf16", "bf16:1", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "hybrid", "nvfp4", "tail")
@@ -132,6 +136,8 @@ def convert(model: LlamaForCausalLM, arm: Arm, steps: int) -> bool:
         recipe = recipes.schedule(base, (TAIL, 1.0, recipes.identity()), total_steps=steps)
     elif options:
         recipe = recipes.nvfp4(**{k: v for option in options for k, v in OPTIONS[option].items()})
+        if "ends" in options:
+            recipe = recipes.per_layer(recipe, last=(ENDS, "mxfp8"))
     else:
         recipe = RECIPES[name](**({"anchor_tolerance": 1e9} if unchecked else {}))
     fq.convert(model, recipe, ["lm_head"])
