@@ -266,7 +266,9 @@ def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, arch: str
             domains = {domain for domain, *_ in counters.of("gemm")}
             waits = [why for why in counters.of("departure") if "token splits" in str(why)]
             assert "bf16" in domains and not waits, "one product for all, of values"
-    assert len(again) == (8 if arch else 0), (
+    # delayed: the matrices of other ranks are encoded too, for their histories
+    repeats = arch and recipe.name != "fp8_delayed"
+    assert len(again) == (8 if repeats else 0), (
         f"{len(again)} gathers of 3 steps of two layers were launches of before"
     )
 
@@ -292,7 +294,7 @@ def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...])
         assert numel <= forward <= 1.2 * numel, f"{name}: {forward} bytes of {numel} codes"
 
 
-SHARDED = ["mxfp8", "fp8_current", "fp8_block", "fp8_row"]
+SHARDED = ["mxfp8", "fp8_delayed", "fp8_block", "fp8_current", "fp8_row"]
 EMULATED = [*((name, "sm_90a") for name in SHARDED), ("mxfp8", "sm_100f"), ("fp8_block", "sm_100f")]
 
 

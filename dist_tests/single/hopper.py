@@ -273,6 +273,9 @@ class Operators:
 
     def statistics(self, x, row, col, row0, round_to_bf16):
         self._input("statistics", x, row, col)
+        return self._statistics(x, row, col, row0, round_to_bf16)
+
+    def _statistics(self, x, row, col, row0, round_to_bf16):
         x, made = _seen(x, round_to_bf16), []
         for side in _present(row, col):
             made += [
@@ -330,12 +333,12 @@ class Operators:
         return made
 
     def statistics_group(self, x, packed, columnwise, row0, round_to_bf16):
-        sides = (0, packed) if columnwise else (packed, 0)
-        return [
-            s
-            for one, start in zip(x, row0)
-            for s in self.statistics(one, *sides, start, round_to_bf16)
-        ]
+        sides, made = (0, packed) if columnwise else (packed, 0), []
+        for one, start in zip(x, row0):
+            if one.numel():  # of a rank that has no rows of it, no tile is launched
+                self._input("statistics", one, *sides)
+            made += self._statistics(one, *sides, start, round_to_bf16)
+        return made
 
     def quantize_group(
         self,
@@ -409,18 +412,10 @@ class Operators:
                 e.fmt.tensor_scale and known[1] is None,
                 "pass the amax of a scale that spans more than a tile",
             )
-            made.append(
-                self.quantize(
-                    one,
-                    *sides,
-                    start,
-                    round_to_bf16,
-                    *([None] * (4 * columnwise)),
-                    *known,
-                    factor,
-                    *[None] * 5,
-                )[:2]
-            )
+            given = [None] * (4 * columnwise) + [*known, factor] + [None] * 5
+            if one.numel():  # of a rank that has no rows of it, the scale alone is written
+                self._input("quantize", one, *sides[:2])
+            made.append(self._quantized(one, _present(*sides), start, round_to_bf16, given)[:2])
             if factor is not None and history.numel():
                 dispatch.record_amax(history, known[0])
         self.calls.append(Call("quantize_group", x[0].data_ptr()))

@@ -27,6 +27,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
 from .call import BySlot, Call
 from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
+from .operands import check_codes
 from .plan import GemmPlan, plan_of
 from .program import check_histories
 from .routes import dispatch as dispatch_tokens
@@ -181,6 +182,8 @@ def traced_experts(
         (first.mT if transposed else first).shape,
     )
     shape = [len(weights), *shape] if first.dim() == 2 else shape
+    if is_gathered:
+        check_codes(first.unbind()[0], of_expert)
     check_histories(of_expert, factors, shape[0])
     reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
     decodes = of_groups.decodes_groups(arch_of(x.device))

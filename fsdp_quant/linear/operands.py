@@ -79,13 +79,14 @@ def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return storage
 
 
-def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
-    """Raise ValueError for codes of another quantizer than the plan's."""
+def check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
+    """Raise ValueError for codes of another quantizer than the plan's. The operators of graphs have
+    codes without a state, which was checked when they were traced."""
     state, wanted = weight_state(weight), plan.weight
     codes = (ROWWISE, weight.rowwise), (COLUMNWISE, weight.columnwise)
     stored = [(of.fmt, wanted.side(d).fmt) for d, of in codes if of is not None]
     fits = all(fmt is of or fmt == of for fmt, of in stored)
-    if fits and (not wanted.delayed_directions if state is None else state.quantizer == wanted):
+    if fits and (state is None or state.quantizer == wanted):
         return
     found = state.quantizer if state and fits else " / ".join(repr(fmt) for fmt, _ in stored)
     raise ValueError(
@@ -99,7 +100,7 @@ def _check_codes(weight: QuantizedTensor, plan: GemmPlan) -> None:
 def _traced_storage(
     weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
 ) -> EncodedMatrix:
-    _check_codes(weight, plan)
+    check_codes(weight, plan)
     return weight.operand_for(direction, layout, plan.weight)
 
 
@@ -109,7 +110,7 @@ def gathered_storage(
 ) -> EncodedMatrix:
     """Return the codes of a gathered, frozen or held weight, or of a quantized parameter, for a
     GEMM."""
-    _check_codes(weight, plan)
+    check_codes(weight, plan)
     follows = plan.weight.is_derived or plan.weight.shares_storage
     if direction is COLUMNWISE and follows and weight.columnwise is None:
         rowwise = weight.matrix_for(ROWWISE)
