@@ -26,10 +26,11 @@ fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --
     quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
                      base's (--moments float32: as those of wrapped), and masters in fp32
     wrapped          as quantized, with fq.optim.wrap(torch.optim.AdamW); moments of masters in fp32
-    two-rungs        as compiled; the underflow check moves GEMMs to exact scales at once
+    moved            as compiled; GEMMs of the backward begin where the underflow check moves them
+                     to in the first hundred steps of a training (bench.pretrain)
     graphed          compiled, and the step as one CUDA graph by fq.graphed
     quantized-eager, quantized-graphed, graphed-eager, wrapped-eager, wrapped-graphed,
-    two-rungs-graphed, bf16-graphed, torchao-graphed      as their names say
+    moved-graphed, bf16-graphed, torchao-graphed          as their names say
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
@@ -82,7 +83,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import fsdp_quant as fq
 from dist_tests.bench import ledger, ranks
 from dist_tests.bench.clock import first_line
-from dist_tests.bench.linear import RECIPES, two_rungs
+from dist_tests.bench.linear import RECIPES
+from fsdp_quant.linear.plan import PRODUCTS
+from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.ops import extension
 from fsdp_quant.ops.gradient_codes import GRADIENT_FORMATS
 
@@ -118,8 +121,8 @@ OURS = {
     "wrapped": {"quantized": True, "wrapped": True, "compiled": True},
     "wrapped-eager": {"quantized": True, "wrapped": True},
     "wrapped-graphed": {"quantized": True, "wrapped": True, "compiled": True, "graphed": True},
-    "two-rungs": {"two_rungs": True, "compiled": True},
-    "two-rungs-graphed": {"two_rungs": True, "compiled": True, "graphed": True},
+    "moved": {"moved": True, "compiled": True},
+    "moved-graphed": {"moved": True, "compiled": True, "graphed": True},
     "graphed": {"compiled": True, "graphed": True},
     "graphed-eager": {"graphed": True},
 }
@@ -196,7 +199,7 @@ class Arm(NamedTuple):
     fuse: bool = True
     quantized: bool = False
     wrapped: bool = False
-    two_rungs: bool = False
+    moved: bool = False
     graphed: bool = False
     torchao: str | None = None
     gradients: str = "fp32"  # of fq.set_gradient_reduction
@@ -301,6 +304,16 @@ def build(arm: Arm, args, device: torch.device):
     return net, adam(net.parameters(), lr=args.lr, fused=True)
 
 
+def move_backward(net: nn.Module, device: torch.device) -> None:
+    """Move the GEMMs of the backward that the underflow check watches by one rung."""
+    for layer in converted_modules(net).values():
+        runtime = layer.runtime
+        plan = runtime.plan if runtime.plan.alone else runtime.plan.of_groups
+        watched = zip(PRODUCTS[1:], plan.resolved(torch.bfloat16, device).watched[1:])
+        rungs = {p.name: plan.next_rung(p, runtime.is_shared) for p, of in watched if any(of)}
+        runtime.move_to({name: rung for name, rung in rungs.items() if rung is not None})
+
+
 # Measurements #
 
 
@@ -388,13 +401,6 @@ def measure(
     build: Callable[..., tuple[nn.Module, torch.optim.Optimizer]] = build,
 ) -> dict:
     """Build one arm and measure all columns. Every rank calls it."""
-    with two_rungs(arm.two_rungs):
-        return _measure(arm, tokens, args, device, say, build)
-
-
-def _measure(
-    arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None], build: Callable
-) -> dict:
     begin = time.perf_counter()
     torch._dynamo.reset()  # graphs of the arm before, which hold its model
     counters.clear()
@@ -407,6 +413,8 @@ def _measure(
     ).to(device)
     before = allocated()
     net, optimizer = build(arm, args, device)
+    if arm.moved:
+        move_backward(net, device)
     notes = []
 
     def one_step(ids: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 """Pretraining of a Llama, each recipe and bf16 of the same data and initial values: what a step
 costs and what the loss becomes, in one run.
 
-    python -m dist_tests.bench.pretrain [--size 110m|350m|1b] [--arms bf16,bf16:1,mxfp8,...]
+    python -m dist_tests.bench.pretrain [--size 110m|350m|1b] [--model moe] [--arms bf16,mxfp8,...]
                                         [--steps 1250] [--data 'DIR/**/*.py'] [--json out.json]
                                         [--plot out.png] [--checkpoint DIR] [--seconds 500]
     torchrun --nproc-per-node 4 -m dist_tests.bench.pretrain --size 1b  # fully_shard
@@ -10,18 +10,19 @@ costs and what the loss becomes, in one run.
     python -m dist_tests.bench.pretrain --table out.json other.json # of runs before; --plot draws
                                                                     # them
 
-transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast (sharded: bf16
-computation, fp32 reduction), every layer compiled, fused AdamW, 32768 tokens a step, learning rate
-by a cosine after a warm-up. The text is the Python files of the installed packages; every fiftieth
-file is for validation. Arms: bf16, "torchao" and "torchao_rowwise" (its float8), the recipes of
-`bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of nvfp4_exact),
-"nvfp4+row", "nvfp4+4over6", "nvfp4+flat" (weights in blocks of 1 x 16), "nvfp4+forward" (a
-backward in high precision) and "nvfp4+ends" (mxfp8 in the last two blocks), any of them with
-"/two", where the underflow check knows two rungs, with "/unchecked", without the check, with
-"/graphed", captured by `fq.graphed`, with "/bf16-grads", "/fp8_1x128-grads", .., whose gradients
-are those that 4 ranks would send so (`fq.set_gradient_reduction`; bf16 loses nothing and is the
-base of the others), with "@0.9", of that share of the steps, and with ":1", another seed of
-initial values and of the order of the data.
+transformers' LlamaForCausalLM over bytes, or with --model moe its Qwen3MoeForCausalLM of as many
+active weights (EXPERTS), whose loads are printed too: weights in fp32 under torch.autocast
+(sharded, and experts also on one GPU: bf16 computation, fp32 reduction), every layer compiled,
+fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is the Python
+files of the installed packages; every fiftieth file is for validation. Arms: bf16, "torchao" and
+"torchao_rowwise" (its float8), the recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the
+steps are bf16; "tail_exact" of nvfp4_exact), "nvfp4+row", "nvfp4+4over6", "nvfp4+flat" (weights in
+blocks of 1 x 16), "nvfp4+forward" (a backward in high precision) and "nvfp4+ends" (mxfp8 in the
+last two blocks), any of them with "/two", where the underflow check knows two rungs, with
+"/unchecked", without the check, with "/graphed", captured by `fq.graphed`, with "/bf16-grads",
+"/fp8_1x128-grads", .., whose gradients are those that 4 ranks would send so
+(`fq.set_gradient_reduction`; bf16 loses nothing and is the base of the others), with "@0.9", of
+that share of the steps, and with ":1", another seed of initial values and of the order of the data.
 
 --checkpoint and --seconds: the process ends after so many seconds, when an arm next validates; the
 next call goes on there, with the same bits, and omits arms that --json holds.
@@ -32,6 +33,7 @@ median of intervals of 100, without validation and without the first steps of a 
 compile; what it is to bf16's; and "matched": that, times the share of bf16's steps after which
 bf16 has the arm's loss (a line through bf16 and the longest "bf16@"). Peak GiB, and the products
 that the guard moved, of all. --plot: the losses over tokens and over seconds of steps.
+"load": tokens of the busiest expert over the mean, mean of the layers, at each validation.
 "e4m3" of a bf16 arm in the JSON is what a second rounding of its weights costs (`cost_of_e4m3`).
 
 Exit status 1: an arm failed, or is beyond its law.
@@ -56,10 +58,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
@@ -77,6 +80,7 @@ SIZES = {  # width, layers, heads, hidden
     "350m": (1024, 24, 16, 3392),
     "1b": (2048, 20, 16, 5632),
 }
+EXPERTS = {"tiny": (8, 2, 64), "110m": (32, 4, 704)}  # experts, of a token, hidden of each
 SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
 TAIL = 0.85
@@ -115,6 +119,36 @@ class Arm(NamedTuple):
         rest, _, share = rest.partition("@")
         name, *options = rest.split("/")
         return Arm(name, tuple(options), float(share or 1), int(seed or 0))
+
+
+def size_of(args: argparse.Namespace) -> str:
+    return args.size if args.model == "llama" else f"{args.size} {args.model}"
+
+
+def built(args: argparse.Namespace) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
+    width, layers, heads, hidden = SIZES[args.size]
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": SEQUENCE,
+        "use_cache": False,
+    }
+    if args.model == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=hidden))
+    experts, of_token, hidden = EXPERTS[args.size]
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **sizes,
+            head_dim=width // heads,
+            num_experts=experts,
+            num_experts_per_tok=of_token,
+            moe_intermediate_size=hidden,
+            norm_topk_prob=True,
+        )
+    )
 
 
 def convert(model: LlamaForCausalLM, arm: Arm, steps: int) -> bool:
@@ -215,6 +249,28 @@ def validated(model: LlamaForCausalLM, data: Tensor, sequences: int) -> float:
     return loss.item()
 
 
+@torch.no_grad()
+def load_of(model: nn.Module, data: Tensor, sequences: int) -> list[float]:
+    """[tokens of the busiest expert over the mean, mean of the layers]; [] of a dense model."""
+    routers = [m for m in model.modules() if isinstance(m, Qwen3MoeTopKRouter)]
+    if not routers:
+        return []
+    counts: list[Tensor] = []
+
+    def count(router: nn.Module, _, out: tuple[Tensor, ...]) -> None:
+        counts.append(out[-1].flatten().bincount(minlength=router.num_experts))
+
+    hooks = [router.register_forward_hook(count) for router in routers]
+    with torch.compiler.set_stance("force_eager"):
+        loss_of(model, of_rank(batch(data, sequences, torch.Generator().manual_seed(1234))))
+    for hook in hooks:
+        hook.remove()
+    tokens = torch.stack(counts).float()
+    if dist.is_initialized():
+        dist.all_reduce(tokens)
+    return [(tokens.amax(1) / tokens.mean(1)).mean().item()]
+
+
 def folder_of(args: argparse.Namespace, arm: str) -> Path | None:
     return None if args.checkpoint is None else Path(args.checkpoint) / arm.replace("/", "_")
 
@@ -254,22 +310,10 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     steps, sequences = round(args.steps * share), ranks if args.size == "tiny" else BATCH
     device = data[0].device
-    width, layers, heads, hidden = SIZES[args.size]
     torch.manual_seed(seed)
     torch.compiler.reset()
     counters.reset()
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            intermediate_size=hidden,
-            max_position_embeddings=SEQUENCE,
-            use_cache=False,
-        )
-    ).to(device)
+    model = built(args).to(device)
     converted = convert(model, what, steps)
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
@@ -321,8 +365,10 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
         took = (time.perf_counter() - began) / (step + 1 - timed) * (step + 1 - done.step)
         seconds = took + (done.curve[-1][2] if done.curve else 0)
         done.step = step + 1
-        done.curve.append((done.step, validated(model, data[1], sequences), seconds))
-        say(f"{arm}: step {done.step} of {steps}, validation {done.curve[-1][1]:.4f}")
+        loss_and_load = validated(model, data[1], sequences), *load_of(model, data[1], sequences)
+        done.curve.append((done.step, loss_and_load[0], seconds, *loss_and_load[1:]))
+        said = ", load ".join(map("{:.4f}".format, loss_and_load))
+        say(f"{arm}: step {done.step} of {steps}, validation {said}")
         moved = [row for row in counters.of("moved") if not row[2].startswith("as for")]
         if done.step < steps and is_over(args.seconds, device):
             done.why += [" ".join(row) for row in moved]
@@ -334,7 +380,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     each = [(b[2] - a[2]) / (b[0] - a[0]) * 1e3 for a, b in zip(points, points[1:])]
     return {
         "arm": arm,
-        "size": args.size,
+        "size": size_of(args),
         "steps": steps,
         "tokens": steps * sequences * SEQUENCE,
         "curve": done.curve,
@@ -435,6 +481,9 @@ def table(runs: Sequence[dict]) -> bool:
             + f"{shown(run['peak'], '.1f'):>8}  {run['moved']} of {run['products']}  "
             + f"{run.get('ranks', 1)} x {run['device']}{beyond}"
         )
+    for run in runs:
+        if loads := [f"{row[3]:.2f}" for row in run["curve"] if len(row) > 3]:
+            print(f"{run['arm']:16}load of the busiest expert: {' '.join(loads)}")
     return kept
 
 
@@ -508,11 +557,13 @@ def run(args: argparse.Namespace, runs: list[dict]) -> bool:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group()
+    elif args.model == "moe":
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     kept = args.json and Path(args.json)
     before = [json.loads(line) for line in kept.open()] if kept and kept.exists() else []
     data = text(args.data, device)
     for arm in args.arms.split(","):
-        of_arm = [r for r in before if (r["arm"], r["size"]) == (arm, args.size)]
+        of_arm = [r for r in before if (r["arm"], r["size"]) == (arm, size_of(args))]
         if args.checkpoint and of_arm:
             runs += of_arm[-1:]
             continue
@@ -543,6 +594,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="110m")
+    parser.add_argument("--model", choices=("llama", "moe"), default="llama")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--steps", type=int, default=1250)
     parser.add_argument("--data")
@@ -552,6 +604,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--table", nargs="+", default=[])
     args = parser.parse_args(argv)
+    if args.model == "moe" and args.size not in EXPERTS:
+        parser.error(f"--model moe has the sizes {', '.join(EXPERTS)}; got {args.size}")
     if args.seconds < math.inf and not args.checkpoint:
         parser.error("--seconds ends runs that go on in the next call; give --checkpoint too")
     runs = [json.loads(line) for path in args.table for line in open(path)]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from dist_tests.bench import pretrain
 
 
@@ -77,14 +79,15 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in first and drawn.stat().st_size > 1000
 
 
-def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_a_run_goes_on_in_the_next_call_with_the_same_bits(model, tmp_path, monkeypatch, capsys):
     """If false, runs that are longer than a call measure another training."""
     monkeypatch.setattr(pretrain, "INTERVAL", 2)
     monkeypatch.setattr(pretrain, "VALIDATION", 1)
     monkeypatch.setattr(pretrain, "SEQUENCE", 128)
     for i in range(60):
         (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
-    given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
+    given = ["--size", "tiny", "--model", model, "--steps", "4", "--arms", "fp8_delayed"]
     given += ["--data", f"{tmp_path}/*.py"]
     curves = []
     for name, options in (("whole", []), ("parts", ["--checkpoint", str(tmp_path / "kept")])):
@@ -92,8 +95,11 @@ def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch
         calls = [["--seconds", "0"], []] if options else [[]]
         for limit in calls:
             assert pretrain.main([*given, *options, *limit, "--json", str(kept)]) == 0
-        curves.append([row[:2] for row in json.loads(kept.read_text())["curve"]])
-    assert curves[0] == curves[1] and [step for step, _ in curves[0]] == [2, 4]
+        # without the seconds; of experts with their load
+        curves.append([row[:2] + row[3:] for row in json.loads(kept.read_text())["curve"]])
+    assert curves[0] == curves[1] and [row[0] for row in curves[0]] == [2, 4]
+    assert all(len(row) == 2 or 1 < row[2] < 8 for row in curves[0])
+    assert all(len(row) == 2 + (model == "moe") for row in curves[0])
     assert "fp8_delayed goes on in the next call" in capsys.readouterr().out
     assert pretrain.main([*given, *options, "--json", str(kept)]) == 0
     assert len(kept.read_text().splitlines()) == 1, "an arm that ended runs again"
