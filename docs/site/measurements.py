@@ -153,7 +153,9 @@ def draw() -> None:
         axis.set_xlim(0, 1.15)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "Less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each", fontsize=11
+        "Less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each, gradients sent in fp32 "
+        "unless said",
+        fontsize=11,
     )
     figure.savefig(PICTURE, metadata={"Date": None, "Description": f"docs/measurements: {bars()}"})
 
