@@ -153,8 +153,8 @@ def draw() -> None:
         axis.set_xlim(0, 1.15)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "Less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each, gradients sent in fp32 "
-        "unless said",
+        "Less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each; gradients are sent "
+        "in fp32 unless an arm says more",
         fontsize=11,
     )
     figure.savefig(PICTURE, metadata={"Date": None, "Description": f"docs/measurements: {bars()}"})
