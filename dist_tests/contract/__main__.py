@@ -178,7 +178,7 @@ COLUMNS += ["device", "date", "torch", "versions"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The markdown table of rows, as docs/trainers.md has it."""
+    """The markdown table of rows, as docs/reference/contracts.md has it."""
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
         speeds = {arm: curve["ms"] for arm, curve in row.get("arms", {}).items()}

@@ -191,6 +191,16 @@ def test_a_changed_number_is_noticed(monkeypatch):
     assert not site.is_current()
 
 
+def test_the_picture_compares_arms_that_run_alike():
+    """If false, README shows captured steps over bf16 that is not captured, or of another run."""
+    site = load(DOCS / "site" / "measurements.py")
+    rows = {(arm, run): float(ms) for arm, run, ms, *_ in site.load()["llama3_8b"]["rows"]}
+    for how, (run, arms) in site.PICTURED.items():
+        assert all(f", {how}" in arm for arm in arms)
+        times = [rows[arm, run] / rows[f"bf16, {how}", run] for arm in arms]
+        assert [time for _, time, _ in site.bars()[how]] == times
+
+
 def test_links_of_readme_and_contributing_lead_somewhere():
     """If false, a link on the front page is dead: mkdocs checks those of docs/ alone."""
     dead = []

@@ -5,8 +5,9 @@
                                                 docs/comparison.svg
     python docs/site/measurements.py --check    exits 1 if the page differs from the JSON
 
-A measurement is one table: title, command, device, software (optional), shape, date, columns, rows
-of text, notes. The page holds all of them in the order of SECTIONS.
+A measurement is one table: title, command, device, software (optional), shape, date, runs, columns,
+rows of text, notes. The page holds all of them in the order of SECTIONS. A table whose code has
+changed since is measured again or goes, as do rows that only compare two versions of our code.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ DOCS = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = DOCS / "reference" / "measurements.md", DOCS / "comparison.svg"
 
 SECTIONS = {
-    "Training steps": ["llama_one_gpu", "llama_fully_shard", "llama3_8b", "other_models",
-                       "lora", "qat", "fsdp2_8192", "fsdp2_2048", "mlp"],
-    "Several GPUs": ["gathered_bytes", "tensor_parallel", "expert_parallel", "cast"],
-    "Kernels": ["quantize", "gemm", "grouped_gemm", "grouped_linear", "adam", "gradient_codes",
-                "saved_by_layer", "activation_memory"],
-    "Learning": ["pretrain_350m", "pretrain", "learning", "example_training"],
-}  # fmt: skip
+    "Whole models": ["llama3_8b"],
+    "One GPU": ["llama_one_gpu", "options", "saved_by_layer"],
+    "`fully_shard` and tensor parallelism": ["gathered_bytes", "tensor_parallel"],
+    "Experts": ["qwen3_moe", "expert_parallel"],
+    "Fine-tuning": ["lora", "qat"],
+    "Convergence": ["pretrain_350m", "pretrain", "learning"],
+    "Kernels": ["gemm"],
+}
 
 HEAD = """\
 # Measurements
@@ -34,11 +36,11 @@ HEAD = """\
 <!-- Written by docs/site/measurements.py from docs/measurements/*.json: edit those, then \
 run it. -->
 
-Every number was measured with the command, on the device and at the shape beside it. \
-The date is the day on which the
-number was recorded. A ratio over bf16 is a speed: more is faster. \
-GPUs differ by some percent, and so do two runs on one;
-compare numbers within one table only. What each bench measures: [benches](benches.md).
+Every number was measured with the command, on the device and at the shape beside it, on the day \
+beside it. A ratio over bf16 is
+a speed: more is faster. GPUs differ by some percent, and so do two runs on one; compare numbers \
+of one run only.
+What each bench measures: [benches](benches.md).
 """
 
 
@@ -80,6 +82,7 @@ def page() -> str:
             facts = [f"Command: `{m['command']}`", f"Device: {m['device']}"]
             facts += [f"Software: {m['software']}"] if "software" in m else []
             facts += [f"Shape: {m['shape']}", f"Recorded: {m['date']}"]
+            facts += [f"Runs: {m['runs']}"] if "runs" in m else []
             parts.append(f'<a id="{name}"></a>\n\n### {m["title"]}\n')
             parts.append("\n".join(f"- {fact}" for fact in facts) + "\n")
             parts.append(table(m) + "\n")
@@ -96,55 +99,62 @@ PLOTS = {
     },
     "pretrain_350m": {"pretrain_350m.png": "Validation loss over bytes and over seconds of steps"},
 }
-# (arm, run) of llama3_8b. Runs were on different machines: each ratio is over bf16 of its run.
-PICTURED = (
-    ("bf16, one CUDA graph", "3"),
-    ("torchao float8 tensorwise, compiled", "1"),
-    ("`fp8_current`, compiled, gradients as `bf16`", "1"),
-    ("`mxfp8`, one CUDA graph, gradients as `bf16`", "3"),
-    ("`fp8_block`, one CUDA graph, gradients as `bf16`", "3"),
-    ("`fp8_current`, one CUDA graph, gradients as `bf16`", "3"),
-)
+# How arms of llama3_8b run -> (run, arms); each is over the bf16 that runs so in that run.
+PICTURED = {
+    "compiled": ("1", [
+        "torchao float8 tensorwise, compiled",
+        "`fp8_current`, compiled",
+        "`fp8_current`, compiled, gradients as `bf16`",
+    ]),
+    "one CUDA graph": ("3", [
+        "`mxfp8`, one CUDA graph, gradients as `bf16`",
+        "`fp8_block`, one CUDA graph, gradients as `bf16`",
+        "`fp8_current`, one CUDA graph, gradients as `bf16`",
+    ]),
+}  # fmt: skip
 
 
-def bars() -> list[tuple[str, float, float | None]]:
-    """(arm, step time over compiled bf16, peak memory over compiled bf16 or None)."""
+def bars() -> dict[str, list[tuple[str, float, float | None]]]:
+    """How arms run -> (arm, step time over bf16's, peak memory over compiled bf16 or None). Raises
+    KeyError if llama3_8b has no such row, or no bf16 that runs so in its run."""
     rows = {(arm, run): cells for arm, run, *cells in load()["llama3_8b"]["rows"]}
-    found = []
-    for arm, run in PICTURED:
-        _, speed, peak, *_ = rows[arm, run]
-        is_peak = re.fullmatch(r"[\d.]+", peak)
-        found.append((arm.replace("`", ""), 1 / float(speed), float(peak) if is_peak else None))
+    found = {}
+    for how, (run, arms) in PICTURED.items():
+        base, found[how] = float(rows[f"bf16, {how}", run][0]), []
+        for arm in arms:
+            ms, _, peak, *_ = rows[arm, run]
+            is_peak = re.fullmatch(r"[\d.]+", peak)
+            label = arm.replace(f", {how}", "").replace("`", "")
+            found[how].append((label, float(ms) / base, float(peak) if is_peak else None))
     return found
 
 
 def draw() -> None:
-    """Write docs/comparison.svg: step time and peak memory of each arm over compiled bf16."""
+    """Write docs/comparison.svg: step times, and peak memory where every arm has one."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "comparison", "font.size": 10})
     import matplotlib.pyplot as plt
 
-    arms = bars()[::-1]
-    colors = [
-        "#999999" if arm.startswith("bf16") else "#e0a458" if "torchao" in arm else "#3b6fb6"
-        for arm, _, _ in arms
-    ]
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.9), sharey=True, layout="constrained")
-    for axis, title, values in (
-        (axes[0], "step time", [time for _, time, _ in arms]),
-        (axes[1], "peak memory", [peak for _, _, peak in arms]),
-    ):
-        shown = axis.barh(range(len(arms)), [v or 0 for v in values], color=colors)
-        axis.bar_label(
-            shown, ["not measured" if v is None else f"{v:.3f}" for v in values], padding=3
-        )
-        axis.set(title=title, xlim=(0, 1.2))
+    found = bars()
+    panels = [(how, "step time", 1) for how in found]
+    panels += [(how, "peak memory", 2) for how in found if all(peak for *_, peak in found[how])]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(9.5, 5.2), sharex=True, layout="constrained"
+    )
+    for axis, (how, what, column) in zip(axes, panels):
+        arms = found[how][::-1]
+        colors = ["#e0a458" if "torchao" in label else "#3b6fb6" for label, *_ in arms]
+        shown = axis.barh([label for label, *_ in arms], [a[column] for a in arms], color=colors)
+        axis.bar_label(shown, fmt="%.3f", padding=3)
+        axis.axvline(1, color="#999999", linewidth=1)
+        axis.set_title(f"{how}: {what} over bf16's", fontsize=10, loc="left")
+        axis.set_xlim(0, 1.15)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(arms)), [arm for arm, _, _ in arms])
     figure.suptitle(
-        "Over compiled bf16, less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each",
+        "Less is better. Llama 3 8B, fully_shard, 4 x H200, 4096 tokens each; gradients are sent "
+        "in fp32 unless an arm says more",
         fontsize=11,
     )
     figure.savefig(PICTURE, metadata={"Date": None, "Description": f"docs/measurements: {bars()}"})
