@@ -119,8 +119,8 @@ def multiply_shared(
     override, plan = current_autocast(), layer.plan_here(weight.device)
     if plan.batch_invariant and not axis.column and axis.group.size() > 2:
         raise NotImplementedError(
-            f"{layer.runtime.name}: its output is a sum over {axis.group.size()} ranks, whose order "
-            "depends on the batch, and fq.numerics.batch_invariant() wants sums over at most "
+            f"{layer.runtime.name}: its output sums over {axis.group.size()} ranks, in an order "
+            "that depends on the batch, and fq.numerics.batch_invariant() wants sums over at most "
             "2; cut the layer by columns, or leave the context"
         )
     if plan.boundary is not None:
