@@ -213,7 +213,7 @@ def _batch_invariant(a: Tensor, b: Tensor, a_scale: Tensor | None = None) -> Ten
     (m, k), n = a.shape, b.shape[0]
     is_own = has_own_kernels(arch_of(a.device)) and native.is_available_for(a)
     if is_own and a.dtype is b.dtype is torch.bfloat16 and m * n * k > 0:
-        left, right = (native.Operand(t, None, IDENTITY) for t in (a, b))
+        left, right = (native.Operand(t.contiguous(), None, IDENTITY) for t in (a, b))
         y = native.batch_invariant_gemm(left, right, torch.float32)
     else:
         a, b = (F.pad(t, (0, -k % 16, 0, -len(t) % rows)) for t, rows in ((a, _ROWS), (b, 16)))

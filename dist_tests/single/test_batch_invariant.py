@@ -110,6 +110,11 @@ def test_codes_are_decoded_where_no_kernel_is_our_own(arch: str):
         with fq.numerics.batch_invariant():
             assert not differing(model, x)
         assert operators.count("gemm") == operators.count("grouped_gemm") == 0
+        if arch == "sm_100f":  # which multiplies the codes outside
+            fq.set_recipe(model, recipes.mxfp8(accuracy="token", require_native=True))
+            refused = pytest.raises(ValueError, match="0: fprop .* bf16 domain .*require_native")
+            with fq.numerics.batch_invariant(), refused:
+                model(x)
 
 
 @pytest.mark.parametrize("on_hopper", [False, True])

@@ -35,7 +35,7 @@ from .has_weight import (
     whole_shape,
 )
 from .operands import state_for, weight_histories, weight_state
-from .plan import PRODUCTS, GemmPlan, build_plan, plan_of
+from .plan import PRODUCTS, GemmPlan, build_plan, check_native, plan_of
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
@@ -64,6 +64,11 @@ def _batch_invariant_plan(key: str) -> GemmPlan | None:
     """Return a plan inside `batch_invariant`, by its key; None: bits of a token depend on other
     tokens, or on its place among them."""
     return _made_batch_invariant(plan_of(key))
+
+
+@torch.compiler.assume_constant_result
+def _check_native(key: str, name: str, arch: str) -> None:
+    check_native(plan_of(key), name, arch)
 
 
 @functools.cache
@@ -310,20 +315,21 @@ class BaseLinear(HasWeight, nn.Linear):
     def plan_here(self, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` in the contexts of this thread. Raises as
         `plan_in`, and ValueError inside `batch_invariant` for a plan that cannot be made so."""
-        here, plan = current_autocast(), self.plan
+        here, plan, recipe = current_autocast(), self.plan, self.recipe
         if here is not None:
-            plan = self.plan_in(here, device)
+            plan, recipe = self.plan_in(here, device), here.recipe
         if not contexts().batch_invariant:
             return plan
         invariant = _batch_invariant_plan(plan.key)
         if invariant is None:
-            recipe = self.recipe if here is None else here.recipe
             raise ValueError(
                 f"{self.runtime.name}: got {recipe}, where a token's output depends on other "
                 "tokens or on its place, and fq.numerics.batch_invariant() wants a token-local "
                 'recipe: mxfp8, fp8_block, mxfp6 or mxfp4 with accuracy="token", fp8_row(), '
                 'nvfp4(scale_per="row") or identity(); set one, or leave the context'
             )
+        if recipe.require_native:
+            _check_native(invariant.key, self.runtime.name, arch_of(device))
         return invariant
 
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:

@@ -573,11 +573,11 @@ def build_plan(
             f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b)
         )
     if recipe.require_native and arch is not None:
-        _check_native(plan, name, arch)
+        check_native(plan, name, arch)
     return plan
 
 
-def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
+def check_native(plan: GemmPlan, name: str, arch: str) -> None:
     """Raise ValueError for a GEMM of bf16 activations that no matrix unit of `arch` computes."""
     for product, domain, reason in plan.slower_products(torch.bfloat16, arch):
         a, b = plan.pair(product)
