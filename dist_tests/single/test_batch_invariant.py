@@ -25,6 +25,7 @@ from fsdp_quant.linear.cut import TensorParallel
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 
 FP32, BF16 = torch.float32, torch.bfloat16
+TOKENS = 144  # a multiple of 16, which compiled steps accept
 # Batches of 1, 3, 8 and 130 tokens: (first, last) of each.
 BATCHES = ((0, 1), (77, 78), (129, 130), (5, 8), (64, 72), (120, 128), (0, 130))
 LOCAL = {
@@ -44,12 +45,12 @@ TOKEN = LOCAL["mxfp8"]
 def net(recipe: fq.Recipe, dtype: torch.dtype = FP32) -> nn.Module:
     torch.manual_seed(0)
     # not SiLU, of which torch's kernels for CPUs compute the last elements of a tensor otherwise
-    layers = nn.Linear(96, 72, dtype=dtype), nn.ReLU(), nn.Linear(72, 40, dtype=dtype)
+    layers = nn.Linear(96, 80, dtype=dtype), nn.ReLU(), nn.Linear(80, 40, dtype=dtype)
     return fq.convert(nn.Sequential(*layers), recipe)
 
 
 def tokens(dtype: torch.dtype = FP32) -> Tensor:
-    return values(130, 96, dtype=dtype)
+    return values(TOKENS, 96, dtype=dtype)
 
 
 def differing(run: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, int]]:
@@ -154,10 +155,13 @@ def test_experts_and_fused_modules_are_invariant(on_hopper: bool, compiled: bool
         run = torch.compile(experts, backend="aot_eager") if compiled else experts
         x = tokens(dtype)
         with fq.numerics.batch_invariant():
-            whole = run(x, torch.tensor([10, 110, 130]))
+            whole = run(x, torch.tensor([10, 110, TOKENS]))
             few = run(torch.cat([x[3:4], x[50:58]]), torch.tensor([1, 9, 9]))
             assert torch.equal(few, torch.cat([whole[3:4], whole[50:58]]))
             mlp(x)
+            fq.set_recipe(experts, recipes.mxfp8())
+            with pytest.raises(ValueError, match="wants a token-local"):
+                experts(x, torch.tensor([10, 110, TOKENS]))
         assert not on_hopper or not (operators.count("gemm") or operators.steps())
 
 
@@ -168,7 +172,7 @@ def test_backwards_are_those_outside():
         model, x = net(TOKEN()), tokens().requires_grad_()
         with fq.numerics.batch_invariant() if inside else contextlib.nullcontext():
             y = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
-        y.backward(values(130, 40, seed=1, dtype=FP32))
+        y.backward(values(TOKENS, 40, seed=1, dtype=FP32))
         seen.append([x.grad, *(p.grad for p in model.parameters())])
     for plain, *others in zip(*seen):
         for other in others:

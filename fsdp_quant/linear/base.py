@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, contexts, current_autocast, quantized_init_recipe
+from ..context import STEP, Autocast, contexts, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, Place, arch_of
 from ..ops.reference import known
@@ -315,10 +315,10 @@ class BaseLinear(HasWeight, nn.Linear):
     def plan_here(self, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` in the contexts of this thread. Raises as
         `plan_in`, and ValueError inside `batch_invariant` for a plan that cannot be made so."""
-        here, plan, recipe = current_autocast(), self.plan, self.recipe
-        if here is not None:
-            plan, recipe = self.plan_in(here, device), here.recipe
-        if not contexts().batch_invariant:
+        here, plan, recipe = contexts(), self.plan, self.recipe
+        if here.autocast is not None:
+            plan, recipe = self.plan_in(here.autocast, device), here.autocast.recipe
+        if not here.batch_invariant:
             return plan
         invariant = _batch_invariant_plan(plan.key)
         if invariant is None:

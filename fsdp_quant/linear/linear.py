@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import contexts, current_autocast, quantized_init_recipe
+from ..context import contexts, quantized_init_recipe
 from ..migration import answers_keywords
 from ..ops import opaque
 from ..ops.rng import own_name
@@ -164,9 +164,10 @@ class Linear(BaseLinear):
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
-        if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
+        here = contexts()
+        if here.autocast is not None or here.batch_invariant:
             return False
-        if contexts().batch_invariant:
+        if torch_compat.autocast_dtype(x.device) is not None:
             return False
         is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
         if is_shared or not self.returns_wgrad or self.plan.boundary is not None:
