@@ -4,9 +4,9 @@ contexts.
 
 Operators read seed, step, micro-batch and token offset from an int64 tensor on the device, so that
 a compiled or captured step sees new values without another trace or capture. Contexts (`autocast`,
-`token_offset`, `quantized_model_init`) belong to the thread that entered them. A recomputation sees
-those of its forward; a backward else those of the thread that called it. `linear/passes.py` counts
-the steps.
+`batch_invariant`, `token_offset`, `quantized_model_init`) belong to the thread that entered them. A
+recomputation sees those of its forward; a backward else those of the thread that called it.
+`linear/passes.py` counts the steps.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class Contexts(NamedTuple):
     """The innermost context of each kind that a thread has entered.
 
     steps:  device -> the step's tensor for `token_offset`, which graphs read.
+    batch_invariant:  the thread is inside `batch_invariant`.
     """
 
     steps: dict[torch.device, Tensor]
     autocast: Autocast | None = None
     token_offset: int = _DEFAULT_OFFSET
     quantized_init: Recipe | None = None
+    batch_invariant: bool = False
 
 
 _NO_CONTEXTS = Contexts({})
@@ -308,6 +310,34 @@ def token_offset(offset: int) -> contextlib.AbstractContextManager[None]:
     ...     layer(torch.ones(2, 64)).sum().backward()
     """
     return _inside(token_offset=offset, steps=STEP.for_graphs(offset))
+
+
+# Batch invariance #
+
+
+def batch_invariant() -> contextlib.AbstractContextManager[None]:
+    """Give a token the same bits in every batch: forwards of quantized layers inside compute each
+    row of their output alike, whether 1 row or 4096 are multiplied.
+
+    The GEMMs of cuBLAS, whose sums over K are ordered by the number of rows, are replaced: on
+    sm_90a by our own kernels for bf16 values and codes, elsewhere and for other values by GEMMs of
+    decoded values, 128 rows at a time. Bits therefore differ from those outside. Backwards are
+    those outside, and are not invariant. What modules of torch compute is not covered: attention,
+    norms, adapters, layers that were not converted (often `lm_head`).
+
+    Applies to the thread that enters it, and to what torch.utils.checkpoint recomputes of it;
+    torch.compile traces another graph, and `fq.graphed` captures another step. A CUDA graph that
+    was captured by hand keeps what it was captured in. Layers raise ValueError for a recipe that is
+    not token-local (`fq.recipes.is_token_local`; `identity()` is), or that rounds activations
+    stochastically, and NotImplementedError for an output that is a sum over three or more ranks.
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.mxfp8(accuracy="token"))
+    >>> x = torch.randn(130, 64)
+    >>> with fq.numerics.batch_invariant():
+    ...     torch.equal(layer(x)[:1], layer(x[:1]))
+    True
+    """
+    return _inside(batch_invariant=True)
 
 
 # Quantized parameters #

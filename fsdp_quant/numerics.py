@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.numerics`: formats, the quantizers and storages that use them, and the GEMM of two storages.
+"""`fq.numerics`: formats, the quantizers and storages that use them, and the GEMM of two
+storages; `batch_invariant`.
 
 >>> x = torch.randn(64, 32)
 >>> q = fq.numerics.Quantizer("mxfp8")
@@ -7,6 +8,7 @@
 torch.Size([64, 64])
 """
 
+from .context import batch_invariant
 from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
 from .gemm import gemm
 from .linear.boundary import Quantize
@@ -29,6 +31,7 @@ __all__ = [
     "Quantizer",
     "Role",
     "Storage",
+    "batch_invariant",
     "format_of",
     "gemm",
 ]

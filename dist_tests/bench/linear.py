@@ -2,7 +2,7 @@
 """Training steps of linear layers, each recipe over bf16, on one GPU.
 
     python -m dist_tests.bench.linear [--what mlp linear host] [--recipes fp8_current mxfp8]
-    [--compiled] [--torchao]
+    [--compiled] [--torchao] [--batch-invariant]
                                       [--json out.json]
 
     mlp     4 layers x + down(silu(gate(h)) * up(h)), h = RMSNorm(x): 4096 -> 14336 -> 4096, 8192
@@ -10,6 +10,10 @@
             "recomputed": with recompute="gate_up"
     linear  one layer 4096 -> 14336, 8192 tokens
     host    one layer 1024 -> 1024, 128 tokens: host microseconds a step, until everything is queued
+
+--batch-invariant prints instead what `fq.numerics.batch_invariant` costs: forwards of the layer of
+"linear" for 1, 8 and 4096 tokens, with bf16 and with the token-local ones of the recipes, outside
+and inside; weights of recipes are codes (`fq.freeze`).
 
 No biases; weights and activations are bf16. A step is the forward and the backward of a fixed
 random gradient, to the input and to every parameter. Between two steps, outside the time, plain
@@ -130,6 +134,7 @@ class Problem(NamedTuple):
     tokens: int
     dim: int
     out: int
+    trains: bool = True  # False: forwards alone
 
 
 MLP = Problem(
@@ -188,12 +193,15 @@ class Step:
 
     def __init__(self, problem: Problem, arm: Arm, data: Data):
         torch.manual_seed(0)
-        self.data = data
+        self.data, self.trains = data, problem.trains
         self.model = arm.prepare(problem.build(data.x.device))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
     def __call__(self) -> None:
-        self.model(self.data.x).backward(self.data.dy)
+        with torch.set_grad_enabled(self.trains):
+            y = self.model(self.data.x)
+        if self.trains:
+            y.backward(self.data.dy)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -257,6 +265,35 @@ def recipe_arms(recipes: Sequence[str], compiled: bool, judged: bool) -> list[Ar
             arms.append(Arm(f"{name} recomputed eager", fused(name, "gate_up")))
         arms += [Arm(f"{name} compiled", converted(name, True))] if compiled else []
     return arms
+
+
+class BatchInvariant(nn.Sequential):
+    """What it holds, inside `fq.numerics.batch_invariant`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fq.numerics.batch_invariant():
+            return super().forward(x)
+
+
+def frozen(recipe: fq.Recipe, around: Callable[..., nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    def prepare(model: nn.Module) -> nn.Module:
+        model = around(fq.convert(nn.Sequential(model.requires_grad_(False)), recipe))
+        if recipe != fq.recipes.identity():
+            fq.freeze(model)
+        return model
+
+    return prepare
+
+
+def invariant_arms(recipes: Sequence[str]) -> list[Arm]:
+    """bf16 and token-local recipes, outside and inside `fq.numerics.batch_invariant`."""
+    made = {"bf16": fq.recipes.identity()} | {name: RECIPES[name]() for name in recipes}
+    return [
+        Arm(f"{name} {where}", frozen(recipe, around))
+        for name, recipe in made.items()
+        if fq.recipes.is_token_local(recipe)
+        for where, around in (("eager", nn.Sequential), ("batch-invariant", BatchInvariant))
+    ]
 
 
 def torchao_arms() -> list[Arm]:
@@ -450,6 +487,12 @@ class Bench:
 
     def run(self) -> None:
         args = self.args
+        if args.batch_invariant:
+            for n in (1, 8, 4096):
+                title = f"forward: {DIM} -> {HIDDEN}, {n} tokens"
+                problem = LINEAR._replace(title=title, tokens=n, trains=False)
+                self.steps(problem, invariant_arms(args.recipes))
+            return
         if "mlp" in args.what:
             peers = torchao_arms() if args.torchao else []
             self.steps(MLP, [PLAIN, *recipe_arms(args.recipes, args.compiled, judged=True), *peers])
@@ -513,6 +556,11 @@ def parser() -> argparse.ArgumentParser:
         "--torchao",
         action="store_true",
         help="time torchao's float8 on the mlp, where it is installed",
+    )
+    made.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="print the price of fq.numerics.batch_invariant, and nothing else",
     )
     made.add_argument("--json", help="write all numbers to this file")
     made.add_argument(

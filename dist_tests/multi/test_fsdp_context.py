@@ -58,6 +58,17 @@ def _contexts(rank: int, world: int) -> None:
             seen.append(outputs + list(nets.full_state(net).values()))
         for i, (wanted, got) in enumerate(zip(*seen, strict=True)):
             laws.assert_same_bytes(got, wanted, f"{name}: tensor {i}")
+    seen = []
+    for sharded in (False, True):
+        net = fq.convert(nets.build(), fq.recipes.mxfp8(accuracy="token"))
+        net = nets.shard(net) if sharded else net
+        with fq.numerics.batch_invariant():
+            y = net(nets.batch())
+            assert torch.equal(net(nets.batch()[:1]), y[:1])
+        y.square().mean().backward()
+        seen.append([y.detach(), *(nets.full(p.grad) for p in net.parameters())])
+    for i, (wanted, got) in enumerate(zip(*seen, strict=True)):
+        laws.assert_same_bytes(got, wanted, f"batch_invariant: tensor {i}")
     net = fq.convert(nets.build(), "mxfp8")
     ignored = {net.blocks[0].up.weight}
     fully_shard(net, ignored_params=ignored)

@@ -661,7 +661,9 @@ class Operators:
         )
         refuse(b.shape[1] % 8, "b: multiples of 8 rows (N)")
         x = None if _is_each(a_scale, a_kind, len(a)) else _operand(a, a_scale, a_kind, "a")
-        scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
+        scales = [None] * len(b)
+        if b_scale is not None:
+            scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             rows = (
                 _operand(a[start:end], a_scale[e : e + 1], a_kind, "a")
@@ -2015,7 +2017,8 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
         give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
-        patch.setattr(base, "_plan_of_key", functools.cache(base._plan_of_key.__wrapped__))
+        for name in ("_plan_of_key", "_made_batch_invariant"):
+            patch.setattr(base, name, functools.cache(vars(base)[name].__wrapped__))
         patch.setattr(plan, "_CALLS", {})
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])

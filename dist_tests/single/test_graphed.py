@@ -277,3 +277,15 @@ def test_masks_are_the_same_in_warm_up_and_capture(monkeypatch):
         net(input_ids=ids, **which)
         assert masks == [False], "transformers decides by itself again"
         masks.clear()
+
+
+def test_a_step_inside_batch_invariant_is_captured_again(monkeypatch):
+    """If false, a replay inside the context multiplies as outside, or the other way round."""
+    recorder = Recorder(monkeypatch)
+    recorder.step = step = fq.graphed(lambda: {}, nn.Linear(2, 2), warmup=1)
+    step()
+    step()
+    with fq.numerics.batch_invariant():
+        for _ in range(3):  # one eager, one captured, one more replay
+            step()
+    assert (recorder.captures, recorder.replays) == (2, 3)

@@ -199,6 +199,7 @@ GIVEN: dict[str, Callable[[], dict]] = {
     "fsdp2.md": a_sharded_net,
     "holding_codes.md": a_model_to_hold,
     "index.md": dict,
+    "numerics.md": dict,
     "optimizers.md": a_sharded_net,
     "parallelism.md": experts,
     "reinforcement_learning.md": an_engine,

@@ -116,8 +116,13 @@ def multiply_shared(
             f"{list(weight.shape)}"
         )
     dtype = torch_compat.autocast_dtype(x.device) or x.dtype
-    override = current_autocast()
-    plan = layer.plan if override is None else layer.plan_in(override, weight.device)
+    override, plan = current_autocast(), layer.plan_here(weight.device)
+    if plan.batch_invariant and not axis.column and axis.group.size() > 2:
+        raise NotImplementedError(
+            f"{layer.runtime.name}: its output sums over {axis.group.size()} ranks, in an order "
+            "that depends on the batch, and fq.numerics.batch_invariant() wants sums over at most "
+            "2; cut the layer by columns, or leave the context"
+        )
     if plan.boundary is not None:
         raise NotImplementedError(
             f"{layer.runtime.name}: layers that ranks share have no boundary slots; put "

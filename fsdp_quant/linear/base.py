@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, quantized_init_recipe
+from ..context import STEP, Autocast, contexts, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, Place, arch_of
+from ..ops.reference import known
 from ..quantizer import FLOATING
 from ..recipe import Recipe, recipe_of
 from ..tensor import torch_compat
@@ -33,7 +35,7 @@ from .has_weight import (
     whole_shape,
 )
 from .operands import state_for, weight_histories, weight_state
-from .plan import PRODUCTS, GemmPlan, build_plan
+from .plan import PRODUCTS, GemmPlan, build_plan, check_native, plan_of
 from .program import in_graph
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import note_forward, note_traced
@@ -55,6 +57,26 @@ def plan_of_recipe(
     over_rowwise:  for a weight that keeps its rowwise codes alone.
     """
     return _plan_of_key(key, over_rowwise, name, arch, module_type)
+
+
+@torch.compiler.assume_constant_result
+def _batch_invariant_plan(key: str) -> GemmPlan | None:
+    """Return a plan inside `batch_invariant`, by its key; None: bits of a token depend on other
+    tokens, or on its place among them."""
+    return _made_batch_invariant(plan_of(key))
+
+
+@torch.compiler.assume_constant_result
+def _check_native(key: str, name: str, arch: str) -> None:
+    check_native(plan_of(key), name, arch)
+
+
+@functools.cache
+def _made_batch_invariant(plan: GemmPlan) -> GemmPlan | None:
+    of = None if plan.boundary is None else plan.boundary.output
+    sides = [known(h.rowwise, "a rowwise side") for h in (plan.input, of) if h is not None]
+    apart = all(side.fmt.keeps_rows_apart and not side.is_stochastic for side in sides)
+    return replace(plan, batch_invariant=True) if apart and plan.is_token_local() else None
 
 
 class BaseLinear(HasWeight, nn.Linear):
@@ -279,7 +301,8 @@ class BaseLinear(HasWeight, nn.Linear):
         rank = None if ranks is None else inputs.rank
         save, codes = grad and weight.requires_grad, None
         if inputs.codes is not None and (inputs.has_columnwise or not grad):
-            codes = inputs.codes if plan.key == self.plan.key else None
+            own: Any = _batch_invariant_plan(self.plan.key) if plan.batch_invariant else self.plan
+            codes = inputs.codes if own is not None and plan.key == own.key else None
         key, main_grad = plan.key, None
         if save and self.fuse_wgrad_accumulation:
             parameter: Any = self.weight
@@ -288,6 +311,26 @@ class BaseLinear(HasWeight, nn.Linear):
             main_grad = main_grad_of(parameter, self.runtime.name)
         states = step, ids, guards, *delayed
         return in_graph(x, weight, bias, key, save, trains, *states, rank, ranks, codes, main_grad)
+
+    def plan_here(self, device: torch.device) -> GemmPlan:
+        """Return the plan of a call on `device` in the contexts of this thread. Raises as
+        `plan_in`, and ValueError inside `batch_invariant` for a plan that cannot be made so."""
+        here, plan, recipe = contexts(), self.plan, self.recipe
+        if here.autocast is not None:
+            plan, recipe = self.plan_in(here.autocast, device), here.autocast.recipe
+        if not here.batch_invariant:
+            return plan
+        invariant = _batch_invariant_plan(plan.key)
+        if invariant is None:
+            raise ValueError(
+                f"{self.runtime.name}: got {recipe}, where a token's output depends on other "
+                "tokens or on its place, and fq.numerics.batch_invariant() wants a token-local "
+                'recipe: mxfp8, fp8_block, mxfp6 or mxfp4 with accuracy="token", fp8_row(), '
+                'nvfp4(scale_per="row") or identity(); set one, or leave the context'
+            )
+        if recipe.require_native:
+            _check_native(invariant.key, self.runtime.name, arch_of(device))
+        return invariant
 
     def plan_in(self, override: Autocast, device: torch.device) -> GemmPlan:
         """Return the plan of a call on `device` inside `fq.autocast`."""

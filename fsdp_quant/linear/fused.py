@@ -189,6 +189,7 @@ def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Ge
     """`linear` accepts a source instead of x: one call, which neither multiplies nor keeps x."""
     return (
         not torch_compat.dispatch_is_watched()
+        and not plan.batch_invariant
         and plan.saves != "input"
         and plan.input.side(ROWWISE).fmt.is_quantized
         and not _lacks_columnwise(weight, plan, x)
@@ -230,7 +231,8 @@ def linear(
     """
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     resolved, operand, late = call.plan.resolved(x.dtype, x.device), None, None
-    is_one_call = call.wgrad is None and not torch_compat.dispatch_is_watched()
+    is_plain = call.wgrad is None and not call.plan.batch_invariant
+    is_one_call = is_plain and not torch_compat.dispatch_is_watched()
     if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
         late = _late_codes(weight, call.plan, resolved) if dgrad else None
         operand = _weight_operand(weight, call, resolved, x.dtype, dgrad, late)
@@ -243,7 +245,7 @@ def linear(
             "the input of this layer has no values, and no compiled call computes them; see "
             "can_fuse_activation"
         )
-    elif call.wgrad is None and _is_torchs(x, weight, bias, call.plan):
+    elif is_plain and _is_torchs(x, weight, bias, call.plan):
         y = _torchs_linear(x, weight, bias, call.plan, resolved)
     else:
         y = program.linear(x, weight, bias, call)

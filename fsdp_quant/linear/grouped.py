@@ -29,7 +29,7 @@ from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native
-from ..ops.capability import ARCHITECTURES, Place, arch_of
+from ..ops.capability import ARCHITECTURES, Place, arch_of, has_own_kernels
 from ..ops.layout import is_anchored_of_codes
 from ..ops.native import Operand, TokenGroups
 from ..ops.reference import known
@@ -82,6 +82,8 @@ def _reasons_of_shapes(
     if arch not in ARCHITECTURES or not native.is_available_on(device):
         yield f"no grouped kernel on {arch}"
         return
+    if plan.batch_invariant and not has_own_kernels(arch):
+        yield f"batch_invariant: torch orders the sums of groups on {arch}"
     is_coded = any(f.is_quantized for p in PRODUCTS for f in plan.pair(p))
     if is_coded and not plan.decodes_groups(arch) and not ARCHITECTURES[arch].groups:
         yield f"no grouped kernel multiplies codes on {arch}"

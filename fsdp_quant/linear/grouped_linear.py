@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, current_autocast
+from ..context import STEP, contexts, current_autocast
 from ..counters import counters
 from ..migration import answers_keywords
 from ..ops import native
@@ -350,8 +350,10 @@ class GroupedLinear(HasWeight):
             in_graph = not any(isinstance(o.weight, refused) for o in self.owners)
             in_graph = in_graph and self._goes_into_graphs
             plan, is_keyed = self.first.plan, self._is_keyed
-            if in_graph and (override := current_autocast()) is not None:
-                plan = self.first.plan_in(override, self.owners[0].weight.device)
+            override = current_autocast()
+            if in_graph:
+                plan = self.first.plan_here(self.owners[0].weight.device)
+            if in_graph and override is not None:
                 names, arch = self._names, arch_of(x.device)
                 same, is_keyed = _is_for_all(override.recipe.key, names, arch)
                 in_graph = same and plan.boundary is None
@@ -385,9 +387,9 @@ class GroupedLinear(HasWeight):
         """Return the plan of one product for all experts; or None, and why there is none."""
         if not self.first.returns_wgrad:
             return None, "fuse_wgrad_accumulation or delay_wgrad_compute is set"
-        plan, override = self.common_plan, current_autocast()
-        if override is not None:
-            made = [layer.plan_in(override, rows.device) for layer in self._linears]
+        plan, here = self.common_plan, contexts()
+        if here.autocast is not None or here.batch_invariant:
+            made = [layer.plan_here(rows.device) for layer in self._linears]
             plan = made[0].of_groups if all(p.key == made[0].key for p in made) else None
         if plan is None or torch_compat.dispatch_is_watched() or not len(rows):
             return None, "experts differ, or it is compiled or of no tokens"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import current_autocast, quantized_init_recipe
+from ..context import contexts, quantized_init_recipe
 from ..migration import answers_keywords
 from ..ops import opaque
 from ..ops.rng import own_name
@@ -131,9 +131,7 @@ class Linear(BaseLinear):
         scale: float = 1.0,
     ) -> Tensor:
         """`forward` of a weight [out_features, in_features] that no ranks share, and a bias."""
-        x, plan, override = self.checked(x, weight), self.plan, current_autocast()
-        if override is not None:
-            plan = self.plan_in(override, weight.device)
+        x, plan = self.checked(x, weight), self.plan_here(weight.device)
         if plan.boundary is None:
             return finished(self._product(x, weight, bias, plan, handed), residual, scale)
         sides, ids = plan.boundary, self.runtime.boundary_ids
@@ -166,7 +164,10 @@ class Linear(BaseLinear):
         """The kernel that quantizes an input like x may compute it: nothing else reads it."""
         if not takes_handed(self) or type(self) is not Linear or "forward" in self.__dict__:
             return False
-        if current_autocast() is not None or torch_compat.autocast_dtype(x.device) is not None:
+        here = contexts()
+        if here.autocast is not None or here.batch_invariant:
+            return False
+        if torch_compat.autocast_dtype(x.device) is not None:
             return False
         is_shared = self.parallel is not None or isinstance(self.weight, DTensor)
         if is_shared or not self.returns_wgrad or self.plan.boundary is not None:

@@ -107,6 +107,7 @@ class GemmPlan:
                    decided by the formats.
     by_tensor:     for fprop, dgrad and wgrad, of a plan from `on`: codes of its operands have one
                    exponent per tensor.
+    batch_invariant:  of fprop: no row depends on their number (`context.batch_invariant`).
     """
 
     input: HybridQuantizer
@@ -121,6 +122,7 @@ class GemmPlan:
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
     by_tensor: tuple[bool, bool, bool] = (False, False, False)
+    batch_invariant: bool = False
 
     # Computed, so no fields; no properties, which dynamo does not call of a constant.
     key: ClassVar[str]  # represents this plan in an operator's arguments
@@ -295,8 +297,9 @@ class GemmPlan:
         """Return (domain, reason) of one GEMM of `dtype` activations on `arch`."""
         if self.operand(*product.a).is_quantized and self.decodes_groups(arch):
             return "bf16", f"no kernel multiplies codes of groups on {arch}"
-        exact = self.accuracy == EXACT or self.rung(product) == EXACT
-        return gemm_domain(*self.pair(product), dtype, arch, exact)
+        exact = EXACT in (self.accuracy, self.rung(product))
+        invariant = self.batch_invariant and product is PRODUCTS[0]
+        return gemm_domain(*self.pair(product), dtype, arch, exact, invariant)
 
     def slower_products(self, dtype: torch.dtype, arch: str) -> list[tuple[Product, str, str]]:
         """Return (GEMM, domain, reason) of those that no matrix unit of `arch` computes."""
@@ -320,13 +323,11 @@ class GemmPlan:
 
         is_shared:  ranks or groups share tensors of the layer, which rules out scales per tensor.
         """
-        pair, rung = self.pair(product), self.rung(product)
+        pair, rung, ladder = self.pair(product), self.rung(product), (ANCHORED_TENSOR, EXACT)
         if all(map(anchors, pair)):
             ladder = ladder_of(product)
         elif any(map(anchors, pair)) and all(anchors(f) or f.block[1] is None for f in pair):
             ladder = (ANCHORED_TENSOR, ANCHORED, EXACT)
-        else:
-            ladder = (ANCHORED_TENSOR, EXACT)
         if (is_shared or self._keeps_scales(product)) and rung == ANCHORED_TENSOR:
             rung = self.shared_rungs[PRODUCTS.index(product)]
         if rung == ANCHORED_TILE and ladder == LADDER_OVER_TOKENS:
@@ -572,11 +573,11 @@ def build_plan(
             f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b)
         )
     if recipe.require_native and arch is not None:
-        _check_native(plan, name, arch)
+        check_native(plan, name, arch)
     return plan
 
 
-def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
+def check_native(plan: GemmPlan, name: str, arch: str) -> None:
     """Raise ValueError for a GEMM of bf16 activations that no matrix unit of `arch` computes."""
     for product, domain, reason in plan.slower_products(torch.bfloat16, arch):
         a, b = plan.pair(product)

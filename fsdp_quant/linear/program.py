@@ -253,8 +253,13 @@ def _gemm(
     call: Call, resolved: Resolved, product: int, dtype: torch.dtype
 ) -> Callable[..., Tensor]:
     """Return `gemm` as the plan runs one of its products."""
-    domain, watch = resolved.domains[product], call.watch(resolved, product)
-    return functools.partial(gemm, out_dtype=dtype, domain=domain, watch=watch)
+    return functools.partial(
+        gemm,
+        out_dtype=dtype,
+        domain=resolved.domains[product],
+        watch=call.watch(resolved, product),
+        batch_invariant=call.plan.batch_invariant and product == 0,
+    )
 
 
 def _product(

@@ -125,6 +125,11 @@ def place_of(on: Place | int) -> Place:
         raise ValueError(f"{on!r} is no GPU of ours: wanted one of {known}, or a device") from None
 
 
+def has_own_kernels(arch: str) -> bool:
+    """Return whether GEMMs of our own, whose order of sums is fixed, run on `arch`."""
+    return arch in ARCHITECTURES and ARCHITECTURES[arch].groups
+
+
 def is_compiled(arch: str) -> bool:
     """Return whether the operators are loaded, or the architecture is of another machine, where
     they are taken to be."""
@@ -231,11 +236,13 @@ def gemm_domain(
     dtype: torch.dtype,
     arch: str,
     exact: bool = False,
+    batch_invariant: bool = False,
     compiled: bool | None = None,
 ) -> tuple[str, str]:
     """Return (domain, reason) of a GEMM of `dtype` tensors on `arch`.
 
     exact:     exclude domains that change operands.
+    batch_invariant:  exclude kernels of codes whose order of sums depends on the number of rows.
     compiled:  the compiled operators are loaded; None: see `is_compiled`.
 
     The result depends only on facts that every rank shares, so all ranks plan alike.
@@ -243,7 +250,9 @@ def gemm_domain(
     if not a.is_quantized and not b.is_quantized:
         return "native", f"{str(dtype).removeprefix('torch.')} operands"
     compiled = is_compiled(arch) if compiled is None else compiled
-    if a.is_quantized and b.is_quantized and compiled:
+    # our own kernels take no second operand of e5m2
+    is_excluded = batch_invariant and not (has_own_kernels(arch) and b.element.name != "e5m2")
+    if a.is_quantized and b.is_quantized and compiled and not is_excluded:
         if _multiplies(a, b, arch):
             return "native", f"{arch} multiplies them, accumulated in fp32"
         if _is_anchored(a, b, arch) and not exact:
@@ -258,6 +267,8 @@ def gemm_domain(
     if exact and compiled and _is_anchored(a, b, arch):
         return "bf16", "anchoring is off: accuracy='exact', or its guard moved this product"
     missing = "" if compiled else ": the compiled operators are off"
+    if compiled and is_excluded:
+        missing = " with sums that the batch does not order"
     return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}{missing}"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..context import STEP
+from ..context import STEP, contexts
 from ..linear import guard
 from ..linear.passes import steps_of
 from ..linear.weight_gradient import NOT_INSIDE
@@ -181,9 +181,9 @@ class GraphedStep:
         return [runtime.name for runtime in runtimes if runtime.waiting.forget_captured()]
 
     def _facts(self) -> list:
-        """Return constants of a graph that may change: plans of layers, where their wgrads go,
-        settings of optimizers."""
-        facts: list[object] = [layer.plan for layer in self._layers]
+        """Return constants of a graph that may change: plans of layers, `batch_invariant`, where
+        their wgrads go, settings of optimizers."""
+        facts: list[object] = [contexts().batch_invariant, *(layer.plan for layer in self._layers)]
         for layer in self._layers:
             grad = getattr(layer.trained[0], "main_grad", None)
             address = None if grad is None else torch_compat.local_of(grad).data_ptr()

@@ -135,6 +135,22 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
+def batch_invariant_gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """Compute a b^T so that the number of rows of a changes no bit of a row: by the kernels for
+    groups of tokens, of one group. They add up K in one order, whatever the tile, and never cut it.
+
+    a, b:       codes with fp32 scales other than per 512, or bf16 values.
+    out_dtype:  bf16 or fp32.
+    """
+    m, n = a.data.shape[0], b.data.shape[0]
+    a, b = _fitting(a, 1), _fitting(b, 16)
+    y = a.data.new_empty((m, b.data.shape[0]), dtype=out_dtype)
+    offsets = torch.arange(2, dtype=torch.int32, device=y.device) * m  # of one group
+    kinds = operand_code(a.fmt), operand_code(b.fmt)
+    _ops.grouped_gemm(y, a.data, b.data[None], a.scale, b.scale, offsets, *kinds)
+    return y if y.shape[1] == n else y[:, :n].contiguous()
+
+
 def _is_fused_bias(bias: Tensor, out_dtype: torch.dtype, has_codes: bool) -> bool:
     """Return whether the GEMM's epilogue adds a bias of this dtype."""
     return bias.dtype is out_dtype and not (has_codes and out_dtype is torch.float32)
