@@ -279,13 +279,23 @@ def test_masks_are_the_same_in_warm_up_and_capture(monkeypatch):
         masks.clear()
 
 
-def test_a_step_inside_batch_invariant_is_captured_again(monkeypatch):
+@pytest.mark.parametrize(
+    "context",
+    [
+        fq.numerics.batch_invariant,
+        lambda: fq.autocast("mxfp8"),
+        lambda: fq.autocast(enabled=False),
+        lambda: fq.token_offset(64),
+    ],
+)
+def test_a_step_inside_a_context_is_captured_again(context, monkeypatch):
     """If false, a replay inside the context multiplies as outside, or the other way round."""
     recorder = Recorder(monkeypatch)
     recorder.step = step = fq.graphed(lambda: {}, nn.Linear(2, 2), warmup=1)
     step()
     step()
-    with fq.numerics.batch_invariant():
-        for _ in range(3):  # one eager, one captured, one more replay
-            step()
-    assert (recorder.captures, recorder.replays) == (2, 3)
+    for calls in (3, 2):  # one eager, one captured, one more replay; then replays alone
+        with context():
+            for _ in range(calls):
+                step()
+    assert (recorder.captures, recorder.replays) == (2, 5)

@@ -181,9 +181,11 @@ class GraphedStep:
         return [runtime.name for runtime in runtimes if runtime.waiting.forget_captured()]
 
     def _facts(self) -> list:
-        """Return constants of a graph that may change: plans of layers, `batch_invariant`, where
-        their wgrads go, settings of optimizers."""
-        facts: list[object] = [contexts().batch_invariant, *(layer.plan for layer in self._layers)]
+        """Return constants of a graph that may change: contexts, plans of layers, where their
+        wgrads go, settings of optimizers."""
+        here = contexts()
+        facts: list[object] = [here.autocast and here.autocast.recipe, here.token_offset]
+        facts += here.batch_invariant, *(layer.plan for layer in self._layers)
         for layer in self._layers:
             grad = getattr(layer.trained[0], "main_grad", None)
             address = None if grad is None else torch_compat.local_of(grad).data_ptr()
