@@ -62,17 +62,18 @@ def unsupported_reason(
     plan:   of groups (`GemmPlan.of_groups`).
     shape:  of the weights, [E, N, K].
     """
-    key = dtype, device, tuple(shape), bias
-    if key not in plan.one_product:
-        of_shapes = _reasons_of_shapes(plan, dtype, device, shape)
-        reason = next(of_shapes, None)
-        if reason is None:  # else there may be no compiled step
-            resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
-            of_products = _reasons_of_products(plan, resolved, decodes, bias)
-            of_tokens = _reasons_of_tokens(plan, resolved, decodes)
-            reason = next(itertools.chain(of_products, of_tokens), None)
-        plan.one_product[key] = reason
-    return plan.one_product[key]
+    return plan.once(_unsupported_reason, dtype, device, tuple(shape), bias)
+
+
+def _unsupported_reason(
+    plan: GemmPlan, dtype: torch.dtype, device: Place, shape: Sequence[int], bias: bool
+) -> str | None:
+    reason = next(_reasons_of_shapes(plan, dtype, device, shape), None)
+    if reason is not None:  # there may be no compiled step
+        return reason
+    resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
+    of_products = _reasons_of_products(plan, resolved, decodes, bias)
+    return next(itertools.chain(of_products, _reasons_of_tokens(plan, resolved, decodes)), None)
 
 
 def _reasons_of_shapes(

@@ -25,7 +25,7 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
-from .call import BySlot, Call
+from .call import NOTHING, BySlot, Call
 from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
 from .plan import GemmPlan, plan_of
 from .program import check_histories
@@ -211,41 +211,38 @@ def _call_of(
     step: Tensor | None,
     ids: Sequence[Tensor],
     factors: Sequence[Tensor],
+    tokens: Tensor | None = None,
 ) -> tuple[GroupedCall, list[Tensor]]:
     """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
     [3, 2], as far as there are any."""
-    guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
-    amaxes = [x.new_zeros((len(factors), 1), dtype=torch.float32)] if factors else []
-    owners = _delayed_slots(plan, spec.experts)
+    written, guard, by_slot = [], None, (NOTHING, NOTHING)
+    if factors:
+        written.append(x.new_zeros((len(factors), 1), dtype=torch.float32))
+        owners = _delayed_slots(plan, spec.experts)
+        by_slot = _by_slot(owners, factors), _by_slot(owners, written[0].unbind())
+    if spec.counts:
+        guard = x.new_zeros((3, 2), dtype=torch.float32)
+        written.append(guard)
+    of_plan = plan.of_groups if spec.in_one else plan
+    call = Call(of_plan, bool(spec.save), step, None, None, guard, guard, *by_slot)
+    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
 
-    def by_slot(tensors: Sequence[Tensor]) -> BySlot:
-        of_input, of_weight, of_grad = (
-            [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
-        )
-        return of_input, of_weight, of_grad
 
-    call = Call(
-        plan.of_groups if spec.in_one else plan,
-        bool(spec.save),
-        step,
-        guard=guard,
-        backward_guard=guard,
-        factors=by_slot(factors),
-        histories=by_slot([amax for table in amaxes for amax in table]),
+def _by_slot(owners: Sequence[str], tensors: Sequence[Tensor]) -> BySlot:
+    of_input, of_weight, of_grad = (
+        [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
     )
-    results = amaxes + ([] if guard is None else [guard])
-    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
+    return of_input, of_weight, of_grad
 
 
 def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
-    call, written = _call_of(x, plan, spec, step, ids, factors)
-    call = call._replace(tokens=tokens)
+    call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
     y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.call.plan, x, len(y), spec.experts)
-        saved[1:] = [t.view(shape) for t, (shape, _) in zip(saved[1:], shapes)]
+        shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec.experts)
+        saved[1:] = [t if t.shape == s else t.view(s) for t, (s, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 
 
@@ -294,15 +291,23 @@ def _saved_shapes(
 ) -> list[tuple[tuple, torch.dtype]]:
     """Return shapes and dtypes of what one grouped GEMM saves of rows of x: codes of groups that
     begin at multiples of 128, their scales and tensor amaxes."""
-    resolved, fmt = plan.resolved(x.dtype, x.device), plan.operand("input", COLUMNWISE)
+    tokens = native.TILE * _tiles(rows, experts)
+    of = x.dtype, x.device, tokens, x.shape[1], experts
+    known = all(isinstance(n, int) for n in of[2:4])  # symbols belong to one trace
+    return plan.once(_shapes_of_codes, *of) if known else _shapes_of_codes(plan, *of)
+
+
+def _shapes_of_codes(
+    plan: GemmPlan, dtype: torch.dtype, device: torch.device, tokens: int, cols: int, experts: int
+) -> list[tuple[tuple, torch.dtype]]:
+    resolved, fmt = plan.resolved(dtype, device), plan.operand("input", COLUMNWISE)
     layout, of_experts = resolved.layouts["input"][COLUMNWISE], ((experts,), torch.float32)
-    tokens, cols = native.TILE * _tiles(rows, experts), x.shape[1]
     if fmt.tensor_scale and has_tensor_amax(fmt, layout):
         scales = cols, tokens // (fmt.block[1] or 1)
         return [((cols, tokens // 2), torch.uint8), (scales, torch.uint8), of_experts]
     if fmt.tensor_scale:
         return [((cols, tokens), torch.uint8), of_experts]
-    encoding, arch = plan.input.side(COLUMNWISE).encoding(COLUMNWISE), arch_of(x.device)
+    encoding, arch = plan.input.side(COLUMNWISE).encoding(COLUMNWISE), arch_of(device)
     reading = native.operand_spec_of(encoding, layout, resolved.domains[2], arch, False, None)
     if reading is None:
         raise ValueError(f"the compiled step makes no {encoding} of the input")

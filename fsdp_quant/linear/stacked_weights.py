@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,13 +62,14 @@ def stacked_weight(
     factors, histories:  as of `weight_operands`, ordered by delayed direction, then by matrix.
     """
     first = weights[0]
-    is_packed = first.dim() == 3
-    if is_packed and isinstance(first, QuantizedTensor):
-        return {d: _of_gathered(first, d, plan, dtype) for d in directions}
-    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-    in_one_call = not two_level or (plan.compute_dtype or first.dtype) is torch.bfloat16
-    if is_packed and in_one_call and not plan.decodes_groups(arch_of(first.device)):
-        return _of_values(first, directions, plan, dtype, states, factors, histories)
+    if is_packed := first.dim() == 3:
+        if isinstance(first, QuantizedTensor):
+            return {d: _of_gathered(first, d, plan, dtype) for d in directions}
+        values = values_of(first).detach()
+        of_values = values.shape, values.dtype, values.device, lies_transposed(values)
+        how = plan.once(_encoding, tuple(directions), dtype, *of_values)
+        if how is not None:
+            return _of_values(values, directions, how, plan, dtype, states, factors, histories)
     matrices = first.unbind() if is_packed else weights
     operands = [
         weight_operands(
@@ -89,93 +90,124 @@ def stacked_weight(
 # One call for all matrices #
 
 
-def _of_values(
-    weight: Tensor,
+class _Encoding(NamedTuple):
+    """How one call quantizes weights [E, N, K] in some directions.
+
+    coded:          the directions that are quantized.
+    call:           number of the compiled step. turned: it encodes the transposes.
+    round_to_bf16:  it rounds the values first, which are given in `dtype`.
+    takes:          makes each coded direction's `StackedWeight` of an iterator over its buffers.
+    """
+
+    coded: Sequence[Direction]
+    call: int
+    turned: bool
+    round_to_bf16: bool
+    dtype: torch.dtype
+    takes: Sequence[Callable[[Iterator[Tensor]], StackedWeight]]
+
+
+def _encoding(
+    plan: GemmPlan,
     directions: Sequence[Direction],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stored: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> _Encoding | None:
+    """Return how; None: one call does not. dtype: of the activations; stored: of the weights."""
+    compute_dtype = plan.compute_dtype or stored
+    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
+    if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
+        return None
+    coded = [d for d in directions if plan.operand("weight", d).is_quantized]
+    if not coded:
+        return _Encoding(coded, 0, False, False, stored, [])
+    turned = plan.turned(dtype, device) if transposed else None
+    call = plan.resolved(dtype, device).call if turned is None else turned
+    if call is None:
+        raise ValueError("the plan of packed experts has no compiled step")
+    two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
+    is_rounded = stored is torch.float32 and compute_dtype is torch.bfloat16 and not two_level
+    seen_dtype = stored if is_rounded else compute_dtype
+    takes = [_taking(plan, d, shape, dtype, device) for d in coded]
+    return _Encoding(coded, call, turned is not None, is_rounded, seen_dtype, takes)
+
+
+def _of_values(
+    values: Tensor,
+    directions: Sequence[Direction],
+    how: _Encoding,
     plan: GemmPlan,
     dtype: torch.dtype,
     states: Sequence[WeightState],
     factors: Sequence[Tensor],
     histories: Sequence[Tensor],
 ) -> dict[Direction, StackedWeight]:
-    """Quantize an unsharded weight [E, N, K] in one call, or read what `fq.hold` keeps."""
-    values, key = values_of(weight).detach(), (plan.key, dtype, bool(histories))
-    owner = next(iter(states), None)
+    """Quantize the values of an unsharded weight in one call, or read what `fq.hold` keeps."""
 
-    @functools.cache
     def encoded() -> dict[Direction, StackedWeight]:
-        for d in directions:
-            if plan.operand("weight", d).is_quantized:
-                for state in states:
-                    counters.add("weight encode", (state.name, d.value))
-        return _encode_packed(values, directions, plan, dtype, factors, histories)
-
-    return {
-        d: held(owner, ("experts", d, *key), values, lambda d=d: encoded()[d]) for d in directions
-    }
-
-
-def _encode_packed(
-    values: Tensor,
-    directions: Sequence[Direction],
-    plan: GemmPlan,
-    dtype: torch.dtype,
-    factors: Sequence[Tensor],
-    histories: Sequence[Tensor],
-) -> dict[Direction, StackedWeight]:
-    coded, transposed = [d for d in directions if plan.operand("weight", d).is_quantized], None
-    if lies_transposed(values):
-        transposed = plan.turned(dtype, values.device)
-    else:
-        values = native.rows_of(values)
-    plain = StackedWeight([values.to(dtype), None], _plain(IDENTITY))
-    stacks = {d: plain for d in directions if d not in coded}
-    if not coded:
+        for d in how.coded if states else ():
+            for state in states:
+                counters.add("weight encode", (state.name, d.value))
+        stacks = _encoded(values, how, factors, histories) if how.coded else {}
+        if len(stacks) < len(directions):
+            rows = values if lies_transposed(values) else native.rows_of(values)
+            plain = StackedWeight([rows.to(dtype), None], _plain(IDENTITY))
+            stacks |= {d: plain for d in directions if d not in stacks}
         return stacks
-    number = plan.resolved(dtype, values.device).call
-    if number is None:
-        raise ValueError("the plan of packed experts has no compiled step")
-    compute_dtype = plan.compute_dtype or values.dtype
-    two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
-    is_rounded = values.dtype is torch.float32 and compute_dtype is torch.bfloat16
-    round_to_bf16 = is_rounded and not two_level
-    seen_values = values if round_to_bf16 else values.to(compute_dtype)
-    if transposed is not None:
-        by_direction = codes_of_transposed(seen_values, transposed, coded, round_to_bf16)
-        buffers = iter([t for d in coded for t in by_direction[d]])
+
+    if not states or states[0].held is None:
+        return encoded()
+    key, once, owner = (plan.key, dtype, bool(histories)), functools.cache(encoded), states[0]
+    return {d: held(owner, ("experts", d, *key), values, lambda d=d: once()[d]) for d in directions}
+
+
+def _encoded(
+    values: Tensor, how: _Encoding, factors: Sequence[Tensor], histories: Sequence[Tensor]
+) -> dict[Direction, StackedWeight]:
+    values = values if values.dtype is how.dtype else values.to(how.dtype)
+    rounds = how.round_to_bf16
+    if how.turned:
+        by_direction = codes_of_transposed(values, how.call, how.coded, rounds)
+        buffers = iter([t for d in how.coded for t in by_direction[d]])
     else:
-        rowwise, columnwise = ROWWISE in coded, COLUMNWISE in coded
+        wanted = ROWWISE in how.coded, COLUMNWISE in how.coded
         buffers = iter(
-            native.linear_weight(
-                seen_values, number, rowwise, columnwise, round_to_bf16, [*factors], [*histories]
-            )
+            native.linear_weight(values, how.call, *wanted, rounds, list(factors), list(histories))
         )
-    return stacks | {d: _next_stack(buffers, d, values.shape, plan, dtype) for d in coded}
+    return {d: take(buffers) for d, take in zip(how.coded, how.takes)}
 
 
-def _next_stack(
-    buffers, direction: Direction, shape: Sequence[int], plan: GemmPlan, dtype: torch.dtype
-) -> StackedWeight:
-    """Take the buffers of one direction, as `native.linear_weight` returns them."""
-    data, scale = next(buffers), next(buffers)
-    layouts = plan.resolved(dtype, data.device).layouts
-    fmt = plan.operand("weight", direction)
-    if not fmt.tensor_scale:
-        return StackedWeight(
-            [data, scale.flatten()], _plain(read_as(plan, "weight", direction, layouts))
-        )
+def _taking(
+    plan: GemmPlan,
+    direction: Direction,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[Iterator[Tensor]], StackedWeight]:
+    """Return what takes the buffers of one direction, as `native.linear_weight` returns them."""
+    layouts, fmt = plan.resolved(dtype, device).layouts, plan.operand("weight", direction)
     experts, n, k = shape
-    is_decoded = has_tensor_amax(fmt, layouts["weight"][direction])
-    width = data.shape[1] * (2 if is_decoded else 1)
-    view = (experts, n, k), (n * k, k, 1)
-    if direction is COLUMNWISE:  # matrices are concatenated along the columns, each from a tile
-        view = (experts, k, n), (round_up(n, native.TILE), width, 1)
-    if is_decoded:
-        scale = scale.view(-1, width // (fmt.block[1] or width))
-        read = functools.partial(two_level_operand, fmt=fmt, view=view)
-        return StackedWeight([data, scale, next(buffers)], read)
+    is_decoded = fmt.tensor_scale and has_tensor_amax(fmt, layouts["weight"][direction])
     read = _plain(read_as(plan, "weight", direction, layouts))
-    return StackedWeight([data.as_strided(*view), scale.flatten()], read)
+    if not fmt.tensor_scale:
+        return lambda buffers: StackedWeight([next(buffers), next(buffers).flatten()], read)
+
+    def take(buffers: Iterator[Tensor]) -> StackedWeight:
+        data, scale = next(buffers), next(buffers)
+        width = data.shape[1] * (2 if is_decoded else 1)
+        view = (experts, n, k), (n * k, k, 1)
+        if direction is COLUMNWISE:  # matrices lie side by side, each from a tile
+            view = (experts, k, n), (round_up(n, native.TILE), width, 1)
+        if not is_decoded:
+            return StackedWeight([data.as_strided(*view), scale.flatten()], read)
+        scale = scale.view(-1, width // (fmt.block[1] or width))
+        reads = functools.partial(two_level_operand, fmt=fmt, view=view)
+        return StackedWeight([data, scale, next(buffers)], reads)
+
+    return take
 
 
 # One storage per matrix #

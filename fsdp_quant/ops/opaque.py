@@ -117,8 +117,11 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
 
     @functools.wraps(run)
     def run_for_real(*args):
-        with _set(False):
+        before, _THREAD.is_tracing = is_tracing(), False
+        try:
             return run(*args)
+        finally:
+            _THREAD.is_tracing = before
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run_for_real, "CompositeExplicitAutograd")
