@@ -31,7 +31,13 @@ from .plan import GemmPlan, plan_of
 from .program import check_histories
 from .routes import dispatch as dispatch_tokens
 from .routes import tokens_of
-from .stacked_weights import gathered_codes, read_as, weight_of_codes
+from .stacked_weights import (
+    StackedWeight,
+    gathered_codes,
+    read_as,
+    stack_of_codes,
+    weight_of_codes,
+)
 
 
 class _Spec(NamedTuple):
@@ -55,13 +61,21 @@ class _Spec(NamedTuple):
     save: int
 
     def weights(
-        self, tensors: Sequence[Tensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype
-    ) -> Sequence[Tensor]:
-        """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given."""
-        if self.is_gathered:
-            shape = self.experts, self.n, self.k
-            return [weight_of_codes(tensors, direction, shape, plan, dtype)]
-        return [t.mT for t in tensors] if self.transposed else tensors
+        self,
+        tensors: Sequence[Tensor],
+        direction: Direction,
+        plan: GemmPlan,
+        dtype: torch.dtype,
+        multiplied: bool = True,
+    ) -> tuple[Sequence[Tensor], StackedWeight | None]:
+        """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given; and
+        their operand, if they are `multiplied` and are codes that are converted together."""
+        if not self.is_gathered:
+            return [t.mT for t in tensors] if self.transposed else tensors, None
+        of = tensors, direction, (self.experts, self.n, self.k)
+        together = multiplied and self.in_one
+        stack = stack_of_codes(*of, plan.of_groups, dtype) if together else None
+        return (tensors, stack) if stack else ([weight_of_codes(*of, plan, dtype)], None)
 
 
 class TracedCall(NamedTuple):
@@ -238,7 +252,8 @@ def _by_slot(owners: Sequence[str], tensors: Sequence[Tensor]) -> BySlot:
 def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
     call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
-    y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
+    weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
+    y, saved, _ = call.forward(x, ends, weights, biases, weight=weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
         shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec.experts)
@@ -262,8 +277,8 @@ def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, facto
 def _run_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
     call, written = _call_of(dy, plan, spec, step, ids, factors)
-    weights = spec.weights(weights, COLUMNWISE, plan, dy.dtype)
-    dx, dw, db = call.backward(dy, saved, weights, None, needs)
+    weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
+    dx, dw, db = call.backward(dy, saved, weights, weight, needs)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
