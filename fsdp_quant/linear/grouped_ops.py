@@ -72,10 +72,10 @@ class _Spec(NamedTuple):
         their operand, if they are `multiplied` and are codes that are converted together."""
         if not self.is_gathered:
             return [t.mT for t in tensors] if self.transposed else tensors, None
-        of = tensors, direction, (self.experts, self.n, self.k)
+        codes = tensors, direction, (self.experts, self.n, self.k)
         together = multiplied and self.in_one
-        stack = stack_of_codes(*of, plan.of_groups, dtype) if together else None
-        return (tensors, stack) if stack else ([weight_of_codes(*of, plan, dtype)], None)
+        stack = stack_of_codes(*codes, plan.of_groups, dtype) if together else None
+        return (tensors, stack) if stack else ([weight_of_codes(*codes, plan, dtype)], None)
 
 
 class TracedCall(NamedTuple):
@@ -306,10 +306,11 @@ def _saved_shapes(
 ) -> list[tuple[tuple, torch.dtype]]:
     """Return shapes and dtypes of what one grouped GEMM saves of rows of x: codes of groups that
     begin at multiples of 128, their scales and tensor amaxes."""
-    tokens = native.TILE * _tiles(rows, experts)
-    of = x.dtype, x.device, tokens, x.shape[1], experts
-    known = all(isinstance(n, int) for n in of[2:4])  # symbols belong to one trace
-    return plan.once(_shapes_of_codes, *of) if known else _shapes_of_codes(plan, *of)
+    tokens, cols = native.TILE * _tiles(rows, experts), x.shape[1]
+    key = x.dtype, x.device, tokens, cols, experts
+    if isinstance(tokens, int) and isinstance(cols, int):
+        return plan.once(_shapes_of_codes, *key)
+    return _shapes_of_codes(plan, *key)  # symbols belong to one trace
 
 
 def _shapes_of_codes(

@@ -67,9 +67,11 @@ def stacked_weight(
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         values = values_of(first).detach()
         of_values = values.shape, values.dtype, values.device, lies_transposed(values)
-        how = plan.once(_encoding, tuple(directions), dtype, *of_values)
-        if how is not None:
-            return _of_values(values, directions, how, plan, dtype, states, factors, histories)
+        encode = plan.once(_encoder, tuple(directions), dtype, *of_values)
+        if encode is not None and not states:
+            return encode(values, factors, histories)
+        if encode is not None:
+            return _of_values(values, directions, encode, plan, dtype, states, factors, histories)
     matrices = first.unbind() if is_packed else weights
     operands = [
         weight_operands(
@@ -90,55 +92,10 @@ def stacked_weight(
 # One call for all matrices #
 
 
-class _Encoding(NamedTuple):
-    """How one call quantizes weights [E, N, K] in some directions.
-
-    coded:          the directions that are quantized.
-    call:           number of the compiled step. turned: it encodes the transposes.
-    round_to_bf16:  it rounds the values first, which are given in `dtype`.
-    takes:          makes each coded direction's `StackedWeight` of an iterator over its buffers.
-    """
-
-    coded: Sequence[Direction]
-    call: int
-    turned: bool
-    round_to_bf16: bool
-    dtype: torch.dtype
-    takes: Sequence[Callable[[Iterator[Tensor]], StackedWeight]]
-
-
-def _encoding(
-    plan: GemmPlan,
-    directions: Sequence[Direction],
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    stored: torch.dtype,
-    device: torch.device,
-    transposed: bool,
-) -> _Encoding | None:
-    """Return how; None: one call does not. dtype: of the activations; stored: of the weights."""
-    compute_dtype = plan.compute_dtype or stored
-    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-    if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
-        return None
-    coded = [d for d in directions if plan.operand("weight", d).is_quantized]
-    if not coded:
-        return _Encoding(coded, 0, False, False, stored, [])
-    turned = plan.turned(dtype, device) if transposed else None
-    call = plan.resolved(dtype, device).call if turned is None else turned
-    if call is None:
-        raise ValueError("the plan of packed experts has no compiled step")
-    two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
-    is_rounded = stored is torch.float32 and compute_dtype is torch.bfloat16 and not two_level
-    seen_dtype = stored if is_rounded else compute_dtype
-    takes = [_taking(plan, d, shape, dtype, device) for d in coded]
-    return _Encoding(coded, call, turned is not None, is_rounded, seen_dtype, takes)
-
-
 def _of_values(
     values: Tensor,
     directions: Sequence[Direction],
-    how: _Encoding,
+    encode: Callable[..., dict[Direction, StackedWeight]],
     plan: GemmPlan,
     dtype: torch.dtype,
     states: Sequence[WeightState],
@@ -147,51 +104,91 @@ def _of_values(
 ) -> dict[Direction, StackedWeight]:
     """Quantize the values of an unsharded weight in one call, or read what `fq.hold` keeps."""
 
+    @functools.cache
     def encoded() -> dict[Direction, StackedWeight]:
-        for d in how.coded if states else ():
-            for state in states:
-                counters.add("weight encode", (state.name, d.value))
-        stacks = _encoded(values, how, factors, histories) if how.coded else {}
-        if len(stacks) < len(directions):
-            rows = values if lies_transposed(values) else native.rows_of(values)
+        for d in directions:
+            if plan.operand("weight", d).is_quantized:
+                for state in states:
+                    counters.add("weight encode", (state.name, d.value))
+        return encode(values, factors, histories)
+
+    key = plan.key, dtype, bool(histories)
+    return {
+        d: held(states[0], ("experts", d, *key), values, lambda d=d: encoded()[d])
+        for d in directions
+    }
+
+
+def _encoder(
+    plan: GemmPlan,
+    directions: Sequence[Direction],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stored: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> Callable[..., dict[Direction, StackedWeight]] | None:
+    """Return what quantizes weights [E, N, K] of dtype `stored` in one call, (values, factors,
+    histories) -> stacks; None: one call does not. dtype: of the activations."""
+    compute_dtype = plan.compute_dtype or stored
+    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
+    if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
+        return None
+    layouts = plan.resolved(dtype, device).layouts["weight"]
+    formats = {d: plan.operand("weight", d) for d in directions}
+    takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
+    coder = _coder(plan, list(takes), dtype, stored, device, transposed) if takes else None
+
+    def encode(values: Tensor, *delayed: Sequence[Tensor]) -> dict[Direction, StackedWeight]:
+        buffers = iter(coder(values, *delayed) if coder else ())
+        stacks = {d: take(buffers) for d, take in takes.items()}
+        if len(takes) < len(directions):
+            rows = values if transposed else native.rows_of(values)
             plain = StackedWeight([rows.to(dtype), None], _plain(IDENTITY))
-            stacks |= {d: plain for d in directions if d not in stacks}
+            stacks |= {d: plain for d in directions if d not in takes}
         return stacks
 
-    if not states or states[0].held is None:
-        return encoded()
-    key, once, owner = (plan.key, dtype, bool(histories)), functools.cache(encoded), states[0]
-    return {d: held(owner, ("experts", d, *key), values, lambda d=d: once()[d]) for d in directions}
+    return encode
 
 
-def _encoded(
-    values: Tensor, how: _Encoding, factors: Sequence[Tensor], histories: Sequence[Tensor]
-) -> dict[Direction, StackedWeight]:
-    values = values if values.dtype is how.dtype else values.to(how.dtype)
-    rounds = how.round_to_bf16
-    if how.turned:
-        by_direction = codes_of_transposed(values, how.call, how.coded, rounds)
-        buffers = iter([t for d in how.coded for t in by_direction[d]])
-    else:
-        wanted = ROWWISE in how.coded, COLUMNWISE in how.coded
-        buffers = iter(
-            native.linear_weight(values, how.call, *wanted, rounds, list(factors), list(histories))
-        )
-    return {d: take(buffers) for d, take in zip(how.coded, how.takes)}
+def _coder(
+    plan: GemmPlan,
+    coded: Sequence[Direction],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> Callable[..., Sequence[Tensor]]:
+    """Return the call that quantizes the values of all matrices."""
+    turned = plan.turned(dtype, device) if transposed else None
+    call = plan.resolved(dtype, device).call if turned is None else turned
+    if call is None:
+        raise ValueError("the plan of packed experts has no compiled step")
+    compute_dtype = plan.compute_dtype or stored
+    two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
+    is_rounded = stored is torch.float32 and compute_dtype is torch.bfloat16 and not two_level
+    seen_dtype = stored if is_rounded else compute_dtype
+    row, col = ROWWISE in coded, COLUMNWISE in coded
+
+    def codes(
+        values: Tensor, factors: Sequence[Tensor], histories: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        values = values if values.dtype is seen_dtype else values.to(seen_dtype)
+        if turned is None:
+            delayed = list(factors), list(histories)
+            return native.linear_weight(values, call, row, col, is_rounded, *delayed)
+        by_direction = codes_of_transposed(values, turned, coded, is_rounded)
+        return [t for d in coded for t in by_direction[d]]
+
+    return codes
 
 
 def _taking(
-    plan: GemmPlan,
-    direction: Direction,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    fmt: Format, layout: str, direction: Direction, shape: Sequence[int]
 ) -> Callable[[Iterator[Tensor]], StackedWeight]:
     """Return what takes the buffers of one direction, as `native.linear_weight` returns them."""
-    layouts, fmt = plan.resolved(dtype, device).layouts, plan.operand("weight", direction)
     experts, n, k = shape
-    is_decoded = fmt.tensor_scale and has_tensor_amax(fmt, layouts["weight"][direction])
-    read = _plain(read_as(plan, "weight", direction, layouts))
+    is_decoded, read = has_tensor_amax(fmt, layout), _plain(operand_format(fmt, layout))
     if not fmt.tensor_scale:
         return lambda buffers: StackedWeight([next(buffers), next(buffers).flatten()], read)
 

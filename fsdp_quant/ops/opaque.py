@@ -117,11 +117,8 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
 
     @functools.wraps(run)
     def run_for_real(*args):
-        before, _THREAD.is_tracing = is_tracing(), False
-        try:
+        with _set(False):
             return run(*args)
-        finally:
-            _THREAD.is_tracing = before
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run_for_real, "CompositeExplicitAutograd")
