@@ -27,7 +27,7 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction, round_up
-from fsdp_quant.linear import bad_splits, stacked_weights
+from fsdp_quant.linear import bad_splits, grouped_ops, stacked_weights
 from fsdp_quant.linear.plan import PRODUCTS, GemmPlan
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
@@ -1086,9 +1086,14 @@ def test_compiled_experts_derive_nothing_of_their_plan_again(name: str):
         x, ends = values(96, 64, dtype=torch.bfloat16), torch.tensor([16, 16, 48, 96])
         compiled(x.requires_grad_(), ends).sum().backward()
         derived = mock.Mock(side_effect=AssertionError("derived again"))
-        before = gpu.count("linear_weight")
-        with mock.patch.object(GemmPlan, "operand", derived):
+        before, of = gpu.count("linear_weight"), grouped_ops._call_of
+        with (
+            mock.patch.object(GemmPlan, "operand", derived),
+            mock.patch.object(grouped_ops, "_call_of", side_effect=of) as calls,
+        ):
             compiled(x, ends).sum().backward()
+    specs = [call.args[2] for call in calls.call_args_list]
+    assert [spec.counts for spec in specs] == [name == "mxfp8"] * 2, "counts that nobody makes"
     assert name == "nvfp4" or gpu.count("linear_weight") == before + 2 * EXPERTS
 
 

@@ -201,6 +201,8 @@ def traced_experts(
     in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
     if routes and not (in_one and reads_routes(of_groups, x)):
         x, routes = dispatch_tokens(x, *routes), ()
+    multiplied = of_groups if in_one else of_expert
+    guards = guards if multiplied.resolved(x.dtype, x.device).is_watched else []
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     tokens = tokens_of(*routes) if routes else None
