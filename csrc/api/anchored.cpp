@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Host side of `quantize_anchored`: MXFP8 operands with one shared exponent (anchor) per run, line or tensor.
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -92,7 +93,9 @@ std::vector<at::Tensor> encode_anchored(
     if (d == 1 && by_tile) b.compact = a.compact;
     if (whole[d]) b.anchors.line_stride = 0;
     b.vector_store = stores_vectors(launch.spec[d], b.data, g[d]);
-    if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].buffers[d].amax = workspace.at(anchor_at[d]);
+    if (anchor_at[d] < 0) continue;
+    b.anchor = statistics.tensors[0].buffers[d].amax = workspace.at(anchor_at[d]);
+    if (whole[d] && extras.anchor != nullptr) *extras.anchor = workspace.slice(anchor_at[d], {1});
   }
   check_tokens(launch);
   const bool needs = anchor_at[0] >= 0 || anchor_at[1] >= 0;
@@ -110,10 +113,16 @@ std::vector<at::Tensor> encode_anchored(
 
 namespace {
 
+// Returns data and scale per direction; then the amax of x, if it is the anchor and was not given.
 std::vector<at::Tensor> quantize_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16) {
-  return encode_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16);
+  at::Tensor anchor;
+  EncodeExtras extras;
+  extras.anchor = &anchor;
+  std::vector<at::Tensor> result = encode_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16, extras);
+  if (anchor.defined()) result.push_back(std::move(anchor));
+  return result;
 }
 
 }  // namespace

@@ -51,6 +51,7 @@ struct EncodeExtras {
   const GatedInput* gated = nullptr;
   const TokenTables* tokens = nullptr;
   at::Tensor* column_sums = nullptr;
+  at::Tensor* anchor = nullptr;  // `encode_anchored`: receives the amax of the tensor, [1], where it is the anchor and was not given
 };
 
 // Result of one direction. Undefined: a direction that is absent; tensor_amax and amax if given; tensor_amax of one-level

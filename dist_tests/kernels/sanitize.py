@@ -148,12 +148,12 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
     return layout.swizzle_128x4(turned.repeat_interleave(e.fmt.block[0], 0)[:lines])
 
 
-def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, Tensor]:
+def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, ...]:
     if length != native.OF_TENSOR:
         return anchoring.anchored(x, e, length)
     made = reference.encode(x, reference.statistics(x, e)[0], None, e)
     codes, scale = anchoring.anchored_codes(*made, e.fmt, e.direction, whole=True)
-    return codes, scale.view(1, 1)
+    return codes, scale.view(1, 1), x.abs().amax().float().view(1)
 
 
 def anchored(

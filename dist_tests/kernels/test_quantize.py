@@ -734,9 +734,12 @@ def assert_anchored_by_tensor(x: Tensor, what: str, round_to_bf16: bool = False)
         for known in (None, [amax] * len(sides)):
             turned = [e.direction is COLUMNWISE for e in sides]
             runs = [native.OF_TENSOR] * len(sides)
-            for e, (codes, scale) in zip(
+            for e, (codes, scale, *measured) in zip(
                 sides, native.quantize_anchored(x, sides, runs, round_to_bf16, turned, known)
             ):
+                assert len(measured) == (known is None), f"{what}: the amax"
+                for of_x in measured:
+                    expected.assert_same(of_x, amax, f"{what} {e.direction}: amax")
                 expected.assert_same(
                     scale.view(1), want[e][1], f"{what} {e.direction} of {len(sides)}: scale"
                 )

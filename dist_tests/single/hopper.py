@@ -429,7 +429,7 @@ class Operators:
             not (x.dtype is torch.bfloat16 or (round_to_bf16 and x.dtype is torch.float32)),
             f"x is {x.dtype}; anchored codes are made of bfloat16 (or float32 through bfloat16)",
         )
-        x, made = _seen(x, round_to_bf16), []
+        x, made, anchor = _seen(x, round_to_bf16), [], None
         for side in _present(row, col):
             e = side.encoding
             is_up = e.fmt.scale == "e8m0" and e.fmt.scale_rounding == "up"
@@ -443,6 +443,9 @@ class Operators:
                     given is not None and not torch.equal(given, x.abs().amax().view(1).float()),
                     "an amax of other values",
                 )
+                if given is None and anchor is None:
+                    self.calls.append(Call("statistics", x.data_ptr()))
+                    anchor = x.abs().amax().view(1).float()
                 amax, _ = reference.statistics(x, e)
                 compact = reference.encode(x, amax, None, e)
                 codes, scale = anchoring.anchored_codes(*compact, e.fmt, e.direction, whole=True)
@@ -458,7 +461,7 @@ class Operators:
                 _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
                 scale,
             ]
-        return made
+        return made if anchor is None else [*made, anchor]
 
     # Layouts #
 

@@ -680,6 +680,7 @@ def test_layers_that_share_an_input_share_its_codes(name: str):
         forward, backward = captured(model, values(64, 48, dtype=BF16).requires_grad_())
     made = own(forward)
     assert made.count("gemm") == 4
+    assert "statistics" not in made, "the amax of a weight is an operator of its own"
     assert made.count("quantize") + made.count("quantize_anchored") == 4 + 2, (
         "of four weights, and two inputs (both ways at once)"
     )

@@ -26,9 +26,9 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import round_up
-from fsdp_quant.linear import bad_splits, stacked_weights
-from fsdp_quant.linear.plan import PRODUCTS
+from fsdp_quant.formats import Direction, round_up
+from fsdp_quant.linear import bad_splits, grouped_ops, stacked_weights
+from fsdp_quant.linear.plan import PRODUCTS, GemmPlan
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.product_error import PROBED_STEPS
@@ -1075,3 +1075,45 @@ def test_a_changed_recipe_leaves_the_graphs_of_experts():
         fq.set_recipe(model, RECIPES[name])
         assert_same_bytes(compiled(x, ends), module(x, ends), name)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "nvfp4"])
+def test_compiled_experts_derive_nothing_of_their_plan_again(name: str):
+    """If false, the host of each compiled step works for what no step changes."""
+    with hopper.emulated() as gpu:
+        module = grouped(RECIPES[name], True, False, torch.bfloat16, (64, 128))
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x, ends = values(96, 64, dtype=torch.bfloat16), torch.tensor([16, 16, 48, 96])
+        compiled(x.requires_grad_(), ends).sum().backward()
+        derived = mock.Mock(side_effect=AssertionError("derived again"))
+        before, of = gpu.count("linear_weight"), grouped_ops._call_of
+        with (
+            mock.patch.object(GemmPlan, "operand", derived),
+            mock.patch.object(grouped_ops, "_call_of", side_effect=of) as calls,
+        ):
+            compiled(x, ends).sum().backward()
+    specs = [call.args[2] for call in calls.call_args_list]
+    assert [spec.counts for spec in specs] == [name == "mxfp8"] * 2, "counts that nobody makes"
+    assert name == "nvfp4" or gpu.count("linear_weight") == before + 2 * EXPERTS
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block"])
+def test_gathered_codes_of_experts_are_converted_together(name: str):
+    """If false, compiled experts under fully_shard cost the host some microseconds per expert, or
+    multiply other codes."""
+    with hopper.emulated():
+        plan, sizes = grouped(RECIPES[name], True).first.plan.of_groups, (EXPERTS, 128, 64)
+        weight = values(*sizes, dtype=torch.bfloat16)
+        for direction in Direction:
+            sides = [plan.weight.side(direction).storage(w, direction) for w in weight]
+            codes = [torch.cat([getattr(s, field) for s in sides]) for field in ("data", "scale")]
+            of = direction, sizes, plan, torch.bfloat16
+            each = stacked_weights.weight_of_codes(codes, *of)
+            (want,) = stacked_weights.stacked_weight([each], [direction], *of[2:]).values()
+            with mock.patch.object(stacked_weights, "StoragePair", side_effect=AssertionError):
+                made = stacked_weights.stack_of_codes(codes, *of)
+            for got, wanted in zip(made.buffers, want.buffers, strict=True):
+                assert_same_bytes(got, wanted)
+            codes[0].untyped_storage().resize_(0)
+            with pytest.raises(fq.StaleWeightError, match="codes were freed"):
+                stacked_weights.stack_of_codes(codes, *of)

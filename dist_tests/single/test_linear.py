@@ -868,7 +868,7 @@ def test_a_pickled_plan_is_its_fields():
         plan = layer.plan
         again = pickle.loads(pickle.dumps(plan))
         assert again == plan and again.needs_steps is plan.needs_steps is (name == "nvfp4")
-        assert "_resolved" in vars(plan) and "_resolved" not in vars(again)
+        assert "_known" in vars(plan) and "_known" not in vars(again)
 
 
 def test_the_weight_of_a_module_is_the_parameter_of_nn_linear():

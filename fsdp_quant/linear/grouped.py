@@ -62,17 +62,18 @@ def unsupported_reason(
     plan:   of groups (`GemmPlan.of_groups`).
     shape:  of the weights, [E, N, K].
     """
-    key = dtype, device, tuple(shape), bias
-    if key not in plan.one_product:
-        of_shapes = _reasons_of_shapes(plan, dtype, device, shape)
-        reason = next(of_shapes, None)
-        if reason is None:  # else there may be no compiled step
-            resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
-            of_products = _reasons_of_products(plan, resolved, decodes, bias)
-            of_tokens = _reasons_of_tokens(plan, resolved, decodes)
-            reason = next(itertools.chain(of_products, of_tokens), None)
-        plan.one_product[key] = reason
-    return plan.one_product[key]
+    return plan.once(_unsupported_reason, dtype, device, tuple(shape), bias)
+
+
+def _unsupported_reason(
+    plan: GemmPlan, dtype: torch.dtype, device: Place, shape: Sequence[int], bias: bool
+) -> str | None:
+    reason = next(_reasons_of_shapes(plan, dtype, device, shape), None)
+    if reason is not None:  # there may be no compiled step
+        return reason
+    resolved, decodes = plan.resolved(dtype, device), plan.decodes_groups(arch_of(device))
+    of_products = _reasons_of_products(plan, resolved, decodes, bias)
+    return next(itertools.chain(of_products, _reasons_of_tokens(plan, resolved, decodes)), None)
 
 
 def _reasons_of_shapes(
@@ -201,6 +202,7 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         keeps_weight: bool = False,
+        weight: StackedWeight | None = None,
     ) -> tuple[Tensor, list[Tensor], StackedWeight | None]:
         """Return y [M, N]; what the backward reads of the groups and of x; and of the weights.
 
@@ -209,19 +211,20 @@ class GroupedCall(NamedTuple):
         biases:   [N] each, or one [E, N]; empty: none.
         keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
                        Gathered codes are not kept: FSDP2 fills them again.
+        weight:   the rowwise operand of the weights; None: it is read.
         """
         call, plan = self.call, self.call.plan
         if not self.in_one:
             return self._forward_in_loop(x, ends, weights, biases), [ends, *[x][: call.save]], None
         keeps_weight = keeps_weight and not isinstance(weights[0], QuantizedTensor)
         directions = [ROWWISE, COLUMNWISE] if keeps_weight else [ROWWISE]
-        stacks = self._weights(weights, directions, x.dtype)
-        weight = stacks.pop(ROWWISE).operand()
+        stacks = {ROWWISE: weight} if weight else self._weights(weights, directions, x.dtype)
+        operand = stacks.pop(ROWWISE).operand()
         out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
         saves_input = call.save and plan.saves == "input"
         if self._decodes(x):
             groups = native.token_groups(ends, len(x), wrong, self.tag)
-            rows, matrices = self._decoded("input", x, ROWWISE, groups), weight.data.transpose(1, 2)
+            rows, matrices = self._decoded("input", x, ROWWISE, groups), operand.data.mT
             y = torch_compat.grouped_mm(rows, matrices, groups.offsets[1:])
             _count(plan, PRODUCTS[0], x, groups)
             codes = []
@@ -230,7 +233,7 @@ class GroupedCall(NamedTuple):
         else:
             number = self._number(x)
             y, groups, codes = native.grouped_step(
-                x, ends, weight, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
+                x, ends, operand, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
             )
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))

@@ -25,14 +25,20 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import differentiated
-from .call import BySlot, Call
+from .call import NOTHING, BySlot, Call
 from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
 from .operands import check_codes
 from .plan import GemmPlan, plan_of
 from .program import check_histories
 from .routes import dispatch as dispatch_tokens
 from .routes import tokens_of
-from .stacked_weights import gathered_codes, read_as, weight_of_codes
+from .stacked_weights import (
+    StackedWeight,
+    gathered_codes,
+    read_as,
+    stack_of_codes,
+    weight_of_codes,
+)
 
 
 class _Spec(NamedTuple):
@@ -56,13 +62,21 @@ class _Spec(NamedTuple):
     save: int
 
     def weights(
-        self, tensors: Sequence[Tensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype
-    ) -> Sequence[Tensor]:
-        """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given."""
-        if self.is_gathered:
-            shape = self.experts, self.n, self.k
-            return [weight_of_codes(tensors, direction, shape, plan, dtype)]
-        return [t.mT for t in tensors] if self.transposed else tensors
+        self,
+        tensors: Sequence[Tensor],
+        direction: Direction,
+        plan: GemmPlan,
+        dtype: torch.dtype,
+        multiplied: bool = True,
+    ) -> tuple[Sequence[Tensor], StackedWeight | None]:
+        """Return weights [E, N, K], or one [N, K] per expert, of what an operator was given; and
+        their operand, if they are `multiplied` and are codes that are converted together."""
+        if not self.is_gathered:
+            return [t.mT for t in tensors] if self.transposed else tensors, None
+        codes = tensors, direction, (self.experts, self.n, self.k)
+        together = multiplied and self.in_one
+        stack = stack_of_codes(*codes, plan.of_groups, dtype) if together else None
+        return (tensors, stack) if stack else ([weight_of_codes(*codes, plan, dtype)], None)
 
 
 class TracedCall(NamedTuple):
@@ -190,6 +204,8 @@ def traced_experts(
     in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
     if routes and not (in_one and reads_routes(of_groups, x)):
         x, routes = dispatch_tokens(x, *routes), ()
+    multiplied = of_groups if in_one else of_expert
+    guards = guards if multiplied.resolved(x.dtype, x.device).is_watched else []
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     tokens = tokens_of(*routes) if routes else None
@@ -214,41 +230,39 @@ def _call_of(
     step: Tensor | None,
     ids: Sequence[Tensor],
     factors: Sequence[Tensor],
+    tokens: Tensor | None = None,
 ) -> tuple[GroupedCall, list[Tensor]]:
     """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
     [3, 2], as far as there are any."""
-    guard = x.new_zeros((3, 2), dtype=torch.float32) if spec.counts else None
-    amaxes = [x.new_zeros((len(factors), 1), dtype=torch.float32)] if factors else []
-    owners = _delayed_slots(plan, spec.experts)
+    written, guard, by_slot = [], None, (NOTHING, NOTHING)
+    if factors:
+        written.append(x.new_zeros((len(factors), 1), dtype=torch.float32))
+        owners = _delayed_slots(plan, spec.experts)
+        by_slot = _by_slot(owners, factors), _by_slot(owners, written[0].unbind())
+    if spec.counts:
+        guard = x.new_zeros((3, 2), dtype=torch.float32)
+        written.append(guard)
+    of_plan = plan.of_groups if spec.in_one else plan
+    call = Call(of_plan, bool(spec.save), step, None, None, guard, guard, *by_slot)
+    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
 
-    def by_slot(tensors: Sequence[Tensor]) -> BySlot:
-        of_input, of_weight, of_grad = (
-            [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
-        )
-        return of_input, of_weight, of_grad
 
-    call = Call(
-        plan.of_groups if spec.in_one else plan,
-        bool(spec.save),
-        step,
-        guard=guard,
-        backward_guard=guard,
-        factors=by_slot(factors),
-        histories=by_slot([amax for table in amaxes for amax in table]),
+def _by_slot(owners: Sequence[str], tensors: Sequence[Tensor]) -> BySlot:
+    of_input, of_weight, of_grad = (
+        [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
     )
-    results = amaxes + ([] if guard is None else [guard])
-    return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one)), results
+    return of_input, of_weight, of_grad
 
 
 def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
-    call, written = _call_of(x, plan, spec, step, ids, factors)
-    call = call._replace(tokens=tokens)
-    y, saved, _ = call.forward(x, ends, spec.weights(weights, ROWWISE, plan, x.dtype), biases)
+    call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
+    weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
+    y, saved, _ = call.forward(x, ends, weights, biases, weight=weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.call.plan, x, len(y), spec.experts)
-        saved[1:] = [t.view(shape) for t, (shape, _) in zip(saved[1:], shapes)]
+        shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec.experts)
+        saved[1:] = [t if t.shape == s else t.view(s) for t, (s, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 
 
@@ -268,8 +282,8 @@ def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, facto
 def _run_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
     call, written = _call_of(dy, plan, spec, step, ids, factors)
-    weights = spec.weights(weights, COLUMNWISE, plan, dy.dtype)
-    dx, dw, db = call.backward(dy, saved, weights, None, needs)
+    weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
+    dx, dw, db = call.backward(dy, saved, weights, weight, needs)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
@@ -297,15 +311,24 @@ def _saved_shapes(
 ) -> list[tuple[tuple, torch.dtype]]:
     """Return shapes and dtypes of what one grouped GEMM saves of rows of x: codes of groups that
     begin at multiples of 128, their scales and tensor amaxes."""
-    resolved, fmt = plan.resolved(x.dtype, x.device), plan.operand("input", COLUMNWISE)
-    layout, of_experts = resolved.layouts["input"][COLUMNWISE], ((experts,), torch.float32)
     tokens, cols = native.TILE * _tiles(rows, experts), x.shape[1]
+    key = x.dtype, x.device, tokens, cols, experts
+    if isinstance(tokens, int) and isinstance(cols, int):
+        return plan.once(_shapes_of_codes, *key)
+    return _shapes_of_codes(plan, *key)  # symbols belong to one trace
+
+
+def _shapes_of_codes(
+    plan: GemmPlan, dtype: torch.dtype, device: torch.device, tokens: int, cols: int, experts: int
+) -> list[tuple[tuple, torch.dtype]]:
+    resolved, fmt = plan.resolved(dtype, device), plan.operand("input", COLUMNWISE)
+    layout, of_experts = resolved.layouts["input"][COLUMNWISE], ((experts,), torch.float32)
     if fmt.tensor_scale and has_tensor_amax(fmt, layout):
         scales = cols, tokens // (fmt.block[1] or 1)
         return [((cols, tokens // 2), torch.uint8), (scales, torch.uint8), of_experts]
     if fmt.tensor_scale:
         return [((cols, tokens), torch.uint8), of_experts]
-    encoding, arch = plan.input.side(COLUMNWISE).encoding(COLUMNWISE), arch_of(x.device)
+    encoding, arch = plan.input.side(COLUMNWISE).encoding(COLUMNWISE), arch_of(device)
     reading = native.operand_spec_of(encoding, layout, resolved.domains[2], arch, False, None)
     if reading is None:
         raise ValueError(f"the compiled step makes no {encoding} of the input")

@@ -15,7 +15,13 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops import dispatch, native, opaque
 from ..ops.dispatch import Statistics
-from ..ops.layout import ANCHORS, COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
+from ..ops.layout import (
+    ANCHORED_TENSOR,
+    ANCHORS,
+    COMPACT,
+    is_anchored_as_encoded,
+    is_encoded_as,
+)
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES as SLOTS
@@ -273,20 +279,6 @@ def _encoded_weight(
     """
     hybrid, fmt = plan.weight, encoding.fmt
     seen_dtype = plan.compute_dtype if fmt.is_quantized else dtype
-    if (
-        source not in statistics
-        and is_anchored_as_encoded(fmt, layout)
-        and native.is_available_for(values)
-    ):
-        whole = Encoding(operand_format(fmt, layout), encoding.direction)
-        (whole_statistics,) = dispatch.statistics(values, [whole], dtype=seen_dtype)
-        if whole_statistics.amax is not None:
-            layouts = plan.resolved(dtype, values.device).layouts["weight"]
-            anchored = [
-                d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])
-            ]
-            amax = whole_statistics.amax.view(1)
-            statistics |= dict.fromkeys(anchored, Statistics(None, amax))
     (codes,) = dispatch.encode(
         values,
         [encoding],
@@ -296,7 +288,13 @@ def _encoded_weight(
         layouts=[layout],
     )
     amax = codes.tensor_amax if fmt.tensor_scale else codes.amax
-    if amax is not None and source not in statistics and factor is None:
+    if amax is not None and codes.layout == ANCHORED_TENSOR:
+        layouts = plan.resolved(dtype, values.device).layouts["weight"]
+        anchored = [
+            d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])
+        ]
+        statistics |= dict.fromkeys(anchored, Statistics(None, amax))
+    elif amax is not None and source not in statistics and factor is None:
         spanning = [
             d for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated
         ]

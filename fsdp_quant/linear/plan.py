@@ -7,10 +7,10 @@ because they accept no Python objects and a compiled graph must be the same for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -57,6 +57,7 @@ from ..roles import QUANTIZED_TYPES
 from .boundary import OutputQuantization, boundaries
 from .products import EXACT, LADDER_OVER_TOKENS, PRODUCTS, Product, ladder_of
 
+_T = TypeVar("_T")
 _OF_GROUPS = (ANCHORED_TILE, ANCHORED_TILE, ANCHORED_TILE)
 _PLANS: dict[str, GemmPlan] = {}
 # Number of a compiled step -> (its plan, domains, whether it encodes transposed weights).
@@ -290,8 +291,10 @@ class GemmPlan:
 
     def decodes_groups(self, arch: str) -> bool:
         """One product serves groups of tokens, whose codes are decoded."""
-        of_groups = self.shared_rungs == _OF_GROUPS
-        return of_groups and decodes_groups(map(self.pair, PRODUCTS), arch)
+        return self.shared_rungs == _OF_GROUPS and self.once(GemmPlan._decodes_groups, arch)
+
+    def _decodes_groups(self, arch: str) -> bool:
+        return decodes_groups(map(self.pair, PRODUCTS), arch)
 
     def domain(self, product: Product, dtype: torch.dtype, arch: str) -> tuple[str, str]:
         """Return (domain, reason) of one GEMM of `dtype` activations on `arch`."""
@@ -336,9 +339,7 @@ class GemmPlan:
 
     def resolved(self, dtype: torch.dtype, device: Place) -> Resolved:
         """Resolve this plan for `dtype` activations on `device`. Cached."""
-        if (dtype, device) not in self._resolved:
-            self._resolved[dtype, device] = self._resolve(dtype, device)
-        return self._resolved[dtype, device]
+        return self.once(GemmPlan._resolve, dtype, device)
 
     def _resolve(self, dtype: torch.dtype, device: Place) -> Resolved:
         arch = arch_of(device)
@@ -370,9 +371,7 @@ class GemmPlan:
 
         None if codes of a weight and of its transpose differ, or if the weight has histories.
         """
-        if (dtype, device) not in self._turned:
-            self._turned[dtype, device] = self._turn(dtype, device)
-        return self._turned[dtype, device]
+        return self.once(GemmPlan._turn, dtype, device)
 
     def _turn(self, dtype: torch.dtype, device: torch.device) -> int | None:
         resolved, arch = self.resolved(dtype, device), arch_of(device)
@@ -453,18 +452,16 @@ class GemmPlan:
                 operand_specs.append(spec)
         return operand_specs
 
-    @cached_property
-    def _resolved(self) -> dict:
-        return {}
+    def once(self, compute: Callable[..., _T], *of: Hashable) -> _T:
+        """Return `compute(self, *of)`, computed in the first call with these arguments."""
+        key = compute, *of
+        try:
+            return self._known[key]
+        except KeyError:
+            return self._known.setdefault(key, compute(self, *of))
 
     @cached_property
-    def _turned(self) -> dict:
-        return {}
-
-    @cached_property
-    def one_product(self) -> dict:
-        """Cache of why no grouped GEMM computes the plan, by the key of
-        `grouped.unsupported_reason`."""
+    def _known(self) -> dict:
         return {}
 
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,13 +62,16 @@ def stacked_weight(
     factors, histories:  as of `weight_operands`, ordered by delayed direction, then by matrix.
     """
     first = weights[0]
-    is_packed = first.dim() == 3
-    if is_packed and isinstance(first, QuantizedTensor):
-        return {d: _of_gathered(first, d, plan, dtype) for d in directions}
-    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-    in_one_call = not two_level or (plan.compute_dtype or first.dtype) is torch.bfloat16
-    if is_packed and in_one_call and not plan.decodes_groups(arch_of(first.device)):
-        return _of_values(first, directions, plan, dtype, states, factors, histories)
+    if is_packed := first.dim() == 3:
+        if isinstance(first, QuantizedTensor):
+            return {d: _of_gathered(first, d, plan, dtype) for d in directions}
+        values = values_of(first).detach()
+        of_values = values.shape, values.dtype, values.device, lies_transposed(values)
+        encode = plan.once(_encoder, tuple(directions), dtype, *of_values)
+        if encode is not None and not states:
+            return encode(values, factors, histories)
+        if encode is not None:
+            return _of_values(values, directions, encode, plan, dtype, states, factors, histories)
     matrices = first.unbind() if is_packed else weights
     operands = [
         weight_operands(
@@ -90,17 +93,16 @@ def stacked_weight(
 
 
 def _of_values(
-    weight: Tensor,
+    values: Tensor,
     directions: Sequence[Direction],
+    encode: Callable[..., dict[Direction, StackedWeight]],
     plan: GemmPlan,
     dtype: torch.dtype,
     states: Sequence[WeightState],
     factors: Sequence[Tensor],
     histories: Sequence[Tensor],
 ) -> dict[Direction, StackedWeight]:
-    """Quantize an unsharded weight [E, N, K] in one call, or read what `fq.hold` keeps."""
-    values, key = values_of(weight).detach(), (plan.key, dtype, bool(histories))
-    owner = next(iter(states), None)
+    """Quantize the values of an unsharded weight in one call, or read what `fq.hold` keeps."""
 
     @functools.cache
     def encoded() -> dict[Direction, StackedWeight]:
@@ -108,74 +110,101 @@ def _of_values(
             if plan.operand("weight", d).is_quantized:
                 for state in states:
                     counters.add("weight encode", (state.name, d.value))
-        return _encode_packed(values, directions, plan, dtype, factors, histories)
+        return encode(values, factors, histories)
 
+    key = plan.key, dtype, bool(histories)
     return {
-        d: held(owner, ("experts", d, *key), values, lambda d=d: encoded()[d]) for d in directions
+        d: held(states[0], ("experts", d, *key), values, lambda d=d: encoded()[d])
+        for d in directions
     }
 
 
-def _encode_packed(
-    values: Tensor,
-    directions: Sequence[Direction],
+def _encoder(
     plan: GemmPlan,
+    directions: Sequence[Direction],
     dtype: torch.dtype,
-    factors: Sequence[Tensor],
-    histories: Sequence[Tensor],
-) -> dict[Direction, StackedWeight]:
-    coded, transposed = [d for d in directions if plan.operand("weight", d).is_quantized], None
-    if lies_transposed(values):
-        transposed = plan.turned(dtype, values.device)
-    else:
-        values = native.rows_of(values)
-    plain = StackedWeight([values.to(dtype), None], _plain(IDENTITY))
-    stacks = {d: plain for d in directions if d not in coded}
-    if not coded:
+    shape: Sequence[int],
+    stored: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> Callable[..., dict[Direction, StackedWeight]] | None:
+    """Return what quantizes weights [E, N, K] of dtype `stored` in one call, (values, factors,
+    histories) -> stacks; None: one call does not. dtype: of the activations."""
+    compute_dtype = plan.compute_dtype or stored
+    two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
+    if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
+        return None
+    layouts = plan.resolved(dtype, device).layouts["weight"]
+    formats = {d: plan.operand("weight", d) for d in directions}
+    takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
+    coder = _coder(plan, list(takes), dtype, stored, device, transposed) if takes else None
+
+    def encode(values: Tensor, *delayed: Sequence[Tensor]) -> dict[Direction, StackedWeight]:
+        buffers = iter(coder(values, *delayed) if coder else ())
+        stacks = {d: take(buffers) for d, take in takes.items()}
+        if len(takes) < len(directions):
+            rows = values if transposed else native.rows_of(values)
+            plain = StackedWeight([rows.to(dtype), None], _plain(IDENTITY))
+            stacks |= {d: plain for d in directions if d not in takes}
         return stacks
-    number = plan.resolved(dtype, values.device).call
-    if number is None:
+
+    return encode
+
+
+def _coder(
+    plan: GemmPlan,
+    coded: Sequence[Direction],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> Callable[..., Sequence[Tensor]]:
+    """Return the call that quantizes the values of all matrices."""
+    turned = plan.turned(dtype, device) if transposed else None
+    call = plan.resolved(dtype, device).call if turned is None else turned
+    if call is None:
         raise ValueError("the plan of packed experts has no compiled step")
-    compute_dtype = plan.compute_dtype or values.dtype
+    compute_dtype = plan.compute_dtype or stored
     two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
-    is_rounded = values.dtype is torch.float32 and compute_dtype is torch.bfloat16
-    round_to_bf16 = is_rounded and not two_level
-    seen_values = values if round_to_bf16 else values.to(compute_dtype)
-    if transposed is not None:
-        by_direction = codes_of_transposed(seen_values, transposed, coded, round_to_bf16)
-        buffers = iter([t for d in coded for t in by_direction[d]])
-    else:
-        rowwise, columnwise = ROWWISE in coded, COLUMNWISE in coded
-        buffers = iter(
-            native.linear_weight(
-                seen_values, number, rowwise, columnwise, round_to_bf16, [*factors], [*histories]
-            )
-        )
-    return stacks | {d: _next_stack(buffers, d, values.shape, plan, dtype) for d in coded}
+    is_rounded = stored is torch.float32 and compute_dtype is torch.bfloat16 and not two_level
+    seen_dtype = stored if is_rounded else compute_dtype
+    row, col = ROWWISE in coded, COLUMNWISE in coded
+
+    def codes(
+        values: Tensor, factors: Sequence[Tensor], histories: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        values = values if values.dtype is seen_dtype else values.to(seen_dtype)
+        if turned is None:
+            delayed = list(factors), list(histories)
+            return native.linear_weight(values, call, row, col, is_rounded, *delayed)
+        by_direction = codes_of_transposed(values, turned, coded, is_rounded)
+        return [t for d in coded for t in by_direction[d]]
+
+    return codes
 
 
-def _next_stack(
-    buffers, direction: Direction, shape: Sequence[int], plan: GemmPlan, dtype: torch.dtype
-) -> StackedWeight:
-    """Take the buffers of one direction, as `native.linear_weight` returns them."""
-    data, scale = next(buffers), next(buffers)
-    layouts = plan.resolved(dtype, data.device).layouts
-    fmt = plan.operand("weight", direction)
-    if not fmt.tensor_scale:
-        return StackedWeight(
-            [data, scale.flatten()], _plain(read_as(plan, "weight", direction, layouts))
-        )
+def _taking(
+    fmt: Format, layout: str, direction: Direction, shape: Sequence[int]
+) -> Callable[[Iterator[Tensor]], StackedWeight]:
+    """Return what takes the buffers of one direction, as `native.linear_weight` returns them."""
     experts, n, k = shape
-    is_decoded = has_tensor_amax(fmt, layouts["weight"][direction])
-    width = data.shape[1] * (2 if is_decoded else 1)
-    view = (experts, n, k), (n * k, k, 1)
-    if direction is COLUMNWISE:  # matrices are concatenated along the columns, each from a tile
-        view = (experts, k, n), (round_up(n, native.TILE), width, 1)
-    if is_decoded:
+    is_decoded, read = has_tensor_amax(fmt, layout), _plain(operand_format(fmt, layout))
+    if not fmt.tensor_scale:
+        return lambda buffers: StackedWeight([next(buffers), next(buffers).flatten()], read)
+
+    def take(buffers: Iterator[Tensor]) -> StackedWeight:
+        data, scale = next(buffers), next(buffers)
+        width = data.shape[1] * (2 if is_decoded else 1)
+        view = (experts, n, k), (n * k, k, 1)
+        if direction is COLUMNWISE:  # matrices lie side by side, each from a tile
+            view = (experts, k, n), (round_up(n, native.TILE), width, 1)
+        if not is_decoded:
+            return StackedWeight([data.as_strided(*view), scale.flatten()], read)
         scale = scale.view(-1, width // (fmt.block[1] or width))
-        read = functools.partial(two_level_operand, fmt=fmt, view=view)
-        return StackedWeight([data, scale, next(buffers)], read)
-    read = _plain(read_as(plan, "weight", direction, layouts))
-    return StackedWeight([data.as_strided(*view), scale.flatten()], read)
+        reads = functools.partial(two_level_operand, fmt=fmt, view=view)
+        return StackedWeight([data, scale, next(buffers)], reads)
+
+    return take
 
 
 # One storage per matrix #
@@ -275,12 +304,7 @@ def _of_gathered(
 ) -> StackedWeight:
     """Return a weight [E, N, K] that `fully_shard` gathered."""
     pair, layout = weight._pair, plan.resolved(dtype, weight.device).layouts["weight"][direction]
-    is_one = not (
-        pair.shown is None
-        or plan.operand("weight", direction).tensor_scale
-        or plan.weight.is_derived
-        or code_check.checking
-    )
+    is_one = pair.shown is not None and _is_one(plan, direction)
     matrices = [QuantizedTensor(pair=part) for part in pair.groups[: 1 if is_one else None]]
     # `gathered_storage` raises for freed codes and for other formats
     compact = [to_storage(gathered_storage(m, direction, plan, COMPACT)) for m in matrices]
@@ -289,6 +313,28 @@ def _of_gathered(
     if layout == COMPACT or not compact[0].fmt.is_quantized:
         return _stacked(compact)
     return _stacked(to_gemm_operands([(storage, layout) for storage in compact]))
+
+
+def _is_one(plan: GemmPlan, direction: Direction) -> bool:
+    """Return whether the codes of all matrices are converted to an operand together."""
+    two_level = plan.operand("weight", direction).tensor_scale
+    return not (two_level or plan.weight.is_derived or code_check.checking)
+
+
+def stack_of_codes(
+    codes: Sequence[Tensor],
+    direction: Direction,
+    shape: Sequence[int],
+    plan: GemmPlan,
+    dtype: torch.dtype,
+) -> StackedWeight | None:
+    """Return the operand of a weight [E, N, K] for the buffers from `gathered_codes`; None if each
+    matrix is converted by itself. Raises StaleWeightError for freed codes."""
+    if not _is_one(plan, direction):
+        return None
+    (experts, n, k), fmt = shape, plan.operand("weight", direction)
+    Storage.over(codes, fmt, direction, (experts * n, k), dtype).readable()
+    return _of_codes(codes, direction, shape, plan, dtype)
 
 
 def _of_codes(

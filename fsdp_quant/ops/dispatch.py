@@ -238,13 +238,13 @@ def _anchored_by_kernel(
         [amaxes[i].tensor_amax for i in calls.anchored],
     )
     results = {}
-    for i, (data, scale) in zip(calls.anchored, codes):
+    for i, (data, scale, *amax) in zip(calls.anchored, codes):
         scale, target = scale if calls.transposed[i] else scale.t(), calls.layouts[i]
         if target in (ANCHORED_TENSOR, ANCHORED):
             scale = scale.flatten()
         else:  # [runs, lines rounded up to 4]
             scale = layout.pad_to(scale, 1, 4).contiguous()
-        results[i] = Encoded(data, scale, None, None, target)
+        results[i] = Encoded(data, scale, None, amax[0] if amax else None, target)
     return results
 
 

@@ -84,10 +84,11 @@ class GatherGroup:
     @property
     def recomputed(self) -> list[bool]:
         """Per weight: the backward recomputes the forward of its module."""
+        in_graphs = bool(RECOMPUTED_IN_GRAPHS)  # few do, and experts are many matrices
         return [
             self.is_checkpointed
             or m.state.is_recomputed
-            or any(matrix.quantizer in RECOMPUTED_IN_GRAPHS for matrix in m.matrices)
+            or (in_graphs and any(s.quantizer in RECOMPUTED_IN_GRAPHS for s in m.matrices))
             for m in self.members
         ]
 

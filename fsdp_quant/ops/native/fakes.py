@@ -51,7 +51,9 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_
     results = []
     for _, shapes in rowwise + _shapes_of(0, col, x.shape, 0, col_run):
         results += [x.new_empty(shapes.data, dtype=torch.uint8), _floats(x, shapes.scale)]
-    return results
+    directions = (row, row_run, row_anchor), (col, col_run, col_anchor)
+    known = [anchor for of, run, anchor in directions if of and run == OF_TENSOR]
+    return [*results, _floats(x, 1)] if known and known[0] is None else results
 
 
 def _fake_statistics(x, row, col, row0, round_to_bf16):

@@ -326,9 +326,10 @@ def quantize_anchored(
     round_to_bf16: bool = False,
     transposed: Sequence[bool] | None = None,
     amaxes: Sequence[Tensor | None] | None = None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[tuple[Tensor, ...]]:
     """Quantize x to (codes, fp32 scales) for each e8m0 encoding, as `anchoring.anchored` defines;
-    for OF_TENSOR, as `anchoring.anchored_codes`.
+    for OF_TENSOR, as `anchoring.anchored_codes`, with the amax of x [1] as a third, if it was not
+    given.
 
     anchor_runs:  `anchor_run` of each encoding; None: 0.
     transposed:   store columnwise codes as [cols, rows].
@@ -342,4 +343,8 @@ def quantize_anchored(
         _ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, round_to_bf16)
     )
     results = {i: (next(outputs), next(outputs)) for i in call.places if i is not None}
-    return [results[i] for i in range(len(encodings))]
+    amax = tuple(outputs)  # of both directions
+    return [
+        (*results[i], *(() if amaxes is not None and amaxes[i] is not None else amax))
+        for i in range(len(encodings))
+    ]

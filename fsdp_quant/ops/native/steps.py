@@ -69,7 +69,7 @@ def grouped_step(
         ids,
         order,
     )
-    return y, TokenGroups(tables, len(ends)), saved
+    return y, TokenGroups(tables, ends.shape[0]), saved
 
 
 def grouped_step_backward(
