@@ -133,8 +133,8 @@ def gemm(
         if is_of_codes:  # an empty product
             result = _reference(a, b, epilogue)
         else:
-            of = to_storage(a), to_storage(b)
-            result = _decoded_product(*of, epilogue, domain, batch_invariant)
+            storages = to_storage(a), to_storage(b)
+            result = _decoded_product(*storages, epilogue, domain, batch_invariant)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))

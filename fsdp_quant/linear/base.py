@@ -73,8 +73,8 @@ def _check_native(key: str, name: str, arch: str) -> None:
 
 @functools.cache
 def _made_batch_invariant(plan: GemmPlan) -> GemmPlan | None:
-    of = None if plan.boundary is None else plan.boundary.output
-    sides = [known(h.rowwise, "a rowwise side") for h in (plan.input, of) if h is not None]
+    output = None if plan.boundary is None else plan.boundary.output
+    sides = [known(h.rowwise, "a rowwise side") for h in (plan.input, output) if h is not None]
     apart = all(side.fmt.keeps_rows_apart and not side.is_stochastic for side in sides)
     return replace(plan, batch_invariant=True) if apart and plan.is_token_local() else None
 
@@ -301,8 +301,8 @@ class BaseLinear(HasWeight, nn.Linear):
         rank = None if ranks is None else inputs.rank
         save, codes = grad and weight.requires_grad, None
         if inputs.codes is not None and (inputs.has_columnwise or not grad):
-            own: Any = _batch_invariant_plan(self.plan.key) if plan.batch_invariant else self.plan
-            codes = inputs.codes if own is not None and plan.key == own.key else None
+            usual: Any = _batch_invariant_plan(self.plan.key) if plan.batch_invariant else self.plan
+            codes = inputs.codes if usual is not None and plan.key == usual.key else None
         key, main_grad = plan.key, None
         if save and self.fuse_wgrad_accumulation:
             parameter: Any = self.weight

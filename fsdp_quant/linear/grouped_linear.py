@@ -389,8 +389,8 @@ class GroupedLinear(HasWeight):
             return None, "fuse_wgrad_accumulation or delay_wgrad_compute is set"
         plan, here = self.common_plan, contexts()
         if here.autocast is not None or here.batch_invariant:
-            made = [layer.plan_here(rows.device) for layer in self._linears]
-            plan = made[0].of_groups if all(p.key == made[0].key for p in made) else None
+            plans = [layer.plan_here(rows.device) for layer in self._linears]
+            plan = plans[0].of_groups if all(p.key == plans[0].key for p in plans) else None
         if plan is None or torch_compat.dispatch_is_watched() or not len(rows):
             return None, "experts differ, or it is compiled or of no tokens"
         reason = self.unsupported_reason(rows.dtype, rows.device, plan)

@@ -197,7 +197,8 @@ def traced_experts(
     )
     shape = [len(weights), *shape] if first.dim() == 2 else shape
     if is_gathered:
-        check_codes(first.unbind()[0], of_expert)
+        of_first: Any = first.unbind()[0]
+        check_codes(of_first, of_expert)
     check_histories(of_expert, factors, shape[0])
     reason = unsupported_reason(of_groups, x.dtype, x.device, shape, bool(biases))
     decodes = of_groups.decodes_groups(arch_of(x.device))
