@@ -87,6 +87,7 @@ def test_experts_and_fused_modules_are_invariant(recipe: str):
 @torch.no_grad()
 def test_compiled_and_captured_layers_have_the_bits_of_eager_ones():
     """If false, a server that compiles or captures its steps has other bits than the trainer."""
+    torch.compiler.reset()
     model, x = net(TOKEN()), tokens()
     run = torch.compile(model, fullgraph=True)
     outside = model(x)

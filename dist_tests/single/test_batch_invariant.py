@@ -121,6 +121,7 @@ def test_codes_are_decoded_where_no_kernel_is_our_own(arch: str):
 @pytest.mark.parametrize("on_hopper", [False, True])
 def test_compiled_layers_have_the_bits_of_the_context(on_hopper: bool):
     """If false, a layer that was compiled outside ignores the context, or keeps it behind it."""
+    torch.compiler.reset()
     with hopper.emulated() if on_hopper else contextlib.nullcontext(), torch.no_grad():
         model, x = net(TOKEN())[:1], tokens()
         run = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -146,6 +147,7 @@ def test_compiled_layers_have_the_bits_of_the_context(on_hopper: bool):
 def test_experts_and_fused_modules_are_invariant(on_hopper: bool, compiled: bool):
     """If false, a mixture of experts, or a norm and an MLP in fused kernels, take another path than
     single layers."""
+    torch.compiler.reset()
     dtype = BF16 if on_hopper else FP32
     around = hopper.emulated() if on_hopper else contextlib.nullcontext()
     with around as operators, torch.no_grad():

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from dist_tests.bench import pretrain
 
 
@@ -79,15 +77,14 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in first and drawn.stat().st_size > 1000
 
 
-@pytest.mark.parametrize("model", ["llama", "moe"])
-def test_a_run_goes_on_in_the_next_call_with_the_same_bits(model, tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch, capsys):
     """If false, runs that are longer than a call measure another training."""
     monkeypatch.setattr(pretrain, "INTERVAL", 2)
     monkeypatch.setattr(pretrain, "VALIDATION", 1)
     monkeypatch.setattr(pretrain, "SEQUENCE", 128)
     for i in range(60):
         (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
-    given = ["--size", "tiny", "--model", model, "--steps", "4", "--arms", "fp8_delayed"]
+    given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
     given += ["--data", f"{tmp_path}/*.py"]
     curves = []
     for name, options in (("whole", []), ("parts", ["--checkpoint", str(tmp_path / "kept")])):
@@ -95,14 +92,26 @@ def test_a_run_goes_on_in_the_next_call_with_the_same_bits(model, tmp_path, monk
         calls = [["--seconds", "0"], []] if options else [[]]
         for limit in calls:
             assert pretrain.main([*given, *options, *limit, "--json", str(kept)]) == 0
-        # without the seconds; of experts with their load
-        curves.append([row[:2] + row[3:] for row in json.loads(kept.read_text())["curve"]])
-    assert curves[0] == curves[1] and [row[0] for row in curves[0]] == [2, 4]
-    assert all(len(row) == 2 or 1 < row[2] < 8 for row in curves[0])
-    assert all(len(row) == 2 + (model == "moe") for row in curves[0])
+        curves.append([row[:2] for row in json.loads(kept.read_text())["curve"]])
+    assert curves[0] == curves[1] and [step for step, _ in curves[0]] == [2, 4]
     assert "fp8_delayed goes on in the next call" in capsys.readouterr().out
     assert pretrain.main([*given, *options, "--json", str(kept)]) == 0
     assert len(kept.read_text().splitlines()) == 1, "an arm that ended runs again"
+
+
+def test_experts_are_trained_and_their_loads_told(tmp_path, monkeypatch, capsys):
+    """If false, a mixture of experts is compared whose router sends all tokens to one."""
+    monkeypatch.setitem(pretrain.EXPERTS, "tiny", (4, 1, 32))
+    for i in range(60):
+        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
+    given = ["--size", "tiny", "--model", "moe", "--steps", "1", "--arms", "mxfp8"]
+    kept = tmp_path / "out.json"
+    assert pretrain.main([*given, "--data", f"{tmp_path}/*.py", "--json", str(kept)]) == 0
+    (run,) = map(json.loads, kept.read_text().splitlines())
+    ((_, loss, _, load),) = run["curve"]
+    assert run["size"] == "tiny moe" and run["products"] == 3 * 2 * (4 + 4 * 2)
+    assert 0 < loss < 10 and 1 <= load <= 4
+    assert f"busiest expert: {load:.2f}" in capsys.readouterr().out
 
 
 def test_speeds_are_matched_by_what_bf16_loses_in_fewer_steps():
