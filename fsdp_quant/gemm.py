@@ -118,8 +118,8 @@ def gemm(
     is_of_codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
     if domain not in DOMAINS:
         raise ValueError(f"unknown GEMM domain {domain!r}; known domains: {', '.join(DOMAINS)}")
-    planned = functools.partial(gemm_domain, batch_invariant=batch_invariant)
-    if is_of_codes and planned(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
+    facts = a.fmt, b.fmt, a.dtype, arch
+    if is_of_codes and gemm_domain(*facts, batch_invariant=batch_invariant)[0] != domain:
         raise ValueError(
             f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain "
             f"({arch}, batch_invariant={batch_invariant}); use the bf16 or reference domain"

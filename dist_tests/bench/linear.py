@@ -36,13 +36,12 @@ Exit status 1: a row failed; 2: nothing can be measured here.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,7 +60,6 @@ from dist_tests.bench.clock import (
     measurable,
     recover,
 )
-from fsdp_quant.linear.plan import EXACT, GemmPlan
 
 LAYERS, DIM, HIDDEN, TOKENS = 4, 4096, 14336, 8192
 HOST_DIM, HOST_TOKENS, HOST_STEPS, HOST_ROUNDS = 1024, 128, 20, 31
@@ -83,20 +81,6 @@ RECIPES: dict[str, Callable[[], fq.Recipe]] = {
     "nvfp4_exact": functools.partial(fq.recipes.nvfp4, scale_rule="fp8_exact"),
     "hybrid_exact": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
-
-
-@contextlib.contextmanager
-def two_rungs(enabled: bool = True) -> Iterator[None]:
-    """Let the underflow check move a GEMM from its tensor exponent straight to exact scales."""
-    next_rung = GemmPlan.next_rung
-    if enabled:
-        GemmPlan.next_rung = lambda plan, product, is_shared: (
-            None if plan.rung(product) == EXACT else EXACT
-        )
-    try:
-        yield
-    finally:
-        GemmPlan.next_rung = next_rung
 
 
 # Of the eager mlp in fused modules.

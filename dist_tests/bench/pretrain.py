@@ -42,6 +42,7 @@ Exit status 1: an arm failed, or is beyond its law.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import math
@@ -51,7 +52,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,9 +67,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
-from dist_tests.bench.linear import RECIPES, two_rungs
+from dist_tests.bench.linear import RECIPES
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
+from fsdp_quant.linear.plan import EXACT, GemmPlan
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.ops.gradient_codes import GradientLayout, decode_gradients, encode_gradients
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
@@ -176,6 +178,20 @@ def convert(model: LlamaForCausalLM, arm: Arm, steps: int) -> bool:
         recipe = RECIPES[name](**({"anchor_tolerance": 1e9} if unchecked else {}))
     fq.convert(model, recipe, ["lm_head"])
     return True
+
+
+@contextlib.contextmanager
+def two_rungs(enabled: bool = True) -> Iterator[None]:
+    """Let the underflow check move a GEMM from its tensor exponent straight to exact scales."""
+    next_rung = GemmPlan.next_rung
+    if enabled:
+        GemmPlan.next_rung = lambda plan, product, is_shared: (
+            None if plan.rung(product) == EXACT else EXACT
+        )
+    try:
+        yield
+    finally:
+        GemmPlan.next_rung = next_rung
 
 
 def text(pattern: str | None, device: torch.device, most: int = 2**28) -> tuple[Tensor, Tensor]:

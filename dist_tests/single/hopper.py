@@ -2020,8 +2020,7 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
         give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
-        for name in ("_plan_of_key", "_made_batch_invariant"):
-            patch.setattr(base, name, functools.cache(vars(base)[name].__wrapped__))
+        patch.setattr(base, "_plan_of_key", functools.cache(base._plan_of_key.__wrapped__))
         patch.setattr(plan, "_CALLS", {})
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])

@@ -5,6 +5,9 @@ again."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from dist_tests.bench import pretrain
 
@@ -25,6 +28,14 @@ def run_of(arm: str, loss: float, **changes) -> dict:
         "device": "cpu",
     }
     return run | changes
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """--data: a pattern of files that are long enough to train on and to validate with."""
+    for i in range(60):
+        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
+    return f"{tmp_path}/*.py"
 
 
 def test_the_law_is_of_the_noise_or_a_share(capsys):
@@ -48,10 +59,8 @@ def test_the_law_is_of_the_noise_or_a_share(capsys):
     assert "beyond its law" in capsys.readouterr().out
 
 
-def test_a_run_is_kept_and_read_again(tmp_path, capsys):
+def test_a_run_is_kept_and_read_again(tmp_path, text, capsys):
     """If false, an hour of measurements ends with its process."""
-    for i in range(60):
-        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
     kept, drawn = tmp_path / "out.json", tmp_path / "out.png"
     given = [
         "--size",
@@ -61,7 +70,7 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
         "--arms",
         "bf16,fp8_current,none",
         "--data",
-        f"{tmp_path}/*.py",
+        text,
         "--json",
         str(kept),
     ]
@@ -77,15 +86,13 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in first and drawn.stat().st_size > 1000
 
 
-def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, text, monkeypatch, capsys):
     """If false, runs that are longer than a call measure another training."""
     monkeypatch.setattr(pretrain, "INTERVAL", 2)
     monkeypatch.setattr(pretrain, "VALIDATION", 1)
     monkeypatch.setattr(pretrain, "SEQUENCE", 128)
-    for i in range(60):
-        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
     given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
-    given += ["--data", f"{tmp_path}/*.py"]
+    given += ["--data", text]
     curves = []
     for name, options in (("whole", []), ("parts", ["--checkpoint", str(tmp_path / "kept")])):
         kept = tmp_path / f"{name}.json"
@@ -99,14 +106,12 @@ def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, monkeypatch
     assert len(kept.read_text().splitlines()) == 1, "an arm that ended runs again"
 
 
-def test_experts_are_trained_and_their_loads_told(tmp_path, monkeypatch, capsys):
+def test_experts_are_trained_and_their_loads_told(tmp_path, text, monkeypatch, capsys):
     """If false, a mixture of experts is compared whose router sends all tokens to one."""
     monkeypatch.setitem(pretrain.EXPERTS, "tiny", (4, 1, 32))
-    for i in range(60):
-        (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
     given = ["--size", "tiny", "--model", "moe", "--steps", "1", "--arms", "mxfp8"]
     kept = tmp_path / "out.json"
-    assert pretrain.main([*given, "--data", f"{tmp_path}/*.py", "--json", str(kept)]) == 0
+    assert pretrain.main([*given, "--data", text, "--json", str(kept)]) == 0
     (run,) = map(json.loads, kept.read_text().splitlines())
     ((_, loss, _, load),) = run["curve"]
     assert run["size"] == "tiny moe" and run["products"] == 3 * 2 * (4 + 4 * 2)

@@ -36,8 +36,8 @@ HEAD = """\
 <!-- Written by docs/site/measurements.py from docs/measurements/*.json: edit those, then \
 run it. -->
 
-Every number was measured with the command, on the device and at the shape beside it, on the day \
-beside it. A ratio over bf16 is
+Every number was measured with the command, on the device, at the shape and on the day of its \
+table. A ratio over bf16 is
 a speed: more is faster. GPUs differ by some percent, and so do two runs on one; compare numbers \
 of one run only.
 What each bench measures: [benches](benches.md).

@@ -63,7 +63,7 @@ def plan_of_recipe(
 def _batch_invariant_plan(key: str) -> GemmPlan | None:
     """Return a plan inside `batch_invariant`, by its key; None: bits of a token depend on other
     tokens, or on its place among them."""
-    return _made_batch_invariant(plan_of(key))
+    return plan_of(key).once(_made_batch_invariant)
 
 
 @torch.compiler.assume_constant_result
@@ -71,7 +71,6 @@ def _check_native(key: str, name: str, arch: str) -> None:
     check_native(plan_of(key), name, arch)
 
 
-@functools.cache
 def _made_batch_invariant(plan: GemmPlan) -> GemmPlan | None:
     output = None if plan.boundary is None else plan.boundary.output
     sides = [known(h.rowwise, "a rowwise side") for h in (plan.input, output) if h is not None]

@@ -349,17 +349,15 @@ class GroupedLinear(HasWeight):
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
             in_graph = not any(isinstance(o.weight, refused) for o in self.owners)
             in_graph = in_graph and self._goes_into_graphs
-            plan, is_keyed = self.first.plan, self._is_keyed
-            override = current_autocast()
-            if in_graph:
-                plan = self.first.plan_here(self.owners[0].weight.device)
-            if in_graph and override is not None:
+            if not in_graph:
+                return self._outside_graphs(x, splits, routes)
+            plan, is_keyed = self.first.plan_here(self.owners[0].weight.device), self._is_keyed
+            if (override := current_autocast()) is not None:
                 names, arch = self._names, arch_of(x.device)
                 same, is_keyed = _is_for_all(override.recipe.key, names, arch)
-                in_graph = same and plan.boundary is None
-            if in_graph:
-                return self._in_graph(x, splits, plan, is_keyed, routes)
-            return self._outside_graphs(x, splits, routes)
+                if not same or plan.boundary is not None:
+                    return self._outside_graphs(x, splits, routes)
+            return self._in_graph(x, splits, plan, is_keyed, routes)
         y = self._multiplied(x, splits, routes, is_compiling)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 

@@ -196,7 +196,7 @@ def _taking(
         data, scale = next(buffers), next(buffers)
         width = data.shape[1] * (2 if is_decoded else 1)
         view = (experts, n, k), (n * k, k, 1)
-        if direction is COLUMNWISE:  # matrices lie side by side, each from a tile
+        if direction is COLUMNWISE:  # matrices are concatenated, each from a tile
             view = (experts, k, n), (round_up(n, native.TILE), width, 1)
         if not is_decoded:
             return StackedWeight([data.as_strided(*view), scale.flatten()], read)
