@@ -46,6 +46,10 @@ Columns, of medians; "x bf16" is over the base:
               causal attention, recomputation not counted
     loss      of the last step; first weights and tokens are the same for all arms
 
+--one-thread also times each arm that is not captured inside
+torch.autograd.set_multithreading_enabled(False), in a note below the table: on some machines the
+thread of the autograd engine runs on a core that clocks lower.
+
 --ledger measures nothing: it prints what one decoder layer of each compiled arm, of one GPU, saves
 between forward and backward, tensor by tensor, as torch's partitioner cuts its graph; without a GPU
 from graphs that hold the operators of a Hopper GPU (dist_tests/single/hopper.py). Inputs of the
@@ -295,6 +299,8 @@ def build(arm: Arm, args, device: torch.device):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*layers, net):
             fully_shard(module, mp_policy=policy)
+        for i, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + args.prefetch])
         if arm.gradients != "fp32":
             fq.set_gradient_reduction(net, arm.gradients)
     if arm.quantized and not arm.wrapped:
@@ -471,6 +477,13 @@ def measure(
         "loss": loss,
         "notes": notes,
     }
+    if args.one_thread and CUDA and not arm.graphed:
+        with torch.autograd.set_multithreading_enabled(False):
+            step()
+            host = host_ms(step, HOST_STEPS)
+            row["one_thread_ms"] = step_ms(step, args.steps)
+        took = f"{row['one_thread_ms']:.2f} ms, host {host:.1f}"
+        notes.append(f"with the backward in the calling thread {took}")
     if args.inspect and arm.recipe and not arm.graphed:
         with fq.inspect(net, every=1):
             step()
@@ -603,6 +616,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="toy sizes, on a CPU too")
     add("--ledger", action="store_true", help="print what a layer saves, and measure nothing")
     add("--inspect", action="store_true", help="time steps that fq.inspect samples")
+    add("--prefetch", type=int, default=0, help="layers that a forward gathers ahead (--fsdp)")
+    add("--one-thread", action="store_true", help="also time backwards in the calling thread")
     add("--profile", action="store_true", help="print the kernels of one step per arm")
     add("--json", help="write all rows to this file")
     return made

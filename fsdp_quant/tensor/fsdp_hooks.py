@@ -5,6 +5,7 @@ moves."""
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,24 +22,54 @@ from .torch_compat import ManagedParam
 from .weight_state import WeightState, WeightTensor
 
 
-class FSDPHooks(WeightTensor):
-    """The extension points that FSDP2 looks up on a DTensor's local tensor.
+class PreHook:
+    """Returns a weight's all-gather inputs. Every gather inspects its signature, which is cached
+    here; the one-parameter form skips a check that only ranks with short shards would fail, which
+    would hang the others."""
 
-    The one-parameter form of the pre-hook skips a check that only ranks with short shards would
-    fail, which would hang the others.
-    """
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    __slots__ = ("_weight",)
 
-    @property
-    def fsdp_pre_all_gather(self) -> PreHook:
+    def __init__(self, weight: FSDPHooks):
+        self._weight = weakref.ref(weight)  # which may keep its hook
+
+    def __call__(self, mesh: DeviceMesh):
+        weight = torch_compat.alive(self._weight)
+        gathered = weight.state.gathered
+        # the first weight sends its whole group; a gather that failed may have left inputs
+        if (
+            gathered is None
+            or gathered.all_gather_inputs is None
+            or gathered.group.members[0] is gathered
+        ):
+            with torch_compat.outside_inference_mode():
+                gathered = _send(weight)
+        all_gather_inputs, gathered.all_gather_inputs = gathered.all_gather_inputs, None
+        return all_gather_inputs
+
+
+class PreHookOf:
+    """The attribute `fsdp_pre_all_gather` of a weight, which keeps its hook once it is gathered."""
+
+    def __get__(self, weight: FSDPHooks | None, owner: type) -> PreHook | PreHookOf:
+        if weight is None:
+            return self
+        if weight.state.gathered is not None:
+            vars(weight)["fsdp_pre_all_gather"] = PreHook(weight)
+            return vars(weight)["fsdp_pre_all_gather"]
         # FSDP2 looks up every weight's hook when its root's first forward begins, before any
         # gather.
-        if (
-            self.state.gathered is None
-            and root_statistics.is_new_root()
-            and (managed := managed_of(self.state)) is not None
-        ):
+        if root_statistics.is_new_root() and (managed := managed_of(weight.state)) is not None:
             root_statistics.check_model(managed)
-        return PreHook(self)
+        return PreHook(weight)
+
+
+class FSDPHooks(WeightTensor):
+    """The extension points that FSDP2 looks up on a DTensor's local tensor."""
+
+    fsdp_pre_all_gather = PreHookOf()
 
     def refresh_shard(self, managed: ManagedParam) -> None:
         """Encode codes that the shard holds, if its values were written since."""
@@ -67,28 +98,6 @@ class FSDPHooks(WeightTensor):
             return QuantizedTensor(pair=gathered.pair, shape=shape), managed.inner_buffers
 
 
-class PreHook:
-    """Returns a weight's all-gather inputs. Every gather inspects its signature, which is cached
-    here."""
-
-    __signature__ = inspect.Signature(
-        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    )
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: FSDPHooks):
-        self.weight = weight
-
-    def __call__(self, mesh: DeviceMesh):
-        gathered = self.weight.state.gathered
-        # the first weight sends its whole group; a gather that failed may have left inputs
-        if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:
-            with torch_compat.outside_inference_mode():
-                gathered = _send(self.weight)
-        all_gather_inputs, gathered.all_gather_inputs = gathered.all_gather_inputs, None
-        return all_gather_inputs
-
-
 @torch.no_grad()
 def _send(weight: FSDPHooks) -> GatheredWeight:
     """Build the all-gather inputs of all weights of a group, when FSDP2 asks for the first
@@ -112,7 +121,7 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
             tensor.refresh_shard(member.managed)
     if begins:
         group.is_checkpointed = torch_compat.checkpoint_hook() is not None
-    reads = list(zip(group.recomputed, (m.forward_reads_both for m in group.members)))
+    reads = list(zip(group.recomputed, (begins and m.forward_reads_both for m in group.members)))
     needed = {both: directions_needed(managed, *both) for both in set(reads)}
     group.send(local, params, tuple(needed[both] for both in reads), managed.phase)
     if managed.in_forward and managed.stays_unsharded_after_forward:

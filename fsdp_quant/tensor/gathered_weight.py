@@ -184,11 +184,6 @@ class GatheredWeight:
         """The layouts in which GEMMs read it; a direction that is left out: compact."""
         return self.state.layouts(self.dtype, self.managed.device) or {}
 
-    @property
-    def is_first(self) -> bool:
-        """FSDP2 asks for its all-gather inputs first in the group."""
-        return self.group is not None and self.group.members[0] is self
-
     # Buffers #
 
     def _allocate(self, direction: Direction) -> DirectionBuffers:

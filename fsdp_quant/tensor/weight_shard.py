@@ -62,7 +62,6 @@ class WeightShard(FSDPHooks, Tensor):
     While a graph is traced, the shard is a wrapper around a fake or functional tensor.
     """
 
-    _state: WeightState
     _traced: Tensor
 
     @staticmethod
@@ -80,12 +79,8 @@ class WeightShard(FSDPHooks, Tensor):
                 storage_offset=values.storage_offset(),
             )
             self._traced = values
-        self._state = state
+        self.state = state
         return self
-
-    @property
-    def state(self) -> WeightState:
-        return self._state
 
     @property
     def inner(self) -> Tensor:
@@ -119,7 +114,7 @@ class WeightShard(FSDPHooks, Tensor):
         return self.inner.numpy(force=force)
 
     def __tensor_flatten__(self):
-        return ["_flat_inner"], NoDynamoGuard(weakref.ref(self._state))
+        return ["_flat_inner"], NoDynamoGuard(weakref.ref(self.state))
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> WeightShard:
@@ -129,7 +124,7 @@ class WeightShard(FSDPHooks, Tensor):
 
     def __deepcopy__(self, memo) -> WeightShard:
         copied = memo[id(self)] = WeightShard(
-            copy.deepcopy(self.inner, memo), copy.deepcopy(self._state, memo)
+            copy.deepcopy(self.inner, memo), copy.deepcopy(self.state, memo)
         )
         copied.requires_grad_(self.requires_grad)
         return copied
@@ -140,8 +135,8 @@ class WeightShard(FSDPHooks, Tensor):
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return (
-            f"WeightShard({self._state.name}, {list(self.shape)}, {self.dtype}, "
-            f"{self._state.quantizer})"
+            f"WeightShard({self.state.name}, {list(self.shape)}, {self.dtype}, "
+            f"{self.state.quantizer})"
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]

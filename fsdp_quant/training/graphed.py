@@ -206,6 +206,7 @@ def _kind(value: object) -> object:
 
 def _make_capturable(optimizer: Optimizer) -> None:
     """Let it read its step and rate on the device, if it knows `capturable`."""
+    torch_compat.let_fused_adams_be_fake()
     for group in optimizer.param_groups:
         if "capturable" not in group:
             continue

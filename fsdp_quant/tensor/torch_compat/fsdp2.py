@@ -28,7 +28,8 @@ from .autograd import backward_is_running, never_compiled
 _T = TypeVar("_T")
 
 
-def _alive(reference: weakref.ref[_T]) -> _T:
+def alive(reference: weakref.ref[_T]) -> _T:
+    """What a weak reference refers to. Raises ReferenceError for a model that is freed."""
     target = reference()
     if target is None:
         raise ReferenceError("the model of this parameter is freed")
@@ -54,15 +55,15 @@ class ManagedParam:
 
     @property
     def param(self) -> FSDPParam:
-        return _alive(self._param)
+        return alive(self._param)
 
     @property
     def group(self) -> FSDPParamGroup:
-        return _alive(self._group)
+        return alive(self._group)
 
     @property
     def state(self) -> FSDPState:
-        return _alive(self._state)
+        return alive(self._state)
 
     @property
     def local(self) -> Tensor | None:
@@ -344,7 +345,7 @@ def watch_forwards(managed: ManagedParam, begin: Callable[[nn.Module, bool, tupl
 
         @never_compiled
         def _root_pre_forward(module: nn.Module, args: tuple, kwargs: dict):
-            state = _alive(reference)
+            state = alive(reference)
             state._lazy_init()
             if state._state_ctx.iter_forward_root is None:
                 begin(module, is_root, args)
@@ -353,7 +354,7 @@ def watch_forwards(managed: ManagedParam, begin: Callable[[nn.Module, bool, tupl
         @never_compiled
         def _pre_forward(module: nn.Module, args: tuple, kwargs: dict):
             end_failed_pass(module)
-            return type(_alive(reference))._pre_forward(_alive(reference), module, args, kwargs)
+            return type(alive(reference))._pre_forward(alive(reference), module, args, kwargs)
 
         setattr(state, "_root_pre_forward", _root_pre_forward)
         setattr(state, "_pre_forward", _pre_forward)
