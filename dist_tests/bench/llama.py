@@ -17,7 +17,8 @@ or with --loss liger the fused head and loss of Liger-Kernel, in all arms. A ste
 backward, fused AdamW and zero_grad: weights change in every step. lm_head stays bf16 in all arms.
 Parameters are bf16 or, with --params float32 and --fsdp, fp32 that are gathered in bf16 and whose
 gradients are reduced in fp32. --gradients repeats the arms of this library with each format of
-fq.set_gradient_reduction. The base, "bf16 compiled", is measured first; then --arms:
+fq.set_gradient_reduction. The base, "bf16 compiled", is measured first, and captured steps last,
+since those that are not took longer after them in one process; --arms:
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
@@ -238,7 +239,7 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
             of, graphed = "gather" if kind == "gather" else "tensorwise", kind.endswith("-graphed")
             name = f"torchao {of}{' graphed' * graphed}"
             arms.append(Arm(name, compiled=True, torchao=of, graphed=graphed))
-    return arms
+    return sorted(arms, key=lambda arm: arm.graphed)
 
 
 def model(args, device: torch.device) -> nn.Module:
