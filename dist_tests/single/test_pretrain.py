@@ -38,6 +38,12 @@ def text(tmp_path: Path) -> str:
     return f"{tmp_path}/*.py"
 
 
+@pytest.fixture(autouse=True)
+def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "SEQUENCE", 128)
+    monkeypatch.setattr(pretrain, "VALIDATION", 1)
+
+
 def test_the_law_is_of_the_noise_or_a_share(capsys):
     """If false, a recipe that trains worse passes, or one that differs as seeds do fails."""
     bases = [run_of("bf16", 0.7), run_of("bf16:1", 0.703)]
@@ -89,8 +95,6 @@ def test_a_run_is_kept_and_read_again(tmp_path, text, capsys):
 def test_a_run_goes_on_in_the_next_call_with_the_same_bits(tmp_path, text, monkeypatch, capsys):
     """If false, runs that are longer than a call measure another training."""
     monkeypatch.setattr(pretrain, "INTERVAL", 2)
-    monkeypatch.setattr(pretrain, "VALIDATION", 1)
-    monkeypatch.setattr(pretrain, "SEQUENCE", 128)
     given = ["--size", "tiny", "--steps", "4", "--arms", "fp8_delayed"]
     given += ["--data", text]
     curves = []
