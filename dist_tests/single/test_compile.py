@@ -566,7 +566,7 @@ def test_inductor_runs_the_same_operators():
             optimizer.zero_grad()
         return seen + histories(model)
 
-    for name in FEW:
+    for name in laws.every_second(list(FEW), 0):
         assert_same(run(lambda m: compiled(m, "inductor"), name), run(lambda m: m, name), name)
 
 

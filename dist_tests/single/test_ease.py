@@ -363,7 +363,7 @@ def test_public_names_are_there_however_they_are_asked_for():
     """If false, a name depends on what was imported before: fsdp_quant.gemm is a function, and a
     module too."""
     program = (
-        "import os, torch\n"
+        "import os, torch._dynamo, torch.distributed.tensor.parallel\n"  # by every way
         f"for code in {_WAYS_TO_ASK!r}:\n"
         "    if child := os.fork():  # torch is imported once\n"
         "        assert os.waitpid(child, 0)[1] == 0\n"

@@ -61,7 +61,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
 def test_import_works_without_the_library(tmp_path: Path):
     """Otherwise a variable, or a file that a broken build left, takes the whole package away."""
     program = (
-        "import os, torch\n"
+        "import os, torch._dynamo, torch.distributed.tensor.parallel\n"
         "torch.version.cuda = '13.0'\n"
         "for native in '01':\n"
         "    os.environ['FSDP_QUANT_NATIVE'] = native\n"

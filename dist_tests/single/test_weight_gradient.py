@@ -194,6 +194,7 @@ def test_the_owner_of_main_grad_is_told_as_megatrons_ddp(zeros: bool):
 def test_options_hold_in_graphs(monkeypatch):
     """If false, a compiled layer drops its wgrad, adds another value, or refuses the backwards of
     two forwards in flight; or a delayed layer's graph returns what backward_dw computes again."""
+    torch.compiler.reset()
     x = values(2, 64, 64, seed=3)
     layer = layer_of("linear", "mxfp8", fuse_wgrad_accumulation=True)
     main = give_main_grads(layer, torch.float32)["weight"]
