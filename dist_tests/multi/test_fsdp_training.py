@@ -22,11 +22,14 @@ from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
+from fsdp_quant.inspection import plan
+from fsdp_quant.linear import has_weight
 from fsdp_quant.models.steps import converted_modules
 from fsdp_quant.recipe import Role
 from fsdp_quant.tensor import gather_group, root_statistics
 from fsdp_quant.tensor.fsdp_hooks import FSDPHooks
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.torch_compat import local_of
 from fsdp_quant.tensor.weight_shard import WeightShard
 from fsdp_quant.training import training_state
 
@@ -246,6 +249,47 @@ def _eval_between(rank: int, world: int) -> None:
 def test_eval_between_steps_changes_nothing():
     """If false, evaluation leaves stale or one-sided codes behind."""
     run_ranks(2, _eval_between)
+
+
+def _gathered_late(rank: int, world: int) -> None:
+    net = nets.shard(fq.convert(nets.build(), RECIPES["fp8_block"]))
+    late = "none of the 3 parts that fully_shard gathers is gathered ahead"
+    with pytest.MonkeyPatch.context() as patch:
+        assert late not in str(fq.plan(net)), "a toy"
+        patch.setattr(plan, "MANY_PARTS", 3)
+        assert late in str(fq.plan(net))
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+        assert late not in str(fq.plan(net))
+
+
+def test_the_plan_says_that_no_forward_gathers_ahead():
+    """If false, a compiled step waits for the host and nobody is told of the remedy."""
+    run_ranks(2, _gathered_late)
+
+
+def _weights_in_turn(rank: int, world: int) -> None:
+    outputs = []
+    for assigns in (False, True):
+        net = nets.shard(fq.convert(nets.build(), RECIPES["mxfp8/nvfp4"]))
+        optimizer, adopted = nets.adam(net), []
+        for step in range(2):
+            nets.train_step(net, optimizer, step, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(has_weight, "adopt", lambda module, weight: adopted.append(weight))
+            nets.train_step(net, optimizer, 2, rank)
+        assert not adopted, "a weight that FSDP2 registered before"
+        if assigns:
+            values = {k: v.clone() for k, v in net.state_dict().items()}
+            net.load_state_dict(values, assign=True)
+            assert isinstance(local_of(net.blocks[0].up.weight), WeightShard)
+        outputs.append(net(nets.batch(3, rank=rank)))
+    laws.assert_same_bytes(*outputs, "a forward of weights that a load put in their place")
+
+
+def test_weights_that_fsdp2_registers_in_turn_are_adopted_once():
+    """If false, each gather costs the host a tenth of a millisecond per layer, or a weight from
+    elsewhere is not gathered as codes."""
+    run_ranks(2, _weights_in_turn)
 
 
 def _meta_init(rank: int, world: int) -> None:

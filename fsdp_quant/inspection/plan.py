@@ -37,6 +37,7 @@ from .memory import Memory, by_group, gathered_bytes, gathers_once, memory_of, p
 
 # Parameters of two or three dims that no GEMM reads, by class of their module and by name.
 LOOKED_UP, ADDED = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d), ("bias", "embed", "token")
+MANY_PARTS = 8  # of a model under `fully_shard`; of fewer, late gathers cost little
 
 
 @dataclass(frozen=True)
@@ -385,6 +386,11 @@ def _notes(
         f"output {sides.output}, grad_input {sides.grad_input}: {count} modules"
         for sides, count in boundaries.items()
     ]
+    if (parts := torch_compat.parts_gathered_late(model)) >= MANY_PARTS:
+        notes.append(
+            f"none of the {parts} parts that fully_shard gathers is gathered ahead in the forward: "
+            "if a step waits for the host, call set_modules_to_forward_prefetch (docs/fsdp2.md)"
+        )
     named = [(name or type(m).__name__, m) for name, m in model.named_modules()]
     attention = [name for name, m in named if isinstance(m, MultiheadAttention)]
     if attention:

@@ -454,8 +454,18 @@ _OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = (
 
 def managed_params_of(model: nn.Module) -> list[ManagedParam]:
     """The parameters of the `fully_shard` calls on `model` and its submodules, in module order."""
-    states = [s for m in model.modules() if isinstance(s := _get_module_state(m), FSDPState)]
-    return list(_params_of(dict.fromkeys(states)))
+    return list(_params_of(_states_of(model)))
+
+
+def _states_of(model: nn.Module) -> list[FSDPState]:
+    states = (_get_module_state(module) for module in model.modules())
+    return list(dict.fromkeys(s for s in states if isinstance(s, FSDPState)))
+
+
+def parts_gathered_late(model: nn.Module) -> int:
+    """How many parts `fully_shard` gathers, if no forward gathers another part ahead; else 0."""
+    states = _states_of(model)
+    return 0 if any(s._states_to_forward_prefetch for s in states) else len(states)
 
 
 def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
