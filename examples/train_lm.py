@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -98,6 +99,8 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
+    for block, following in itertools.pairwise(model.layers):
+        block.set_modules_to_forward_prefetch([following])
     fully_shard(model, mesh=mesh, mp_policy=policy)
     fq.set_gradient_reduction(model, args.gradients)
     return model

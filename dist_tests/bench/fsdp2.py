@@ -144,6 +144,7 @@ def build(arm: str, args, device: torch.device) -> nn.Sequential:
     for block in net:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
+    ranks.gather_ahead(net)
     net.to_empty(device=device)
     torch.manual_seed(0)
     for parameter in net.parameters():

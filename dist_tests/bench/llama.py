@@ -300,8 +300,7 @@ def build(arm: Arm, args, device: torch.device):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*layers, net):
             fully_shard(module, mp_policy=policy)
-        for i, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + args.prefetch])
+        ranks.gather_ahead(layers, args.prefetch)
         if arm.gradients != "fp32":
             fq.set_gradient_reduction(net, arm.gradients)
     if arm.quantized and not arm.wrapped:

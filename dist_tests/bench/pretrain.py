@@ -68,6 +68,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
+from dist_tests.bench.ranks import gather_ahead
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.linear.plan import EXACT, GemmPlan
@@ -337,6 +338,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
         for module in (*model.model.layers, model):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
             fully_shard(module, mp_policy=policy)
+        gather_ahead(model.model.layers)
     optimizer = torch.optim.AdamW(
         model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
     )

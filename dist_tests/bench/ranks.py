@@ -31,6 +31,12 @@ def start(backend: str = "nccl") -> tuple[torch.device, Callable[[str], None]]:
     return device, say
 
 
+def gather_ahead(layers: Sequence, count: int = 1) -> None:
+    """Let the forward of each layer under `fully_shard` gather the next ones before it runs."""
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(list(layers[i + 1 : i + 1 + count]))
+
+
 def captured(step: Callable[[], object], aside: torch.cuda.Stream) -> Callable[[], None]:
     """The step as one CUDA graph, collectives included; it must have run on `aside` before, the
     current stream."""
