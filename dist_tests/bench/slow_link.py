@@ -5,10 +5,11 @@ machine, one rank each.
     python -m dist_tests.bench.slow_link [--mbit 100] [--steps 3]         as root; no GPU
 
 A step is a forward and a backward of few tokens: 4 blocks of 512 x 2048, fp32 parameters gathered
-as codes, gradients in fp32, or as `fq.set_gradient_reduction` sends them.
+in bf16 or as codes, gradients in fp32, or as `fq.set_gradient_reduction` sends them.
 rate: bytes per second that a rank receives in an all-gather of 8 MiB per rank, which is what the
       plan is given.
 measured: seconds per step with the link at `--mbit` less those with a link without a limit.
+x bf16: seconds of bf16's step, link at `--mbit`, over those of the arm; more is faster.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_quant as fq
 from dist_tests.multi import nets
@@ -30,7 +32,7 @@ from dist_tests.multi.nodes import Nodes, ip, unsupported_reason
 
 # recipe, and format of the gradients
 ARMS = {
-    "not quantized": (fq.recipes.bf16(), "fp32"),
+    "bf16": (fq.recipes.bf16(), "fp32"),
     "fp8_current": (fq.recipes.fp8_current(), "fp32"),
     "mxfp8": (fq.recipes.mxfp8(), "fp32"),
     "hybrid(mxfp8, nvfp4)": (fq.recipes.hybrid("mxfp8", "nvfp4"), "fp32"),
@@ -48,8 +50,9 @@ def rank(index: int, steps: int) -> None:
     dist.init_process_group("gloo", init_method="tcp://node0:29600", rank=index, world_size=2)
     bandwidth = rate()
     for arm, (recipe, gradients) in ARMS.items():
-        net = nets.build(hidden=(4 * WIDTH,) * 4, k=WIDTH)
-        fq.set_gradient_reduction(nets.shard(fq.convert(net, recipe)), gradients)
+        net = fq.convert(nets.build(hidden=(4 * WIDTH,) * 4, k=WIDTH), recipe)
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        fq.set_gradient_reduction(nets.shard(net, mp_policy=policy), gradients)
         traffic = fq.plan(net, bandwidth=bandwidth).traffic
         seconds = []
         for step in range(steps + 1):
@@ -138,13 +141,14 @@ def main() -> int:
     received = next(iter(slow.values()))["rate"]
     print(
         f"{args.mbit} Mbit/s, 2 ranks that receive {received / 1e6:.2f} MB/s, seconds per "
-        f"step\n{'':22} {'planned':>8} {'of gathers':>10} {'measured':>8} {'ratio':>6}"
+        f"step\n{'':22} {'planned':>8} {'of gathers':>10} {'measured':>8} {'ratio':>6} "
+        f"{'step':>6} {'x bf16':>6}"
     )
     for arm, row in slow.items():
         taken = row["s"] - fast[arm]["s"]
         print(
             f"{arm:22} {row['planned']:8.2f} {row['gathers']:10.2f} {taken:8.2f} "
-            f"{taken / row['planned']:6.2f}"
+            f"{taken / row['planned']:6.2f} {row['s']:6.2f} {slow['bf16']['s'] / row['s']:6.3f}"
         )
     return 0
 
