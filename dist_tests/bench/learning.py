@@ -17,6 +17,7 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 import fsdp_quant as fq
 from fsdp_quant import recipes
 from fsdp_quant.formats import format_of
+from fsdp_quant.ops.gradient_codes import GRADIENT_FORMATS
 from fsdp_quant.quantizer import HybridQuantizer
 
 from .rounding import SIMULATIONS, Simulation
+from .sent_gradients import backward_of_ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Size:
     validation: int = 1024  # sequences
     topics: int = 10
     exponent: float = 2.0  # of Zipf
+
+
+class Sent(NamedTuple):
+    """High precision, whose gradients are those that ranks send in this format."""
+
+    format: str
 
 
 class Block(nn.Module):
@@ -124,13 +133,13 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def validation_loss(arm: fq.Recipe | Simulation, size: Size, seed: int) -> float:
+def validation_loss(arm: fq.Recipe | Simulation | Sent, size: Size, seed: int) -> float:
     """Nats a token after training one arm."""
     torch.manual_seed(seed)
     model, language = Model(size), Language(size)
     if isinstance(arm, Simulation):
         arm.replace_layers(model)
-    else:
+    elif not isinstance(arm, Sent):
         fq.convert(model, arm, skip=["head"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.01
@@ -144,7 +153,11 @@ def validation_loss(arm: fq.Recipe | Simulation, size: Size, seed: int) -> float
         optimizer.param_groups[0]["lr"] = size.rate * (
             warm if warm < 1 else 0.5 + 0.5 * math.cos(math.pi * max(0.0, done))
         )
-        loss_of(model, language.sample(size.sequences, 1000 * (seed + 1) + step)).backward()
+        ids = language.sample(size.sequences, 1000 * (seed + 1) + step)
+        if isinstance(arm, Sent):
+            backward_of_ranks(model, ids, arm.format, step, loss_of)
+        else:
+            loss_of(model, ids).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -217,6 +230,7 @@ ARMS = {
     "broken: a scale a tensor": fq.CustomRecipe(tensor_scaled_e2m1),
     "broken: a scale a row": fq.CustomRecipe(row_scaled_e2m1),
     "broken: inputs rounded": fq.CustomRecipe(nvfp4_rounded_inputs),
+    **{f"gradients {format}": Sent(format) for format in GRADIENT_FORMATS},
     **SIMULATIONS,
 }
 
@@ -261,7 +275,7 @@ def main() -> None:
                 )
 
 
-def _timed(arm: fq.Recipe | Simulation, size: Size, seed: int) -> tuple[float, float]:
+def _timed(arm: fq.Recipe | Simulation | Sent, size: Size, seed: int) -> tuple[float, float]:
     """(nats a token, seconds of processors)."""
     started = time.process_time()
     return validation_loss(arm, size, seed), time.process_time() - started

@@ -69,13 +69,12 @@ import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
 from dist_tests.bench.ranks import gather_ahead
+from dist_tests.bench.sent_gradients import backward_of_ranks
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.linear.plan import EXACT, GemmPlan
 from fsdp_quant.models.steps import converted_modules
-from fsdp_quant.ops.gradient_codes import GradientLayout, decode_gradients, encode_gradients
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
-from fsdp_quant.ops.rng import tensor_id
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (64, 2, 2, 128),
@@ -88,7 +87,6 @@ SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
 TAIL = 0.85
 INTERVAL, UNTIMED = 100, 5  # steps between validations; first steps of a process
-RANKS = 4  # of "-grads"
 # Of bf16's loss, what an arm may lose.
 LIMITS = {"nvfp4": 0.016, "tail": 0.010, "hybrid": 0.016}  # with scales of any rule
 OPTIONS = {  # of nvfp4
@@ -224,31 +222,6 @@ def loss_of(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
-def backward_of_ranks(model: LlamaForCausalLM, rows: Tensor, format: str, step: int) -> Tensor:
-    """The loss; leaves the mean gradient of RANKS parts of the rows, each sent as `format`."""
-    ranks = min(RANKS, len(rows))
-    named = dict(model.named_parameters())
-    layout = GradientLayout(tuple(tuple(p.shape) for p in named.values()), ranks, format)
-    losses, sent = [], []
-    for rank, part in enumerate(rows.chunk(ranks)):
-        losses.append(loss_of(model, part))
-        losses[-1].backward()
-        ids = [tensor_id(f"{name} {rank}") for name in named]
-        keys = torch.tensor([[0, step, of, 0, 0] for of in ids], device=rows.device)
-        grads = [
-            p.grad.bfloat16() for p in named.values()
-        ]  # as FSDP2's bf16 computation leaves them
-        sent.append(encode_gradients(grads, layout, keys))
-        model.zero_grad()
-    sums = rows.new_empty(ranks, sum(layout.numels), dtype=torch.float32)
-    for owner in range(ranks):
-        received = torch.stack([codes[owner] for codes in sent])
-        decode_gradients(received, layout, sums[owner], 1 / ranks)
-    for p, pieces in zip(named.values(), sums.split(layout.numels, 1)):
-        p.grad = pieces.reshape(-1)[: p.numel()].view_as(p)
-    return torch.stack(losses).mean()
-
-
 def of_rank(rows: Tensor) -> Tensor:
     return rows[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else rows
 
@@ -345,7 +318,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
 
     def train(rows: Tensor, step: int = 0) -> Tensor:
         if what.sent_as:
-            loss = backward_of_ranks(model, rows, what.sent_as, step)
+            loss = backward_of_ranks(model, rows, what.sent_as, step, loss_of)
         else:
             loss = loss_of(model, rows)
             loss.backward()

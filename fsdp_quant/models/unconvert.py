@@ -105,7 +105,7 @@ def _restore(module: nn.Module) -> None:
                 torch_compat.swap_parameter(weight, plain)
         forget_products(module)
         if isinstance(module, (Linear, TransposedLinear)):
-            for name in ("runtime", "_layer", "recomputes_forward"):
+            for name in ("runtime", "_layer", "recomputes_forward", "_swapped"):
                 vars(module).pop(name, None)
         vars(module).pop("__module__", None)  # of `torch_compat.make_fx_leaf`
         torch_compat.remove_state_hooks(module, (plain_in_state_dict, reencode_after_load))
