@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..linear import program
 from ..linear.cut import SequenceCut, TensorParallel
 from ..linear.linear import Linear
-from ..linear.program import LEAST_ROWS, LEAST_WEIGHT, PIECES
 from ..linear.transport import Arriving, Gather, start_scatter
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..storage import Placement, scale_placement
@@ -183,10 +183,10 @@ def describe(layer: Linear) -> str | None:
             unless = f" (in high precision unless a rank has a multiple of {rows} rows)"
         operands.append(f"{d.value} {encoding.fmt}{unless}")
     pieces = ""
-    if not axis.column and prod(layer.runtime.weight_state.shape) >= LEAST_WEIGHT:
+    if not axis.column and prod(layer.runtime.weight_state.shape) >= program.LEAST_WEIGHT:
         pieces = (
-            f"; sums of {PIECES * LEAST_ROWS} or more rows a rank are scattered in {PIECES} pieces "
-            "while their products run"
+            f"; sums of {program.PIECES * program.LEAST_ROWS} or more rows a rank are scattered in "
+            f"{program.PIECES} pieces while their products run"
         )
     condition = "" if is_cut else ", where it is cut along the sequence,"
     return f"{shared}: {slot}{condition} is gathered as {', '.join(operands)}{pieces}"
