@@ -31,9 +31,8 @@ def backward_of_ranks(
         losses[-1].backward()
         ids = [tensor_id(f"{name} {rank}") for name in named]
         keys = torch.tensor([[0, step, of, 0, 0] for of in ids], device=rows.device)
-        grads = [
-            p.grad.bfloat16() for p in named.values()
-        ]  # as FSDP2's bf16 computation leaves them
+        # as FSDP2's bf16 computation leaves them
+        grads = [p.grad.bfloat16() for p in named.values()]
         sent.append(encode_gradients(grads, layout, keys))
         model.zero_grad()
     sums = rows.new_empty(ranks, sum(layout.numels), dtype=torch.float32)

@@ -38,14 +38,14 @@ class HasWeight(nn.Module):
 
     transposed:  the weight is [.., K, N], of which FSDP2 gathers the values.
     _weight_state:  set when the module is quantized.
-    _swapped:       the weights that FSDP2 registers in turn, last the present one, and their state.
+    _swapped:       the weight that FSDP2 registers in turn with the present one, and their state.
     """
 
     _weight_state: WeightState
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed = False
-    _swapped: tuple[Any, Any, Any] = None, None, None
+    _swapped: tuple[Any, Any] = None, None
 
     @property
     def _matrix_layers(self) -> Sequence[Any]:
@@ -59,9 +59,10 @@ class HasWeight(nn.Module):
         """Make what compiled graphs receive; called when the weight's ranks are known."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        other, present, state = self._swapped
+        other, state = self._swapped
         if value is other is not None and name == "weight" and state is self._weight_state:
-            self._parameters[name], self.__dict__["_swapped"] = value, (present, value, state)
+            self.__dict__["_swapped"] = self._parameters[name], state
+            self._parameters[name] = value
             return
         if name == "qconfig":  # torch.ao.quantization: it sets None where it knows no class
             raise NotImplementedError(
@@ -85,8 +86,7 @@ class HasWeight(nn.Module):
         before, registered[name] = registered[name], value
         read_as_kept(self, before, value)
         is_fsdp = isinstance(before, DTensor) is not isinstance(value, DTensor)
-        swapped = (before, value, self._weight_state) if is_fsdp else (None, None, None)
-        self.__dict__["_swapped"] = swapped
+        self.__dict__["_swapped"] = (before, self._weight_state) if is_fsdp else (None, None)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         state_dict = plain_in_load(state_dict, [f"{prefix}weight"])

@@ -56,14 +56,14 @@ class PreHookOf:
     def __get__(self, weight: FSDPHooks | None, owner: type) -> PreHook | PreHookOf:
         if weight is None:
             return self
+        hook = PreHook(weight)
         if weight.state.gathered is not None:
-            vars(weight)["fsdp_pre_all_gather"] = PreHook(weight)
-            return vars(weight)["fsdp_pre_all_gather"]
+            vars(weight)["fsdp_pre_all_gather"] = hook
         # FSDP2 looks up every weight's hook when its root's first forward begins, before any
         # gather.
-        if root_statistics.is_new_root() and (managed := managed_of(weight.state)) is not None:
+        elif root_statistics.is_new_root() and (managed := managed_of(weight.state)) is not None:
             root_statistics.check_model(managed)
-        return PreHook(weight)
+        return hook
 
 
 class FSDPHooks(WeightTensor):
