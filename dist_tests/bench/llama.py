@@ -47,6 +47,10 @@ Columns, of medians; "x bf16" is over the base:
               causal attention, recomputation not counted
     loss      of the last step; first weights and tokens are the same for all arms
 
+No arm waits for the device to learn that no sequences are packed, as models of transformers do in
+each forward: `fq.convert` spares ours that (models/transformers_masks.py), here bf16 and torchao
+are spared it too, and with --waits none is.
+
 --one-thread also times each arm that is not captured inside
 torch.autograd.set_multithreading_enabled(False), in a note below the table: on some machines the
 thread of the autograd engine runs on a core that clocks lower.
@@ -91,6 +95,7 @@ from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
 from fsdp_quant.linear.plan import PRODUCTS
 from fsdp_quant.models.steps import converted_modules
+from fsdp_quant.models.transformers_masks import distrust_positions, trust_counted_positions
 from fsdp_quant.ops import extension
 from fsdp_quant.ops.gradient_codes import GRADIENT_FORMATS
 
@@ -258,11 +263,13 @@ def model(args, device: torch.device) -> nn.Module:
     )
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(
+        net = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, args.params),
             attn_implementation="eager" if family == "gpt_oss" else "sdpa",
-        ).train()
+        )
+    trust_counted_positions(net)
+    return net.train()
 
 
 def convert(net: nn.Module, arm: Arm) -> None:
@@ -287,6 +294,8 @@ def build(arm: Arm, args, device: torch.device):
         of_model = {"rope": False, "rms_norm": False, "swiglu": False, "cross_entropy": False}
         _apply_liger_kernel_to_instance(net, **of_model, fused_linear_cross_entropy=True)
     convert(net, arm)
+    if args.waits:
+        distrust_positions(net)
     layers = list(net.transformer.h if args.model == "gpt2" else net.model.layers)
     if arm.compiled:
         for module in [net] if args.compile == "whole" else layers:
@@ -618,6 +627,7 @@ def parser() -> argparse.ArgumentParser:
     add("--inspect", action="store_true", help="time steps that fq.inspect samples")
     add("--prefetch", type=int, default=0, help="layers that a forward gathers ahead (--fsdp)")
     add("--one-thread", action="store_true", help="also time backwards in the calling thread")
+    add("--waits", action="store_true", help="let transformers wait for the device in each step")
     add("--profile", action="store_true", help="print the kernels of one step per arm")
     add("--json", help="write all rows to this file")
     return made

@@ -74,6 +74,7 @@ from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.linear.plan import EXACT, GemmPlan
 from fsdp_quant.models.steps import converted_modules
+from fsdp_quant.models.transformers_masks import trust_counted_positions
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
 
 SIZES = {  # width, layers, heads, hidden
@@ -127,6 +128,13 @@ def size_of(args: argparse.Namespace) -> str:
 
 
 def built(args: argparse.Namespace) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
+    """The model of all arms, none of which waits for the device in its masks (bench.llama)."""
+    model = _built(args)
+    trust_counted_positions(model)
+    return model
+
+
+def _built(args: argparse.Namespace) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
     width, layers, heads, hidden = SIZES[args.size]
     sizes = {
         "vocab_size": 256,

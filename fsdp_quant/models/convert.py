@@ -43,6 +43,7 @@ from .set_recipe import (
     unchosen_units,
 )
 from .skip import AUTO, auto_skips, read_by_others
+from .transformers_masks import trust_counted_positions
 from .transposed_linear import TransposedLinear, is_transposed
 
 OURS = (Linear, GroupedLinear, TransposedLinear)
@@ -134,6 +135,7 @@ def convert(
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
     CONVERTED.add(model)
+    trust_counted_positions(model)
     return model
 
 

@@ -1,14 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of transformers' models in CUDA graphs; transformers itself is not imported here."""
+"""Masks of transformers' models without a wait for the device; transformers is not imported here.
+
+Its models look in each forward whether positions pack several sequences, and the host waits for the
+answer: each step begins on an idle device (docs/fsdp2.md, "No wait in a step"). A model that counts
+its positions itself packs none.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+
+from ..ops import opaque
+
+
+class _Running(threading.local):
+    """Models that this thread runs, the innermost last, and whether each counts its positions."""
+
+    def __init__(self):
+        self.models: list[tuple[nn.Module, bool]] = []
+
+
+_RUNNING = _Running()
+
+
+def trust_counted_positions(model: nn.Module) -> None:
+    """Let models of transformers in `model`, or itself, that are called without `position_ids` make
+    masks without reading positions on the host. All bits stay."""
+    masking, models = (
+        sys.modules.get(f"transformers.{n}") for n in ("masking_utils", "modeling_utils")
+    )
+    packed = getattr(masking, "find_packed_sequence_indices", None)
+    if packed is None or models is None:
+        return
+    if not hasattr(packed, "trusts"):
+        vars(masking)["find_packed_sequence_indices"] = _trusting(packed)
+    for module in model.modules():
+        if isinstance(module, models.PreTrainedModel) and "_fq_positions" not in vars(module):
+            vars(module)["_fq_positions"] = [
+                module.register_forward_pre_hook(_enter, with_kwargs=True),
+                module.register_forward_hook(_leave, always_call=True),
+            ]
+
+
+def distrust_positions(model: nn.Module) -> None:
+    """Undo `trust_counted_positions`."""
+    for module in model.modules():
+        for hook in vars(module).pop("_fq_positions", ()):
+            hook.remove()
+
+
+def _trusting(packed: Callable) -> Callable:
+    @opaque.compiled_as(packed)
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        counts = _RUNNING.models and _RUNNING.models[-1][1]
+        return None if counts else packed(position_ids)
+
+    vars(find_packed_sequence_indices)["trusts"] = True
+    return find_packed_sequence_indices
+
+
+@opaque.eager_only
+def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    forward, given = inspect.unwrap(module.forward), kwargs.get("position_ids")
+    if given is None and args:
+        given = inspect.signature(module.forward).bind_partial(*args).arguments.get("position_ids")
+    code = getattr(forward, "__func__", forward)
+    _RUNNING.models.append((module, given is None and _counts_positions(code)))
+
+
+@opaque.eager_only
+def _leave(module: nn.Module, *_) -> None:
+    models = _RUNNING.models
+    if models and models[-1][0] is module:
+        models.pop()
+
+
+@functools.cache
+def _counts_positions(forward: Callable) -> bool:
+    """Whether it is transformers' own and makes positions by counting, not from a mask."""
+    code = getattr(forward, "__code__", None)
+    if code is None or not forward.__module__.startswith("transformers.models."):
+        return False
+    return "arange" in code.co_names and "cumsum" not in code.co_names
 
 
 @contextlib.contextmanager
@@ -16,44 +96,17 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     """Let transformers decide about masks as in a capture, where no tensor can be read.
 
     Otherwise the capture gives its layers other arguments than the steps before it did, and
-    compiled ones are compiled inside of it. A model that makes its positions itself packs no
-    sequences: it gets no mask for that, and keeps the kernels of attention that accept none. For
-    `position_ids` and an `attention_mask` from outside, masks are always computed.
-
-    model: may hold models of transformers, or be one; without any, nothing changes.
+    compiled ones are compiled inside of it. For `position_ids` and an `attention_mask` from
+    outside, masks are always computed.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    packed, reads = (
-        getattr(masking, name, None) for name in ("find_packed_sequence_indices", "is_tracing")
-    )
-    if masking is None or packed is None or reads is None:
+    reads = getattr(masking, "is_tracing", None)
+    trust_counted_positions(model)
+    if reads is None:
         yield
         return
-    own_positions: list[bool] = []  # of the calls of models that are running, the innermost last
-
-    def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        own_positions.append(arguments.get("position_ids") is None)
-
-    def leave(*_) -> None:
-        own_positions.pop()
-
-    models = [
-        m
-        for m in model.modules()
-        if isinstance(m, sys.modules["transformers.modeling_utils"].PreTrainedModel)
-    ]
-    hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in models]
-    hooks += [m.register_forward_hook(leave, always_call=True) for m in models]
-    vars(masking).update(
-        is_tracing=lambda tensor=None: tensor is not None,
-        find_packed_sequence_indices=lambda ids: (
-            None if own_positions and own_positions[-1] else packed(ids)
-        ),
-    )
+    vars(masking)["is_tracing"] = lambda tensor=None: tensor is not None
     try:
         yield
     finally:
-        vars(masking).update(is_tracing=reads, find_packed_sequence_indices=packed)
-        for hook in hooks:
-            hook.remove()
+        vars(masking)["is_tracing"] = reads

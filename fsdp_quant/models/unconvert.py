@@ -20,6 +20,7 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .packed_experts import forget_products
 from .steps import count_steps
+from .transformers_masks import distrust_positions
 from .transposed_linear import TransposedLinear
 
 
@@ -56,6 +57,7 @@ def unconvert(model: nn.Module) -> nn.Module:
             module.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
     SCHEDULED.pop(model, None)
     count_steps(model, False)
+    distrust_positions(model)
     for module in model.modules():
         for name in ("_left_out", "_fq_proof", "_fq_shared_input", "_training_steps"):
             vars(module).pop(name, None)
