@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss.detach())  # .item() would wait for the device in every step
+    losses = [loss.item() for loss in losses]
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}\n{fq.receipt()}")
     return losses
 
