@@ -58,6 +58,30 @@ def test_a_forward_reads_nothing_and_computes_the_same():
     assert torch.equal(logits, read(plain)[2])
 
 
+@pytest.mark.parametrize(
+    "family, own",
+    [
+        ("gemma3_text", {"head_dim": 32}),  # two kinds of masks
+        ("mistral", {}),
+        ("phi3", {"pad_token_id": 0}),
+        ("qwen3_moe", {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("starcoder2", {}),
+    ],
+)
+def test_no_family_reads_in_a_training_step(family, own):
+    """If false, steps of a family that people train begin on an idle device."""
+    sizes = LLAMA | {"num_key_value_heads": 2, "num_hidden_layers": 1, "use_cache": False}
+    config = transformers.CONFIG_MAPPING[family](**sizes | own)
+    net, reads = transformers.AutoModelForCausalLM.from_config(config).train(), []
+    for _ in range(2):
+        with Reads() as counted:
+            net(input_ids=IDS, labels=IDS).loss.backward()
+        reads.append(counted.number)
+        if not reads[1:]:
+            fq.convert(net, "bf16")
+    assert reads[0] > 0 and reads[1] == 0, reads
+
+
 @pytest.mark.parametrize("as_keyword", [True, False])
 def test_positions_from_outside_are_read(as_keyword):
     """If false, packed sequences read each other."""
