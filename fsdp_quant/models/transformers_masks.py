@@ -33,16 +33,17 @@ _RUNNING = _Running()
 def trust_counted_positions(model: nn.Module) -> None:
     """Let models of transformers in `model`, or itself, that are called without `position_ids` make
     masks without reading positions on the host. All bits stay."""
-    masking, models = (
+    masking, base = (
         sys.modules.get(f"transformers.{n}") for n in ("masking_utils", "modeling_utils")
     )
     packed = getattr(masking, "find_packed_sequence_indices", None)
-    if packed is None or models is None:
+    found = [m for m in model.modules() if base and isinstance(m, base.PreTrainedModel)]
+    if packed is None or not found:
         return
     if not hasattr(packed, "trusts"):
         vars(masking)["find_packed_sequence_indices"] = _trusting(packed)
-    for module in model.modules():
-        if isinstance(module, models.PreTrainedModel) and "_fq_positions" not in vars(module):
+    for module in found:
+        if "_fq_positions" not in vars(module):
             vars(module)["_fq_positions"] = [
                 module.register_forward_pre_hook(_enter, with_kwargs=True),
                 module.register_forward_hook(_leave, always_call=True),
