@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from ..ops import opaque
-
 
 class _Running(threading.local):
     """Models that this thread runs, the innermost last, and whether each counts its positions."""
@@ -32,7 +30,7 @@ _RUNNING = _Running()
 
 def trust_counted_positions(model: nn.Module) -> None:
     """Let models of transformers in `model`, or itself, that are called without `position_ids` make
-    masks without reading positions on the host. All bits stay."""
+    masks without reading positions on the host."""
     masking, base = (
         sys.modules.get(f"transformers.{n}") for n in ("masking_utils", "modeling_utils")
     )
@@ -44,6 +42,7 @@ def trust_counted_positions(model: nn.Module) -> None:
         vars(masking)["find_packed_sequence_indices"] = _trusting(packed)
     for module in found:
         if "_fq_positions" not in vars(module):
+            vars(module)["_fq_counts"] = _counting(type(module).forward)
             vars(module)["_fq_positions"] = [
                 module.register_forward_pre_hook(_enter, with_kwargs=True),
                 module.register_forward_hook(_leave, always_call=True),
@@ -55,41 +54,44 @@ def distrust_positions(model: nn.Module) -> None:
     for module in model.modules():
         for hook in vars(module).pop("_fq_positions", ()):
             hook.remove()
+        vars(module).pop("_fq_counts", None)
 
 
 def _trusting(packed: Callable) -> Callable:
-    @opaque.compiled_as(packed)
+    @functools.wraps(packed)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        counts = _RUNNING.models and _RUNNING.models[-1][1]
-        return None if counts else packed(position_ids)
+        models = _RUNNING.models
+        return None if models and models[-1][1] else packed(position_ids)
 
     vars(find_packed_sequence_indices)["trusts"] = True
     return find_packed_sequence_indices
 
 
-@opaque.eager_only
+# Dynamo traces both hooks, so from torch 2.13 on a graph of a whole model has no mask either.
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    forward, given = inspect.unwrap(module.forward), kwargs.get("position_ids")
-    if given is None and args:
-        given = inspect.signature(module.forward).bind_partial(*args).arguments.get("position_ids")
-    code = getattr(forward, "__func__", forward)
-    _RUNNING.models.append((module, given is None and _counts_positions(code)))
+    counting, place = module.__dict__["_fq_counts"]
+    given = args[place] if len(args) > place else kwargs.get("position_ids")
+    is_own = type(module).forward is counting and "forward" not in module.__dict__
+    _RUNNING.models.append((module, is_own and given is None))
 
 
-@opaque.eager_only
 def _leave(module: nn.Module, *_) -> None:
     models = _RUNNING.models
     if models and models[-1][0] is module:
         models.pop()
 
 
-@functools.cache
-def _counts_positions(forward: Callable) -> bool:
-    """Whether it is transformers' own and makes positions by counting, not from a mask."""
-    code = getattr(forward, "__code__", None)
-    if code is None or not forward.__module__.startswith("transformers.models."):
-        return False
-    return "arange" in code.co_names and "cumsum" not in code.co_names
+def _counting(forward: Callable) -> tuple[Callable | None, int]:
+    """Return the forward if it is transformers' own and makes positions by counting, not from a
+    mask; and which argument `position_ids` is."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    used = () if code is None else code.co_names
+    if not forward.__module__.startswith("transformers.models.") or "arange" not in used:
+        return None, 0
+    names = list(inspect.signature(forward).parameters)[1:]
+    if "cumsum" in used or "position_ids" not in names:
+        return None, 0
+    return forward, names.index("position_ids")
 
 
 @contextlib.contextmanager
