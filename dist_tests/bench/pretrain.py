@@ -128,13 +128,6 @@ def size_of(args: argparse.Namespace) -> str:
 
 
 def built(args: argparse.Namespace) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
-    """The model of all arms, none of which waits for the device in its masks (bench.llama)."""
-    model = _built(args)
-    trust_counted_positions(model)
-    return model
-
-
-def _built(args: argparse.Namespace) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
     width, layers, heads, hidden = SIZES[args.size]
     sizes = {
         "vocab_size": 256,
@@ -312,6 +305,7 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     torch.compiler.reset()
     counters.reset()
     model = built(args).to(device)
+    trust_counted_positions(model)  # in all arms (bench.llama)
     converted = convert(model, what, steps)
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")

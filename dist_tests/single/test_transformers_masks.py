@@ -82,17 +82,15 @@ def test_no_family_reads_in_a_training_step(family, own):
     assert reads[0] > 0 and reads[1] == 0, reads
 
 
-@pytest.mark.parametrize("as_keyword", [True, False])
-def test_positions_from_outside_are_read(as_keyword):
+def test_positions_from_outside_are_read():
     """If false, packed sequences read each other."""
     net, plain = fq.convert(llama(), "bf16"), llama()
     want = read(plain, position_ids=PACKED)
     number, mask, logits = read(net, position_ids=PACKED)
     assert number == want[0] > 0 and torch.equal(mask, want[1])
     assert torch.equal(logits, want[2]) and not torch.equal(logits, read(net)[2])
-    if not as_keyword:
-        with torch.no_grad():
-            assert torch.equal(net(IDS, None, PACKED).logits, logits)
+    with torch.no_grad():
+        assert torch.equal(net(IDS, None, PACKED).logits, logits)
 
 
 def test_a_model_inside_another_is_judged_by_its_own_call():

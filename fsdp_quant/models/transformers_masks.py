@@ -42,9 +42,9 @@ def trust_counted_positions(model: nn.Module) -> None:
         vars(masking)["find_packed_sequence_indices"] = _trusting(packed)
     for module in found:
         if "_fq_positions" not in vars(module):
-            vars(module)["_fq_counts"] = _counting(type(module).forward)
+            enter = functools.partial(_enter, *_counting(type(module).forward))
             vars(module)["_fq_positions"] = [
-                module.register_forward_pre_hook(_enter, with_kwargs=True),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(_leave, always_call=True),
             ]
 
@@ -54,7 +54,6 @@ def distrust_positions(model: nn.Module) -> None:
     for module in model.modules():
         for hook in vars(module).pop("_fq_positions", ()):
             hook.remove()
-        vars(module).pop("_fq_counts", None)
 
 
 def _trusting(packed: Callable) -> Callable:
@@ -68,8 +67,9 @@ def _trusting(packed: Callable) -> Callable:
 
 
 # Dynamo traces both hooks, so from torch 2.13 on a graph of a whole model has no mask either.
-def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    counting, place = module.__dict__["_fq_counts"]
+def _enter(
+    counting: Callable | None, place: int, module: nn.Module, args: tuple, kwargs: dict
+) -> None:
     given = args[place] if len(args) > place else kwargs.get("position_ids")
     is_own = type(module).forward is counting and "forward" not in module.__dict__
     _RUNNING.models.append((module, is_own and given is None))
