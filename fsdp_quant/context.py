@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .migration import answers_keywords
 from .ops import opaque
-from .ops.product_error import PROBED_STEPS
+from .ops.product_error import is_probed
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
 from .tensor.torch_compat import wrap_recomputed
@@ -172,7 +172,7 @@ class StepState:
     def is_probed(self) -> bool:
         """Whether operators may count underflows in the running step (`linear.guard`). The device
         decides."""
-        return self.ahead or self._step % PROBED_STEPS == 0 or self.is_captured
+        return self.ahead or is_probed(self._step) or self.is_captured
 
     @property
     def token_offset(self) -> int:

@@ -109,7 +109,7 @@ class Recipe(_OfAllSteps):
     arguments: tuple[tuple[str, object], ...] = ()
     backward_override: str | None = "environment"
     accuracy: str = "fast"
-    anchor_tolerance: float = 0.02
+    anchor_tolerance: float = 0.1
     save_original_input: bool | None = None
     strict: bool = True
     require_native: bool = False

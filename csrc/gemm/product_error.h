@@ -11,6 +11,7 @@ namespace fsdp_quant {
 
 constexpr int64_t kProbedSteps = 16;  // one in this many steps is probed
 constexpr int64_t kProbedStepsOfGroups = 64;  // of grouped GEMMs
+constexpr int64_t kSettledSteps = 256, kLessOften = 8;  // so much less often from that step on
 // Mean square of an element's relative error with a scale per block.
 constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 
@@ -41,7 +42,7 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of the errors of probed lines, sums[1] += those of their formats' own errors, each relative to the
-// sum of both: see dist_tests/product_error.py. Active in one of `every` steps.
+// sum of both: see dist_tests/product_error.py. Active in one of `every` steps, and later less often.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;

@@ -26,7 +26,7 @@ from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
 from fsdp_quant.ops import anchoring, native
 from fsdp_quant.ops.dispatch import Encoded
 from fsdp_quant.ops.layout import pack
-from fsdp_quant.ops.product_error import PROBED_STEPS
+from fsdp_quant.ops.product_error import PROBED_STEPS, SETTLED_STEPS, is_probed
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -217,6 +217,15 @@ def test_what_products_lose_is_the_references():
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product
                     )
                     assert torch.equal(guard, before), "a step that is not looked at"
+    a, b = (operand(64, 512, (1, None), "e4m3", seed=i) for i in range(2))
+    looked = []
+    for at in range(0, 2 * SETTLED_STEPS + 1, PROBED_STEPS // 2):
+        guard = torch.zeros(3, 2, device=expected.DEVICE)
+        step = torch.tensor([3, at, 0, -1, 0], device=expected.DEVICE)
+        native.product_error(native.Operand(*a), native.Operand(*b), (1, 1), step, guard, 0)
+        assert bool(guard.any()) is is_probed(at), at
+        looked += [at] * is_probed(at)
+    assert looked == [*range(0, 256, 16), 256, 384, 512]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -75,16 +75,16 @@ def measured(
 def judged(
     case: str, a: Tensor, b: Tensor, fmt: Format = format_of("mxfp8"), is_weight: bool = True
 ) -> dict[str, bool]:
-    """Rung -> does the guard fire? It must where rows lose over a tenth of the formats' error, and
-    must not where neither they nor columns lose a hundredth."""
+    """Rung -> does the guard fire? It must where rows lose five times the tolerance, and must not
+    where neither they nor columns lose half of it."""
     fired = {}
     for rung in ANCHORS if is_weight else ANCHORS_OF_BOTH:
         rows, cols, estimate = measured(a, b, rung, fmt, is_weight)
         fired[rung] = estimate > TOLERANCE
-        assert fired[rung] or rows <= 0.1, (
+        assert fired[rung] or rows <= 5 * TOLERANCE, (
             f"{case}, {rung}: silent at {rows:.2g} (estimated {estimate:.2g})"
         )
-        assert not fired[rung] or max(rows, cols) >= 0.01, (
+        assert not fired[rung] or max(rows, cols) >= TOLERANCE / 2, (
             f"{case}, {rung}: fires at {rows:.2g}, {cols:.2g} ({estimate:.2g})"
         )
     return fired

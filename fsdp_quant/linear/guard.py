@@ -2,20 +2,22 @@
 """Guard anchored GEMMs against underflow: if one exponent does not fit the operands of a GEMM,
 move the GEMM to finer anchors, and finally to none.
 
-If both operands of a GEMM are codes, a kernel estimates, in one of `PROBED_STEPS` steps, the error
-that anchors add, relative to the error of the formats (`ops.product_error`). Grouped GEMMs are
-probed in one of `PROBED_STEPS_OF_GROUPS` steps. The estimate compares where along the contraction
-one operand has codes that underflowed with where the other has its energy.
+If both operands of a GEMM are codes, a kernel estimates, in the steps that `is_probed` names, the
+error that anchors add, relative to the error of the formats (`ops.product_error`). The estimate
+compares where along the contraction one operand has codes that underflowed with where the other has
+its energy.
 
 When a step begins, an asynchronous copy of the sums to the host starts. A later step judges them,
 once they have arrived, so nothing here waits for a device. Each rank judges the GEMMs that it runs;
-formats and collectives do not change. A decision applies to all layers of the model that have the
-same recipe and plan, so a compiled model is traced again once per GEMM, not once per layer.
+formats and collectives do not change. A decision applies to the layers of the model that stand in
+modules of the same name, say model.layers.*.mlp, and have the same recipe and plan: a compiled block
+is traced again once per GEMM, not once per layer, and attention does not move the GEMMs of an MLP.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from typing import NamedTuple, Protocol
 
@@ -172,12 +174,20 @@ def _move(layer: GuardedLayer, sums: list) -> None:
 
 
 def _layers_like(layer: GuardedLayer) -> list[GuardedLayer]:
-    """Return the layers of its model that have its recipe and plan. One decision for all of them
-    lets a compiled model be traced again only once."""
+    """Return the layers of its model that have its recipe, plan and `_place`. One decision for all
+    of them lets a compiled model be traced again only once."""
     if layer.steps is None:
         return [layer]
     return [
         m
         for m in _GUARDED
-        if m.steps is layer.steps and m.recipe == layer.recipe and m.plan.key == layer.plan.key
+        if m.steps is layer.steps
+        and m.recipe == layer.recipe
+        and m.plan.key == layer.plan.key
+        and _place(m) == _place(layer)
     ]
+
+
+def _place(layer: GuardedLayer) -> str:
+    """The name of the module that it is part of, without numbers."""
+    return re.sub(r"\d+", "*", layer.name.rpartition(".")[0])
