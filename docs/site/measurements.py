@@ -26,7 +26,7 @@ SECTIONS = {
     "`fully_shard` and tensor parallelism": ["gathered_bytes", "tensor_parallel"],
     "Experts": ["qwen3_moe", "expert_parallel"],
     "Fine-tuning": ["lora", "qat"],
-    "Convergence": ["pretrain_350m", "pretrain", "learning"],
+    "Convergence": ["pretrain_1b", "pretrain_350m", "pretrain", "learning"],
     "Kernels": ["gemm"],
 }
 
@@ -97,6 +97,7 @@ PLOTS = {
         "pretrain.png": "Validation loss and its gap to bf16",
         "pretrain_seeds.png": "The same of three other seeds",
     },
+    "pretrain_1b": {"pretrain_1b.png": "Validation loss over bytes and over seconds of steps"},
     "pretrain_350m": {"pretrain_350m.png": "Validation loss over bytes and over seconds of steps"},
 }
 # How arms of llama3_8b run -> (run, arms); each is over the bf16 that runs so in that run.
