@@ -2,16 +2,16 @@
 """Guard anchored GEMMs against underflow: if one exponent does not fit the operands of a GEMM,
 move the GEMM to finer anchors, and finally to none.
 
-If both operands of a GEMM are codes, a kernel estimates, in the steps that `is_probed` names, the
+If both operands of a GEMM are codes, a kernel estimates, in the steps that are probed, the
 error that anchors add, relative to the error of the formats (`ops.product_error`). The estimate
 compares where along the contraction one operand has codes that underflowed with where the other has
 its energy.
 
 When a step begins, an asynchronous copy of the sums to the host starts. A later step judges them,
 once they have arrived, so nothing here waits for a device. Each rank judges the GEMMs that it runs;
-formats and collectives do not change. A decision applies to the layers of the model that stand in
-modules of the same name, say model.layers.*.mlp, and have the same recipe and plan: a compiled block
-is traced again once per GEMM, not once per layer, and attention does not move the GEMMs of an MLP.
+formats and collectives do not change. A decision applies to the layers of the same recipe and plan
+in modules of the same name, say model.layers.*.mlp: a compiled block is traced again once per GEMM,
+not once per layer, and attention does not move the GEMMs of an MLP.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from ..formats import E2M1, E2M3, E3M2, Format
 
-# The guard estimates the error of one step in so many, of grouped GEMMs in one of the second number.
-# Before SETTLED_STEPS GEMMs move most; afterwards it looks LESS_OFTEN.
+# The guard estimates the error of one step in so many; from SETTLED_STEPS on LESS_OFTEN.
 PROBED_STEPS, PROBED_STEPS_OF_GROUPS = 16, 64
 SETTLED_STEPS, LESS_OFTEN = 256, 8
 # Kinds of operands of `product_error`: with their own scales; anchored; and the last four anchored

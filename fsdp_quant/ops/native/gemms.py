@@ -75,7 +75,7 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
 def product_error(
     a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int
 ) -> None:
-    """Add the estimate of `ops.product_error` to guard[product], in the steps that `is_probed` names.
+    """Add the estimate of `ops.product_error` to guard[product], in steps that are probed.
 
     a, b:     8-bit codes with fp32 scales per tensor, line or run.
     counted:  of a and of b, as in the reference.
