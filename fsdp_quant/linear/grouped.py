@@ -50,11 +50,7 @@ from .stacked_weights import StackedWeight, read_as, stacked_weight
 
 
 def unsupported_reason(
-    plan: GemmPlan,
-    dtype: torch.dtype,
-    device: Place,
-    shape: Sequence[int],
-    bias: bool = False,
+    plan: GemmPlan, dtype: torch.dtype, device: Place, shape: Sequence[int], bias: bool = False
 ) -> str | None:
     """Return the reason that no grouped GEMM computes this plan's products, in one clause; None if
     one does.

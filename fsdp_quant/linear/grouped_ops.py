@@ -32,13 +32,7 @@ from .plan import GemmPlan, plan_of
 from .program import check_histories
 from .routes import dispatch as dispatch_tokens
 from .routes import tokens_of
-from .stacked_weights import (
-    StackedWeight,
-    gathered_codes,
-    read_as,
-    stack_of_codes,
-    weight_of_codes,
-)
+from .stacked_weights import StackedWeight, gathered_codes, read_as, stack_of_codes, weight_of_codes
 
 
 class _Spec(NamedTuple):

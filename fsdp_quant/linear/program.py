@@ -94,12 +94,7 @@ class Saved:
 
 
 def forward(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shared: Shared | None,
-    dgrad: bool,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared | None, dgrad: bool
 ) -> tuple[Tensor, Saved]:
     """Return y = x w^T + b of this rank, and what its backward reads.
 
