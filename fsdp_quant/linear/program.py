@@ -333,7 +333,7 @@ def linear(
     shared = shared_input(x, x if owner is None else owner, call)
     x = x if shared is None else shared.x
     parameters = (weight,) if bias is None else (weight, bias)
-    return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)
+    return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)[0]
 
 
 # In graphs #
