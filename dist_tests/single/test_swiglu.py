@@ -85,6 +85,9 @@ def test_swiglu_is_quantized_as_it_is_computed(name: str):
         compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
         assert_same(run(experts, compiled), want, "compiled")
         assert counts(operators) == (1, 1)
+        for tokens in (64, 40):  # the graph of any number of tokens
+            assert_same(run(experts, compiled, tokens), run(experts, None, tokens), f"{tokens}")
+        counts(operators)
         again = run(experts, lambda *args: checkpoint(experts, *args, use_reentrant=False))
         assert_same(again, want, "checkpointed")
         assert counts(operators) == (2, 1)
@@ -98,8 +101,8 @@ def test_swiglu_is_quantized_as_it_is_computed(name: str):
 @pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("name", FUSED)
 def test_one_of_both_products_quantizes_swiglu(name: str, part: str):
-    """If false, a frozen weight has no part in what fuses, or a product that computes no SwiGLU
-    multiplies zeros."""
+    """If false, a weight that is frozen changes others' gradients, or a product that computes no
+    SwiGLU multiplies the zeros that stand for it."""
     torch.compiler.reset()
     with hopper.emulated() as operators:
         experts = experts_of(fq.recipes.by_name(name))

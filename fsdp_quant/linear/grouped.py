@@ -460,7 +460,7 @@ def experts(
 
         buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
         if swiglu is True:
-            buffers, y = [*buffers, y], y.new_zeros(()).expand(len(y), y.shape[1] // 2)
+            buffers, y = [*buffers, y], y.new_zeros(()).expand(y.shape[0], y.shape[1] // 2)
         return y, any(is_x), buffers, gradients
 
     return program
