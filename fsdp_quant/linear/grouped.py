@@ -494,6 +494,6 @@ def run_experts(
 
 def with_values(h: Tensor, gate_and_up: Tensor) -> Tensor:
     """Return h with values, and its gradient: h is zeros."""
+    g, u = gate_and_up.chunk(2, -1)
     with torch_compat.tracing_if_watched():
-        kind = norm.ACTIVATIONS["swiglu"].kind
-        return h + norm.activation(*gate_and_up.chunk(2, -1), kind)[0]
+        return h + norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]
