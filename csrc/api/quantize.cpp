@@ -118,8 +118,8 @@ bool can_gate_tokens(const at::Tensor& x, const EncodingSpec& row, const Encodin
   launch.in_tile = row_run == kTile && (col_run == kTile || col_run == kOfTile);
   const int64_t cols = gated.up.size(1) * (gated.gradient ? 2 : 1);
   return !tokens.order.defined() && supports_gated_tokens(launch) && gated.up.size(1) % 8 == 0 &&
-         x.size(0) == gated.up.size(0) && x.size(1) == cols && gated.up.scalar_type() == x.scalar_type() && tensor_args(x, 0).vector_load &&
-         tensor_args(gated.up, 0).vector_load;
+         x.size(0) == gated.up.size(0) && x.size(1) == cols && gated.up.scalar_type() == x.scalar_type() &&
+         tensor_args(x, 0).vector_load && tensor_args(gated.up, 0).vector_load;
 }
 
 at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens) {

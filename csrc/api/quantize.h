@@ -46,8 +46,8 @@ struct TokenTables {
 // The rows of the groups, where a kernel does not read them by their order.
 at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens);
 
-// Extra inputs and outputs of `encode`. gated: see can_encode_gated, can_gate_tokens. tokens: scales that span rows, and tensor amaxes, are
-// per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or
+// Extra inputs and outputs of `encode`. gated: see can_encode_gated, can_gate_tokens. tokens: scales that span rows, and tensor
+// amaxes, are per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or
 // tokens.
 struct EncodeExtras {
   const GatedInput* gated = nullptr;
