@@ -391,11 +391,7 @@ def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Stati
 
 
 # A margin of 17 binades shifts every e4m3 element below the smallest one.
-_DELAYED_OPTIONS = {
-    "length": integer(1),
-    "margin": integer(0, 16),
-    "use": choice("max", "newest"),
-}
+_DELAYED_OPTIONS = {"length": integer(1), "margin": integer(0, 16), "use": choice("max", "newest")}
 
 
 @answers_keywords
@@ -538,9 +534,7 @@ class AmaxHistory:
 
     @staticmethod
     def advanced_group(
-        histories: list[AmaxHistory],
-        skipped: Tensor | None = None,
-        unchanged: Tensor | None = None,
+        histories: list[AmaxHistory], skipped: Tensor | None = None, unchanged: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute `advanced` of histories with equal scaling. torch.compile traces it.
 

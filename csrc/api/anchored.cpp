@@ -40,6 +40,7 @@ std::vector<at::Tensor> encode_anchored(
     return !launch.spec[d].present() || ((runs[d] == kTile || (d == 1 && by_tile)) && !given[d]->has_value());
   };
   launch.in_tile = holds(0) && holds(1);
+  if (extras.gated != nullptr) set_gated(launch, *extras.gated);
   TORCH_CHECK_VALUE(whole[0] == whole[1] || !launch.spec[0].present() || !launch.spec[1].present(),
                     "one side is anchored by the tensor, and the other by its lines; make them in two calls");
   TORCH_CHECK_VALUE(!by_tile || (launch.in_tile && tokens != nullptr && can_encode_anchored(x, launch.spec[1], round_to_bf16)),

@@ -87,6 +87,11 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   return tokens->tiles * kTile;
 }
 
+inline void set_gated(Launch<1>& launch, const GatedInput& gated) {
+  launch.up = gated.up.const_data_ptr(), launch.up_stride = tensor_args(gated.up, 0).row_stride;
+  launch.activation = gated.kind, launch.gradient = gated.gradient;
+}
+
 inline void check_tokens(const Launch<1>& launch) {
   TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || supports_sources(launch),
                               "rows of bfloat16 are gathered for blocks of (1, 128), anchors, scales of all rows, rounded to nearest, and for 4 bits");

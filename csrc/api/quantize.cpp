@@ -109,6 +109,19 @@ bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const Encodi
          tensor_args(gated.up, 0).vector_load;
 }
 
+bool can_gate_tokens(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, int64_t row_run, int64_t col_run,
+                     const GatedInput& gated, const TokenTables& tokens) {
+  Launch<1> launch = {};
+  launch.input = input_of(x, false), launch.activation = gated.kind, launch.gradient = gated.gradient;
+  launch.spec[0] = row, launch.spec[1] = col;
+  launch.of_codes = col_run == kOfTile;
+  launch.in_tile = row_run == kTile && (col_run == kTile || col_run == kOfTile);
+  const int64_t cols = gated.up.size(1) * (gated.gradient ? 2 : 1);
+  return !tokens.order.defined() && supports_gated_tokens(launch) && gated.up.size(1) % 8 == 0 &&
+         x.size(0) == gated.up.size(0) && x.size(1) == cols && gated.up.scalar_type() == x.scalar_type() &&
+         tensor_args(x, 0).vector_load && tensor_args(gated.up, 0).vector_load;
+}
+
 at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens) {
   return tokens != nullptr && tokens->order.defined() ? at::index_select(x, 0, tokens->order) : x;
 }
@@ -144,10 +157,10 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
   const int64_t of_groups = set_tokens(launch, tokens), rows[2] = {t.rows, of_groups};
   if (gated != nullptr) {
     const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
-    TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && can_encode_gated(x, row, col, enc, *gated),
-                      "no kernel fuses this activation; compute it first");
-    launch.up = gated->up.const_data_ptr(), launch.up_stride = tensor_args(gated->up, 0).row_stride;
-    launch.activation = gated->kind;
+    const bool fits = tokens != nullptr ? can_gate_tokens(x, row, col, 0, 0, *gated, *tokens)
+                                        : gated->up.sizes() == x.sizes() && can_encode_gated(x, row, col, enc, *gated);
+    TORCH_CHECK_VALUE(row0 == 0 && fits, "no kernel fuses this activation; compute it first");
+    set_gated(launch, *gated);
   }
 
   ZeroedWorkspace workspace;

@@ -27,10 +27,12 @@ struct GivenAmaxes {
   at::TensorList records = {};
 };
 
-// The values are act(x) * up.
+// The values are act(x) * up; or (gradient) those of the gradient of act(g) * u, of which [g, u] is x and whose gradient is
+// `up`.
 struct GatedInput {
   at::Tensor up;
   Activation kind;
+  bool gradient = false;
 };
 
 // Grouped tokens with scales per group (`sources` of layout/token_groups.h). The columnwise direction pads each group with
@@ -44,8 +46,8 @@ struct TokenTables {
 // The rows of the groups, where a kernel does not read them by their order.
 at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens);
 
-// Extra inputs and outputs of `encode`. gated: see can_encode_gated. tokens: scales that span rows, and tensor amaxes, are
-// per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or
+// Extra inputs and outputs of `encode`. gated: see can_encode_gated, can_gate_tokens. tokens: scales that span rows, and tensor
+// amaxes, are per group: [groups, lines] or [groups]. column_sums: receives column_sums(x) from the first launch; not with gated or
 // tokens.
 struct EncodeExtras {
   const GatedInput* gated = nullptr;
@@ -79,12 +81,16 @@ Encodings encode_stacked(const at::Tensor& x, const EncodingSpec& row, const Enc
 bool can_encode_gated(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const MaybeTensor (&enc)[2],
                       const GatedInput& gated);
 
+// Whether `encode` and `encode_anchored` can compute SwiGLU or its gradient of token groups themselves: 16-byte aligned rows.
+bool can_gate_tokens(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, int64_t row_run, int64_t col_run,
+                     const GatedInput& gated, const TokenTables& tokens);
+
 // Whether `encode_anchored` can quantize x with one exponent per tensor, and `encode_stacked` per tile, with the same bytes as `anchor_codes`.
 bool can_encode_anchored(const at::Tensor& x, const EncodingSpec& spec, bool round_to_bf16);
 
 // Quantize to MXFP8 whose blocks share the scale of their run: 8-bit operands whose fp32 scales stay out of the main loop.
 // Returns data and scale per direction. Run kOfTensor gives the same bytes as `anchor_codes`, in all requested directions.
-// extras: not gated; with tokens, the columnwise run is not the whole line.
+// extras: gated if `can_gate_tokens`; with tokens, the columnwise run is not the whole line.
 std::vector<at::Tensor> encode_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras = {});

@@ -17,6 +17,7 @@ cudaError_t launch_extended(const Launch<1>& launch, cudaStream_t stream);    //
 cudaError_t launch_fp6(const Launch<1>& launch, cudaStream_t stream);         // 6 bits, any input
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream);     // see supports_delayed
 cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream);       // see supports_gated
+cudaError_t launch_gated_tokens(const Launch<1>& launch, cudaStream_t stream);  // see supports_gated_tokens
 cudaError_t launch_fp32_input(const Launch<1>& launch, cudaStream_t stream);  // fp32 and fp16 values
 
 }  // namespace fsdp_quant

@@ -145,6 +145,7 @@ struct Launch {
   uint32_t* arrivals;  // [2], initially 0: blocks that came, whether the amaxes are written
   const void* up;     // values are act(x) * up; null: x
   int64_t up_stride;
+  bool gradient;      // values are the gradient of act(g) * u, of which [g, u] is x and whose gradient is `up`
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
   const int64_t* order;  // null, or the row of x that each row of the groups is; `rows` counts them, and rows are aligned
   Activation activation;
@@ -231,6 +232,14 @@ inline int known_block(const Launch<1>& launch) {
   return block;
 }
 
+// Whether SwiGLU of grouped tokens, or its gradient, can be computed while quantizing: bf16 in both directions, with scales of
+// (1, 128) blocks, or with exponents of runs of 128 (columns of the forward: of tiles).
+inline bool supports_gated_tokens(const Launch<1>& launch) {
+  return launch.activation == Activation::kSilu && launch.input == Input::kBF16 && launch.spec[0].present() &&
+         launch.spec[1].present() && launch.order == nullptr &&
+         (launch.in_tile ? launch.of_codes != launch.gradient : known_block(launch) == kTile);
+}
+
 // Whether grouped rows (`sources`) are supported: bf16 with scales from the tile or of the whole contraction, delayed or not;
 // or 4 bits (fp4_kernel.cuh).
 inline bool supports_sources(const Launch<1>& launch) {
@@ -242,7 +251,7 @@ inline bool supports_sources(const Launch<1>& launch) {
     whole = whole && s.whole() && !s.stochastic && !s.rotated;
     fp4 = fp4 && s.four_bit() && !s.by_line && s.contraction == 16 && s.outer == (can_share_codes_transposed(launch.spec, b) ? 16 : 1);
   }
-  return launch.input == Input::kBF16 && launch.up == nullptr &&
+  return launch.input == Input::kBF16 && (launch.up == nullptr || supports_gated_tokens(launch)) &&
          (whole || fp4 || (launch.spec[1].present() &&
                     (known_block(launch) == kTile ||
                      (known_block(launch) == 32 && (launch.in_tile || b[1].anchor != nullptr)))));

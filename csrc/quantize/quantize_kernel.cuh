@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   const TensorArgs& t = launch.tensors[which];
   Tile tile = tile_of(t, n - t.first_tile);
   Tile row_tile = tile;  // rowwise direction: rows of x
-  constexpr bool kTokens = std::is_same_v<In, LoadTokens>;
+  constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>;
   using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
   Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
   if constexpr (kTokens) {

@@ -16,6 +16,7 @@ cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.phases == kStatistics) return launch_statistics(launch, stream);
+  if (launch.up != nullptr && launch.sources != nullptr) return launch_gated_tokens(launch, stream);
   const EncodingSpec& row = launch.spec[0];
   const EncodingSpec& col = launch.spec[1];
   const EncodingBuffers(&buffers)[2] = launch.tensors[0].buffers;

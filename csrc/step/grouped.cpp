@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "api/grouped_gemm.h"
+#include "api/norm.h"
 #include "step/slots.h"
 
 namespace fsdp_quant::step {
@@ -68,11 +69,13 @@ TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::T
 
 // Returns y of x [tokens, K] (with `order`, of rows `order` of x) and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
 // (`token_groups`), and the codes saved for the backward. Weight codes that are decoded are given as values, with scales [E].
-// factors, histories: see Delayed. step, ids: for stochastic rounding.
+// factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of silu(g) * u, with [g, u] = x
+// [tokens, 2 K].
 std::vector<at::Tensor> grouped_step(
     const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
     bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag,
-    at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& order) {
+    at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& order,
+    bool swiglu) {
   check_cuda(x, "x");
   const auto call = grouped_call_of(plan, save, step, ids, guard, factors, {}, histories, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -81,7 +84,11 @@ std::vector<at::Tensor> grouped_step(
                    tables = token_groups(ends, order.has_value() ? order->numel() : rows.size(0), wrong, tag);
   const TokenTables tokens = ordered_tables(tables, ends.numel(), x, order);
   const bool keeps = save && call->plan->saves == Saves::kCodes;
-  const Encodings encoded = quantize_slot(*call, kInput, rows, true, keeps, {}, {nullptr, &tokens});
+  TORCH_CHECK_VALUE(!swiglu || (!order.has_value() && call->plan->operand_specs[kInput][kRowwise].is_quantized() && keeps == save),
+                    "swiglu is of rows in order that are quantized, and whose codes are saved");
+  const auto [gate, up] = operands_of(rows, std::nullopt, swiglu);
+  const GatedInput gated = {swiglu ? *up : rows, Activation::kSilu};
+  const Encodings encoded = quantize_slot(*call, kInput, gate, true, keeps, {}, {swiglu ? &gated : nullptr, &tokens});
   const OperandSpec &of_x = call->plan->operand_specs[kInput][kRowwise],
                     &of_weight = call->plan->operand_specs[kWeight][kRowwise];
   const GemmOperand a = of_x.is_quantized() ? grouped_operand(of_x, encoded[kRowwise]) : GemmOperand{ordered_rows(rows, &tokens)};
@@ -96,10 +103,11 @@ std::vector<at::Tensor> grouped_step(
 
 // Returns dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty if not needed. weight: the stacked columnwise operand
 // (values: [E, N, K]), for dx; saved: codes and scales of x, or x, for dw. factors: of x. turned: dw is [E, K, N].
+// swiglu: dy is the gradient of silu(g) * u [tokens, N / 2], with [g, u] = swiglu.
 std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
     at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
-    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned) {
+    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, const MaybeTensor& swiglu) {
   check_cuda(dy, "dy");
   const auto call = grouped_call_of(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -107,7 +115,11 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
   const TokenTables tokens = tables_of(tables, groups, dy);
   const at::Tensor rows = matrix(dy);
   const OperandSpec(&r)[kSlots][kDirections] = call->plan->operand_specs;
-  Encodings encoded = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), {}, {nullptr, &tokens});
+  const GatedInput gated = {rows, Activation::kSilu, true};
+  TORCH_CHECK_VALUE(!swiglu.has_value() || (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),
+                    "swiglu is of gradients that are quantized");
+  Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.has_value() ? matrix(*swiglu) : rows, weight.has_value(),
+                                    !saved.empty(), {}, {swiglu.has_value() ? &gated : nullptr, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
   if (!saved.empty()) {
     Encoded x;
@@ -153,12 +165,12 @@ void register_grouped(torch::Library& m) {
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "
       "ScalarType out_dtype, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, "
-      "Tensor? order) -> Tensor[]",
+      "Tensor? order, bool swiglu=False) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
       "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids, "
-      "bool turned) -> (Tensor, Tensor)",
+      "bool turned, Tensor? swiglu=None) -> (Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
 }
 

@@ -96,6 +96,17 @@ at::Tensor random_keys(const LinearCall& call, Slot slot, const TokenTables& tok
   return keys;
 }
 
+// The values that no quantize kernel computes.
+at::Tensor gated_values(const at::Tensor& x, const GatedInput& gated) {
+  const int64_t kind = static_cast<int64_t>(gated.kind);
+  if (!gated.gradient) return std::get<0>(activation(x, gated.up, kind));
+  const at::Tensor dx = new_empty(x, x.sizes(), x.scalar_type());
+  const auto [g, u] = operands_of(x, std::nullopt, true);
+  const auto [dg, du] = operands_of(dx, std::nullopt, true);
+  backward_into(dg, *du, std::nullopt, gated.up, g, u, kind, true);
+  return dx;
+}
+
 }  // namespace
 
 Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by,
@@ -158,7 +169,13 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
   const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
   const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of ungrouped tensors
-  if (extras.gated != nullptr && (is_anchored || !can_encode_gated(x, plain[0], plain[1], encs, *extras.gated))) {
+  if (extras.gated != nullptr && tokens != nullptr) {
+    const auto spec_of = [&](int d) { return anchors[d] != 0 ? r[d].spec : plain[d]; };
+    const bool is_whole = (anchors[0] != 0) == (anchors[1] != 0) && by.factors[0].empty() && by.factors[1].empty();
+    const int64_t runs[kDirections] = {is_anchored ? r[0].run : 0, is_anchored ? r[1].run : 0};
+    if (!is_whole || !can_gate_tokens(x, spec_of(0), spec_of(1), runs[0], runs[1], *extras.gated, *tokens))
+      x = gated_values(x, *extras.gated), extras.gated = nullptr;
+  } else if (extras.gated != nullptr && (is_anchored || !can_encode_gated(x, plain[0], plain[1], encs, *extras.gated))) {
     const auto [h, amaxes] = activation(x, extras.gated->up, static_cast<int64_t>(extras.gated->kind));
     x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), extras.gated = nullptr;
   }

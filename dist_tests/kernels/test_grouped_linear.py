@@ -32,10 +32,11 @@ from fsdp_quant.formats import (
     round_up,
 )
 from fsdp_quant.linear import grouped as program
-from fsdp_quant.linear import grouped_ops
+from fsdp_quant.linear import grouped_ops, guard
 from fsdp_quant.linear import plan as plans
+from fsdp_quant.models import norm_op
 from fsdp_quant.models.packed_experts import ExpertProduct
-from fsdp_quant.ops import anchoring, capability, dispatch, native
+from fsdp_quant.ops import anchoring, capability, dispatch, native, norm
 from fsdp_quant.ops.layout import repack
 from fsdp_quant.roles import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
@@ -169,6 +170,87 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
                     results[0][key].double() - want.double()
                 ).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
+
+
+def mlp(recipe: fq.Recipe, ffn: int) -> nn.ModuleList:
+    """Gate and up [4, 2 ffn, K], and down [4, N, ffn]."""
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": BF16, "packed": True, "recipe": recipe}
+    shapes = {"gate_up": (K, 2 * ffn), "down": (ffn, N)}
+    return nn.ModuleList(
+        fq.GroupedLinear(4, *shape, False, name=name, **options) for name, shape in shapes.items()
+    )
+
+
+def run_mlp(first: nn.Module, last: nn.Module, x: Tensor, ends: Tensor, fuses: bool) -> Tensor:
+    """down(silu(g) * u): quantized as it is computed, or by the kernels that this replaces."""
+    if not fuses:
+        kind = norm.ACTIVATIONS["swiglu"].kind
+        return last(norm_op.activate(first(x, ends), None, kind, packed=True)[0], ends)
+    y, h = first(x, ends, (), True)
+    return last(h, ends, (), y)
+
+
+@pytest.mark.parametrize("frozen", [None, "gate_up", "down"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block"])
+def test_swiglu_is_that_of_the_kernels_it_replaces(name: str, frozen: str | None, monkeypatch):
+    """If false, SwiGLU or its gradient has other bits where it is quantized as it is computed: rows
+    of another group, columns of another half, or values that are rounded elsewhere."""
+    monkeypatch.setattr(
+        guard, "apply_underflow_policy", lambda: None
+    )  # moves products between runs
+    for ffn in (K, 208):  # the last tile is cut, and one has columns of dg and of du
+        experts = mlp(ONE_PRODUCT[name](), ffn)
+        for layer in experts:
+            layer.weight.requires_grad_(layer._name != frozen)
+        for sizes in (*SPLITS, [300, 0, 129, 1], [1, 15, 128, 380], [0, 0, 0, 7]):
+            ends, ran = torch.tensor(sizes).cumsum(0).int().cuda(), []
+            x, dy = (
+                laws.values(sum(sizes), cols, seed=cols, kind="outliers").to(BF16).cuda()
+                for cols in (K, N)
+            )
+            for fuses in (True, False):
+                experts.zero_grad()
+                a = x.clone().requires_grad_()
+                y = run_mlp(*experts, a, ends, fuses)
+                y.backward(dy)
+                grads = [a.grad, *(layer.weight.grad for layer in experts)]
+                ran.append([y.detach(), *(g for g in grads if g is not None)])
+            assert len(ran[0]) == 4 - (frozen is not None)
+            for i, (got, want) in enumerate(zip(*ran)):
+                laws.assert_same_bytes(got, want, f"{name} {frozen} {ffn} {sizes} {i}")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block"])
+def test_swiglu_in_a_graph_is_that_of_eager_mode(name: str):
+    """If false, compiled or captured experts train on other activations or gradients."""
+    torch.compiler.reset()
+    experts, sizes = mlp(ONE_PRODUCT[name](), K), SPLITS[0]
+    ends = torch.tensor(sizes).cumsum(0).int().cuda()
+    x, dy = (laws.values(sum(sizes), n, seed=n, dtype=BF16).cuda() for n in (K, N))
+    x.requires_grad_()
+    compiled = torch.compile(run_mlp, fullgraph=True)
+
+    def step(call) -> list[Tensor]:
+        x.grad = None
+        experts.zero_grad()
+        y = call(*experts, x, ends, True)
+        y.backward(dy)
+        return [y.detach(), x.grad, *(layer.weight.grad for layer in experts)]
+
+    ran = {"eager": [t.clone() for t in step(run_mlp)], "compiled": step(compiled)}
+    beside = torch.cuda.Stream()
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step(compiled)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ran["captured"] = step(compiled)
+    graph.replay()
+    for what in ("compiled", "captured"):
+        for i, (got, want) in enumerate(zip(ran[what], ran["eager"])):
+            laws.assert_same_bytes(got, want, f"{name} {what} {i}")
 
 
 DECODED = {

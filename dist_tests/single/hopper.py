@@ -901,7 +901,12 @@ class Operators:
         step,
         ids,
         order,
+        swiglu=False,
     ):
+        if swiglu:
+            refuse(order is not None or not self.plans[plan].slots[0][0].side, "rows in order")
+            self.calls.append(Call("swiglu", x.data_ptr(), True, save))
+            x = norm.reference_activation(*x.chunk(2, -1), norm.ACTIVATIONS["swiglu"].kind)
         if order is not None:
             refuse(order.dtype is not torch.int64 or not order.is_contiguous(), "order")
             x = x.index_select(0, order)
@@ -987,7 +992,15 @@ class Operators:
         step,
         ids,
         turned,
+        swiglu=None,
     ):
+        if swiglu is not None:
+            refuse(not all(s.side for s in self.plans[plan].slots[2]), "gradients are quantized")
+            self.calls.append(
+                Call("swiglu_backward", dy.data_ptr(), weight is not None, len(saved) > 0)
+            )
+            kind = norm.ACTIVATIONS["swiglu"].kind
+            dy = torch.cat(norm.reference_activation_backward(dy, *swiglu.chunk(2, -1), kind), -1)
         operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
         of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)

@@ -21,14 +21,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import (
-    Piece,
-    Shard,
-    WeightState,
-    WeightTensor,
-    encode_shards,
-    values_of,
-)
+from ..tensor.weight_state import Piece, Shard, WeightState, WeightTensor, encode_shards, values_of
 
 
 def _of_matrix(codes: QuantizedTensor | None, state: WeightState, e: int) -> QuantizedTensor | None:

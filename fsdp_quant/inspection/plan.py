@@ -462,9 +462,7 @@ def _experts_per_token(model: nn.Module) -> int | None:
     return next((top_k for top_k in routers if isinstance(top_k, int)), None)
 
 
-def _multiplied_parameters(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _multiplied_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield (module name, module, attribute, parameter) of each parameter that a GEMM may read."""
     ids = set()
     for name, module in model.named_modules():

@@ -69,7 +69,8 @@ class LinearFunction(torch.autograd.Function):
         return dx, None, None, None, *rest
 
 
-def differentiated(program: Program, x: Tensor, count: int, parameters: Sequence[Tensor]) -> Tensor:
-    """Return y of a program of x, `count` weights and biases, with its autograd node."""
+def differentiated(program: Program, x: Tensor, count: int, parameters: Sequence) -> Sequence:
+    """Return y of a program of x, `count` weights and biases, with its autograd node; then what the
+    node keeps."""
     dgrad = torch.is_grad_enabled() and x.requires_grad
-    return LinearFunction.apply(x, program, count, dgrad, *parameters)[0]
+    return LinearFunction.apply(x, program, count, dgrad, *parameters)

@@ -183,11 +183,7 @@ class Call(NamedTuple):
         )
 
     def quantize(
-        self,
-        slot: str,
-        x: Tensor,
-        directions: Sequence[Direction],
-        cut: SequenceCut | None,
+        self, slot: str, x: Tensor, directions: Sequence[Direction], cut: SequenceCut | None
     ) -> LocalOperands | Gather:
         """Return the operands in the backward, with statistics and a key of their own."""
         statistics = self.statistics(slot, x, [directions], cut)

@@ -132,11 +132,7 @@ def _weight_operand(
 
 
 def _coded_operand(
-    weight: QuantizedTensor,
-    plan: GemmPlan,
-    resolved: Resolved,
-    dgrad: bool,
-    late: LateCodes | None,
+    weight: QuantizedTensor, plan: GemmPlan, resolved: Resolved, dgrad: bool, late: LateCodes | None
 ) -> WeightOperand | None:
     """`_weight_operand` of codes."""
     layouts = resolved.layouts["weight"]

@@ -14,13 +14,16 @@ graphs (`grouped_ops.TracedCall`). Its GEMMs are chosen once per call:
     a loop over the experts       else (`unsupported_reason`), which reads the splits on the host
 
 All have the bits of a loop over `fq.Linear`.
+
+SwiGLU between two layers, h = silu(g) * u with [g, u] = y of the first, is computed where it is
+quantized (`fuses_swiglu`): h, between their nodes, has a shape and a gradient but no values.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +31,9 @@ from torch import Tensor
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..ops import native
+from ..ops import native, norm
 from ..ops.capability import ARCHITECTURES, Place, arch_of, has_own_kernels
-from ..ops.layout import is_anchored_of_codes
+from ..ops.layout import is_anchored_of_codes, operand_format
 from ..ops.native import Operand, TokenGroups
 from ..ops.reference import known
 from ..storage import Storage
@@ -38,23 +41,19 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from . import program
-from .autograd import Differentiable, Gradients, Program
+from .autograd import Differentiable, Gradients, Program, differentiated
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .operands import buffers_of, lies_transposed
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
-from .routes import sum_of_copies
+from .routes import Routes, SwiGLU, sum_of_copies
 from .stacked_weights import StackedWeight, read_as, stacked_weight
 
 # Which plans one grouped GEMM computes #
 
 
 def unsupported_reason(
-    plan: GemmPlan,
-    dtype: torch.dtype,
-    device: Place,
-    shape: Sequence[int],
-    bias: bool = False,
+    plan: GemmPlan, dtype: torch.dtype, device: Place, shape: Sequence[int], bias: bool = False
 ) -> str | None:
     """Return the reason that no grouped GEMM computes this plan's products, in one clause; None if
     one does.
@@ -156,6 +155,17 @@ def reads_routes(plan: GemmPlan, x: Tensor) -> bool:
     return not plan.decodes_groups(arch_of(x.device)) and plan.saves != "input"
 
 
+def fuses_swiglu(plan: GemmPlan, slot: str, x: Tensor) -> bool:
+    """Return whether kernels quantize SwiGLU as they compute it (input), or its gradient
+    (grad_output): 8 bits in both directions, with scales of (1, 128) blocks or of tiles."""
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if reads_routes(plan, x) else {}
+    read = [operand_format(plan.operand(slot, d), layout) for d, layout in layouts.items()]
+    blocks = (1, native.TILE), (native.TILE, native.TILE)
+    return bool(read) and all(
+        f.is_quantized and f.element.bits == 8 and f.block in blocks for f in read
+    )
+
+
 # The program #
 
 
@@ -202,6 +212,7 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         keeps_weight: bool = False,
+        swiglu: bool = False,
         weight: StackedWeight | None = None,
     ) -> tuple[Tensor, list[Tensor], StackedWeight | None]:
         """Return y [M, N]; what the backward reads of the groups and of x; and of the weights.
@@ -211,6 +222,7 @@ class GroupedCall(NamedTuple):
         biases:   [N] each, or one [E, N]; empty: none.
         keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
                        Gathered codes are not kept: FSDP2 fills them again.
+        swiglu:   x is [g, u] [M, 2 K], and silu(g) * u is multiplied.
         weight:   the rowwise operand of the weights; None: it is read.
         """
         call, plan = self.call, self.call.plan
@@ -231,9 +243,9 @@ class GroupedCall(NamedTuple):
             if call.save and not saves_input:
                 codes = buffers_of(encoded_tokens(plan, "input", x, COLUMNWISE, groups))
         else:
-            number = self._number(x)
+            of_layer = out_dtype, wrong, self.tag, self.tokens, swiglu
             y, groups, codes = native.grouped_step(
-                x, ends, operand, number, call, self.ids, out_dtype, wrong, self.tag, self.tokens
+                x, ends, operand, self._number(x), call, self.ids, *of_layer
             )
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
@@ -247,10 +259,12 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         weight: StackedWeight | None,
         needs: Sequence[bool],
+        swiglu: Tensor | None = None,
     ) -> Gradients:
         """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
 
         saved, weight:  from `forward`; without `weight`, the weights are read again.
+        swiglu:  [g, u] [M, N], if dy is the gradient of silu(g) * u [M, N / 2].
         """
         if not self.in_one:
             return self._backward_in_loop(dy, saved, weights, needs)
@@ -266,7 +280,7 @@ class GroupedCall(NamedTuple):
         else:
             codes, number = codes if need_w else [], self._number(dy)
             dx, dw = native.grouped_step_backward(
-                dy, groups, operand, codes, number, self.call, self.ids, transposes
+                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu
             )
             dx, dw = dx if need_x else None, dw if need_w else None
         dw = dw.mT if dw is not None and transposes else dw
@@ -417,29 +431,69 @@ def experts(
     forward: Callable[..., tuple[Tensor, list[Tensor], StackedWeight | None]],
     backward: Callable[..., Gradients],
     ends: Tensor,
-    routes: Sequence[Tensor] = (),
+    routes: Routes = (),
+    swiglu: SwiGLU = False,
 ) -> Program:
     """Return the program of all experts.
 
     forward, backward:  of `GroupedCall`, or of `grouped_ops.TracedCall`, in a graph being traced.
     ends:    the row after the last of each.
     routes:  by which `forward` reads x; empty: x has the rows that are multiplied.
+    swiglu:  True: the program returns h in place of y, which its node keeps last. A tensor:
+             [g, u], of which x is h.
     """
-    places = list(routes[1:])
+    places, is_gated = list(routes[1:]), isinstance(swiglu, Tensor)
 
     def program(x, weights, biases, dgrad) -> Differentiable:
-        y, saved, weight = forward(x, ends, weights, biases, dgrad)
+        rows = swiglu if is_gated else x
+        y, saved, weight = forward(rows, ends, weights, biases, dgrad, is_gated)
         is_x, read = [t is x for t in saved], None if weight is None else weight.read
         buffers = [t for t in saved if t is not x]
 
         def gradients(dy, x, buffers, weights, needs) -> Gradients:
+            gate_and_up = buffers.pop() if swiglu is True else None
             back, remaining = buffers[: len(places)], iter(buffers[len(places) :])
             read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
             stacked = None if read is None else StackedWeight([*remaining], read)
-            dx, dw, db = backward(dy, read_by_wgrad, weights, stacked, needs)
+            dx, dw, db = backward(dy, read_by_wgrad, weights, stacked, needs, gate_and_up)
             return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
 
-        read_again = [] if weight is None else weight.buffers
-        return y, any(is_x), [*places, *buffers, *read_again], gradients
+        buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
+        if swiglu is True:
+            buffers, y = [*buffers, y], y.new_zeros(()).expand(y.shape[0], y.shape[1] // 2)
+        return y, any(is_x), buffers, gradients
 
     return program
+
+
+def run_experts(
+    call: Any,
+    fuses: Callable[[str], bool],
+    x: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    routes: Routes,
+    swiglu: SwiGLU,
+) -> Any:
+    """Return y of `experts` with its node; with swiglu=True (y without a gradient, h), or (y, None)
+    where the caller computes h of y.
+
+    call:    `GroupedCall`, or `grouped_ops.TracedCall`.
+    fuses:   `fuses_swiglu` of a slot.
+    """
+    returns_h = swiglu is True
+    if isinstance(swiglu, Tensor) and not fuses("input"):
+        x, swiglu = with_values(x, swiglu), False
+    elif returns_h and (biases or not fuses("grad_output")):
+        swiglu = False
+    program = experts(call.forward, call.backward, ends, routes, swiglu)
+    y, *_, last = differentiated(program, x, len(weights), (*weights, *biases))
+    return (last, y) if swiglu is True else (y, None) if returns_h else y
+
+
+def with_values(h: Tensor, gate_and_up: Tensor) -> Tensor:
+    """Return h with values, and its gradient: h is zeros."""
+    g, u = gate_and_up.chunk(2, -1)
+    with torch_compat.tracing_if_watched():
+        return h + norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]

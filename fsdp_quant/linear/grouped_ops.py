@@ -24,21 +24,14 @@ from ..ops.capability import arch_of
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from .autograd import differentiated
 from .call import NOTHING, BySlot, Call
-from .grouped import GroupedCall, experts, reads_routes, unsupported_reason
+from .grouped import GroupedCall, fuses_swiglu, reads_routes, run_experts, unsupported_reason
 from .operands import check_codes
 from .plan import GemmPlan, plan_of
 from .program import check_histories
+from .routes import Routes, SwiGLU, tokens_of
 from .routes import dispatch as dispatch_tokens
-from .routes import tokens_of
-from .stacked_weights import (
-    StackedWeight,
-    gathered_codes,
-    read_as,
-    stack_of_codes,
-    weight_of_codes,
-)
+from .stacked_weights import StackedWeight, gathered_codes, read_as, stack_of_codes, weight_of_codes
 
 
 class _Spec(NamedTuple):
@@ -50,6 +43,7 @@ class _Spec(NamedTuple):
     is_gathered:    a packed weight is codes.
     counts:         products return what they lost.
     save:           the backward needs x.
+    swiglu:         x is [g, u] of `grouped.experts`; or `saved` ends with it, whose h has dy.
     """
 
     experts: int
@@ -60,6 +54,7 @@ class _Spec(NamedTuple):
     is_gathered: int
     counts: int
     save: int
+    swiglu: int = 0
 
     def weights(
         self,
@@ -107,6 +102,7 @@ class TracedCall(NamedTuple):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         keeps_weight: bool,
+        swiglu: bool,
     ) -> tuple[Tensor, list[Tensor], None]:
         """`GroupedCall.forward`, which keeps no weight."""
         written = [t for t in (self.step, *self.factors) if t is not None]
@@ -114,8 +110,8 @@ class TracedCall(NamedTuple):
         read = [*written, *self.ids, *self.histories, *self.guards, *gathered]
         torch_compat.save_inputs(read, written, self.plan.weight if gathered else None)
         operands, biases = self._operands(weights, ROWWISE), list(biases)
-        key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
-        state = key, self.spec, step, ids, factors
+        spec = self.spec._replace(swiglu=int(swiglu))
+        state = self.plan.key, spec, self.step, self.ids, self.factors
         y, *saved = _experts(x, self.tokens, ends, operands, biases, *state)
         self._record(saved, ("input", "weight"), self.guards[:1])
         saved = saved if self.spec.in_one else [ends]
@@ -130,13 +126,14 @@ class TracedCall(NamedTuple):
         weights: Sequence[Tensor],
         weight: None,
         needs: tuple[bool, bool, bool],
+        swiglu: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
             operands = self._operands(weights, COLUMNWISE)
-        key, step, ids, factors = self.plan.key, self.step, self.ids, self.factors
-        results = _experts_backward(
-            dy, list(saved), operands, key, self.spec, list(needs), step, ids, factors
-        )
+        saved = [*saved] if swiglu is None else [*saved, swiglu]
+        spec = self.spec._replace(swiglu=int(swiglu is not None))
+        state = self.plan.key, spec, list(needs), self.step, self.ids, self.factors
+        results = _experts_backward(dy, saved, operands, *state)
         self._record(results, ("grad_output",), self.guards[1:])
         gradients = iter(results)
         dx, dw, db = (next(gradients) if need else None for need in needs)
@@ -177,8 +174,9 @@ def traced_experts(
     guards: list[Tensor],
     factors: list[Tensor],
     histories: list[Tensor],
-    routes: Sequence[Tensor] = (),
-) -> Tensor:
+    routes: Routes = (),
+    swiglu: SwiGLU = False,
+) -> Any:
     """Return y [M, N] of x [M, K] in a graph that is traced; arguments as of `TracedCall`.
 
     ends:            the row after the last of each expert.
@@ -187,6 +185,7 @@ def traced_experts(
     require_native:  no product of decoded codes.
     transposed:      a packed weight is stored [E, K, N].
     routes:          of x [T, K] (linear/routes.py).
+    swiglu:          as of `grouped.run_experts`.
     """
     counters.has_graphs = True
     first, of_expert = weights[0], plan_of(plan)
@@ -211,8 +210,8 @@ def traced_experts(
     spec = _Spec(*shape, *map(int, flags))
     tokens = tokens_of(*routes) if routes else None
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories, tokens)
-    program = experts(call.forward, call.backward, ends, routes)
-    return differentiated(program, x, len(weights), (*weights, *biases))
+    fuses = lambda slot: in_one and fuses_swiglu(of_groups, slot, x)  # noqa: E731
+    return run_experts(call, fuses, x, ends, weights, biases, routes, swiglu)
 
 
 # The operators #
@@ -259,10 +258,10 @@ def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factor
     plan, spec = plan_of(plan), _Spec(*spec)
     call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
     weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
-    y, saved, _ = call.forward(x, ends, weights, biases, weight=weight)
+    y, saved, _ = call.forward(x, ends, weights, biases, False, bool(spec.swiglu), weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec.experts)
+        shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec)
         saved[1:] = [t if t.shape == s else t.view(s) for t, (s, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 
@@ -275,7 +274,7 @@ def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, facto
         size = 4 * _tiles(rows, spec.experts) + 2 * (spec.experts + 1)
         outputs.append(ends.new_empty(size, dtype=torch.int32))
         if spec.save and plan.saves != "input":
-            shapes = _saved_shapes(plan, x, rows, spec.experts)
+            shapes = _saved_shapes(plan, x, rows, spec)
             outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     return [*outputs, *_fake_written(x, spec, factors)]
 
@@ -284,7 +283,8 @@ def _run_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
     call, written = _call_of(dy, plan, spec, step, ids, factors)
     weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
-    dx, dw, db = call.backward(dy, saved, weights, weight, needs)
+    swiglu = saved.pop() if spec.swiglu else None
+    dx, dw, db = call.backward(dy, saved, weights, weight, needs, swiglu)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
@@ -308,13 +308,13 @@ def _tiles(tokens: int, experts: int) -> int:
 
 
 def _saved_shapes(
-    plan: GemmPlan, x: Tensor, rows: int, experts: int
+    plan: GemmPlan, x: Tensor, rows: int, spec: _Spec
 ) -> list[tuple[tuple, torch.dtype]]:
     """Return shapes and dtypes of what one grouped GEMM saves of rows of x: codes of groups that
     begin at multiples of 128, their scales and tensor amaxes."""
-    tokens, cols = native.TILE * _tiles(rows, experts), x.shape[1]
-    key = x.dtype, x.device, tokens, cols, experts
-    if isinstance(tokens, int) and isinstance(cols, int):
+    tokens = native.TILE * _tiles(rows, spec.experts)
+    key = x.dtype, x.device, tokens, spec.k, spec.experts
+    if isinstance(tokens, int):
         return plan.once(_shapes_of_codes, *key)
     return _shapes_of_codes(plan, *key)  # symbols belong to one trace
 

@@ -15,13 +15,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops import dispatch, native, opaque
 from ..ops.dispatch import Statistics
-from ..ops.layout import (
-    ANCHORED_TENSOR,
-    ANCHORS,
-    COMPACT,
-    is_anchored_as_encoded,
-    is_encoded_as,
-)
+from ..ops.layout import ANCHORED_TENSOR, ANCHORS, COMPACT, is_anchored_as_encoded, is_encoded_as
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES as SLOTS

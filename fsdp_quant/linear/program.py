@@ -94,12 +94,7 @@ class Saved:
 
 
 def forward(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shared: Shared | None,
-    dgrad: bool,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared | None, dgrad: bool
 ) -> tuple[Tensor, Saved]:
     """Return y = x w^T + b of this rank, and what its backward reads.
 
@@ -338,7 +333,7 @@ def linear(
     shared = shared_input(x, x if owner is None else owner, call)
     x = x if shared is None else shared.x
     parameters = (weight,) if bias is None else (weight, bias)
-    return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)
+    return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)[0]
 
 
 # In graphs #

@@ -12,12 +12,17 @@ weights. A product that reads tokens by their routes (`grouped.reads_routes`) ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..ops import routing
 from ..tensor import torch_compat
 from .autograd import REFUSED
+
+Routes = Sequence[Tensor]  # empty: x has the rows
+SwiGLU = Tensor | bool  # of `grouped.run_experts`
 
 
 def tokens_of(order: Tensor, back: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` 
 given x [tokens, hidden] and the experts of each token
 
     rows   = x[tokens sorted by expert]
-    y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
+    y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`), or kernels
+                                             that quantize SwiGLU (`grouped.fuses_swiglu`)
     result = sum over a token's experts of its routing weight * y, rounded once
 
 or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
@@ -29,8 +30,8 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +39,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..linear.bad_splits import BAD_SPLITS
+from ..linear.grouped import fuses_swiglu
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
-from ..linear.routes import combine, dispatch
+from ..linear.routes import Routes, combine, dispatch
 from ..ops import opaque
+from ..ops.norm import ACTIVATIONS
 from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
+from .norm_op import activate
+from .proof import gate_of, swiglu_of
 from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
+
+SWIGLU = ACTIVATIONS["swiglu"].kind
 
 
 class ExpertProduct(GroupedLinear):
@@ -75,6 +82,11 @@ class ExpertProduct(GroupedLinear):
         last = len(self.weight) - 1
         return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
 
+    @opaque.eager_only
+    def fuses_swiglu(self, rows: Tensor) -> bool:
+        plan = self._plan_of_one(rows)[0]
+        return plan is not None and fuses_swiglu(plan, "grad_output", rows)
+
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         if self.is_routed and sum(sizes) != rows:
             raise ValueError(
@@ -90,11 +102,13 @@ class Kind(NamedTuple):
 
     parts:       their weights, in the order of their products. forward: of the module.
     transposed:  the weights are stored [E, K, N].
+    swiglu:      the class of `act_fn` and the function `_apply_gate` that are SwiGLU; None: others.
     """
 
     parts: tuple[str, ...]
     forward: Callable
     transposed: bool = False
+    swiglu: tuple[type, Callable] | None = None
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -202,7 +216,7 @@ class _Defined(nn.Module):
         self._parameters |= {"weight": parameters[part], "bias": parameters.get(f"{part}_bias")}
         self.transposed = transposed
 
-    def forward(self, rows: Tensor, ends: Tensor, routes: Sequence[Tensor]) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, routes: Routes = (), *_: Any) -> Tensor:
         rows = dispatch(rows, *routes) if routes else rows
         parts = rows.tensor_split(ends[:-1].tolist())
         weights = self.weight if self.transposed else self.weight.mT
@@ -260,7 +274,8 @@ def _is_same(
         children = {n: m for n, m in module._modules.items() if n not in products}
         probe.__dict__ |= {"_parameters": parameters, "_modules": children} | sizes
         plain = copy.copy(probe)
-        plain.__dict__ |= {"_modules": children | products, "packed_parts": kind.parts}
+        unfused = {"packed_parts": kind.parts, "packed_kind": kind._replace(swiglu=None)}
+        plain.__dict__ |= {"_modules": children | products} | unfused
         with symbols:
             symbols.gradients = True
             with Unobserved(SHAPES):
@@ -296,10 +311,13 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
     kind = known(kind_of(module), "a kind of packed experts")
+    is_routed = kind.forward is _forward
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
-        product.is_routed = kind.forward is _forward
-    module.__class__ = _class_of(type(module), kind.parts, kind.forward, kind.transposed)
+        product.is_routed = is_routed
+    module.__class__ = _class_of(
+        type(module), *kind._replace(swiglu=swiglu_of(module) if is_routed else None)
+    )
     module.register_state_dict_post_hook(_plain_parts)
     torch_compat.make_fx_leaf(module)
     changed_in(module)
@@ -333,15 +351,13 @@ def changed_in(module: nn.Module) -> str | None:
 
 
 @functools.cache
-def _class_of(
-    cls: type[nn.Module], parts: tuple[str, ...], forward: Callable, transposed: bool
-) -> type[nn.Module]:
+def _class_of(cls: type[nn.Module], *of_kind: Any) -> type[nn.Module]:
     """cls with grouped products of `parts`; its instances are pickled as cls.
 
     What its forward was proven from is looked up again; if it is otherwise, cls.forward runs.
     """
-    kind, code = Kind(parts, forward, transposed), cls.forward
-    named = _with_names_of(cls, forward)
+    kind, code = Kind(*of_kind), cls.forward
+    parts, named = kind.parts, _with_names_of(cls, kind.forward)
 
     @functools.wraps(code)
     def proven_forward(self, *args, **kwargs):
@@ -427,8 +443,18 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
-    hidden = gate(_product(self, first, hidden_states, ends, (order, back)))
-    y = _product(self, last, hidden, ends)
+    products = [getattr(self, f"{part}_product") for part in self.packed_parts]
+    is_swiglu = gate_of(self) == self.packed_kind.swiglu
+    is_observed = is_swiglu and any(map(torch_compat.has_hooks, products))
+    fuses = is_swiglu and not is_observed
+    y = _product(self, first, hidden_states, ends, (order, back), fuses)
+    gate_and_up, hidden = y if fuses else (y, None)
+    if hidden is not None:
+        y = _product(self, last, hidden, ends, (), gate_and_up)
+    else:  # hooks see values of the bits of kernels
+        by_kernel = is_observed and products[0].fuses_swiglu(y)
+        hidden = activate(y, None, SWIGLU, packed=True)[0] if by_kernel else gate(gate_and_up)
+        y = _product(self, last, hidden, ends)
     return combine(y, back, top_k_weights).to(hidden_states.dtype)
 
 
@@ -447,23 +473,21 @@ def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
 
 
-def _product(
-    module: nn.Module, part: str, rows: Tensor, ends: Tensor, routes: Sequence[Tensor] = ()
-) -> Tensor:
+def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor, *of_call: Any) -> Any:
     """Of the module's weight and bias, which are not the product's if they are parametrized (LoRA),
     or those of a functional call."""
     product = getattr(module, f"{part}_product")
     weight, bias = getattr(module, part), getattr(module, f"{part}_bias", None)
     parameters = product._parameters
     if weight is parameters["weight"] and bias is parameters["bias"]:
-        return product(rows, ends, routes)
+        return product(rows, ends, *of_call)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
             "to keep these experts as they are"
         )
     parameters = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return torch.func.functional_call(product, parameters, (rows, ends, routes))
+    return torch.func.functional_call(product, parameters, (rows, ends, *of_call))
 
 
 def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from .symbols import Symbols, Unobserved, Unproven
 
 WIDTH, HIDDEN = 16, 24  # of the small modules that are looked at
 _DTYPES = torch.bfloat16, torch.float16
+_STATELESS = "torch.nn.", "transformers.activations"  # whose SiLU has no settings
 
 
 class Provable(Protocol):
@@ -160,3 +161,24 @@ def _is_same(
         y.dtype is z.dtype and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
         for z in ways
     )
+
+
+def gate_of(experts: nn.Module) -> tuple[type, Callable | None]:
+    """The class of `act_fn` and the function `_apply_gate` of packed experts of transformers."""
+    is_own = "_apply_gate" in experts.__dict__  # of this instance
+    gate = None if is_own else getattr(type(experts), "_apply_gate", None)
+    return type(getattr(experts, "act_fn", None)), gate
+
+
+def swiglu_of(experts: nn.Module) -> tuple[type, Callable | None] | None:
+    """`gate_of`, if it is silu(g) * u of the halves g, u by its operators; else None."""
+    activation, gate = gate_of(experts)
+    if gate is None or not activation.__module__.startswith(_STATELESS):
+        return None
+    symbols, x = Symbols(exact=True), torch.ones(2, 16, dtype=torch.bfloat16, device="cpu")
+    symbols.name(x, "x")
+    with torch.inference_mode(False), torch.no_grad(), symbols:
+        g, u = x.chunk(2, -1)
+        results = gate(experts, x), torch.nn.functional.silu(g) * u
+    is_same = torch.equal(*map(symbols.numbers_of, results))
+    return (activation, gate) if is_same else None

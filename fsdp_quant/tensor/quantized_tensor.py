@@ -308,9 +308,7 @@ class QuantizedTensor(Tensor):
             for name, s in pair.operands_in_graphs().items()
         }
         result = StoragePair(
-            rebuilt.get("rowwise", pair.rowwise),
-            rebuilt.get("columnwise", pair.columnwise),
-            owner,
+            rebuilt.get("rowwise", pair.rowwise), rebuilt.get("columnwise", pair.columnwise), owner
         )
         if pair.shares_data:
             result.share_rowwise()

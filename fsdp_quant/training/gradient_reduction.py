@@ -198,10 +198,7 @@ def reduced_bytes(params: Sequence[torch_compat.ManagedParam]) -> tuple[int, int
     shards = _layout(shapes, ranks, comm.format)
     between = _layout(tuple((n,) for n in shards.numels), copies, comm.format)
     totals = sum(between.numels) * torch.bfloat16.itemsize
-    return (
-        shards.nbytes * ranks * (ranks > 1),
-        (between.nbytes + totals) * copies * (copies > 1),
-    )
+    return (shards.nbytes * ranks * (ranks > 1), (between.nbytes + totals) * copies * (copies > 1))
 
 
 class _Keys:

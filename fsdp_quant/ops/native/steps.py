@@ -40,6 +40,7 @@ def grouped_step(
     wrong: Tensor | None,
     tag: int,
     order: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """Return y of x [tokens, K], its groups (`token_groups`), and the codes that the backward
     saves. See csrc/step/grouped.cpp.
@@ -50,25 +51,12 @@ def grouped_step(
              then for the next.
     ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
     order:   int64 [tokens], the row of x of each token; None: x has the tokens.
+    swiglu:  x is [g, u] [tokens, 2 K]; silu(g) * u is multiplied.
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
-    y, tables, *saved = _ops.grouped_step(
-        rows_of(x),
-        ends,
-        weight.data,
-        weight.scale,
-        plan,
-        call.save,
-        call.guard,
-        out_dtype,
-        wrong,
-        tag,
-        call.factors[0],
-        call.histories[0],
-        call.step,
-        ids,
-        order,
-    )
+    operands = rows_of(x), ends, weight.data, weight.scale, plan, call.save, call.guard
+    state = call.factors[0], call.histories[0], call.step, ids, order, swiglu
+    y, tables, *saved = _ops.grouped_step(*operands, out_dtype, wrong, tag, *state)
     return y, TokenGroups(tables, ends.shape[0]), saved
 
 
@@ -81,30 +69,19 @@ def grouped_step_backward(
     call: StepCall,
     ids: Sequence[Tensor],
     transposes: bool = False,
+    swiglu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dx [tokens, K] and dw [E, N, K]. dx is empty without `weight`, dw without `saved`.
 
     weight:      the columnwise operand of the weights.
     saved:       the tensors that the forward saved of x.
     transposes:  dw is [E, K, N].
+    swiglu:      [g, u] [tokens, N], if dy is the gradient of silu(g) * u.
     """
     data, scale = (None, None) if weight is None else weight[:2]
-    return _ops.grouped_step_backward(
-        rows_of(dy),
-        groups.tables,
-        groups.groups,
-        data,
-        scale,
-        saved,
-        plan,
-        call.guard,
-        call.factors[0],
-        call.factors[2],
-        call.histories[2],
-        call.step,
-        ids,
-        transposes,
-    )
+    operands = rows_of(dy), groups.tables, groups.groups, data, scale, saved, plan, call.guard
+    state = call.factors[0], call.factors[2], call.histories[2], call.step, ids, transposes, swiglu
+    return _ops.grouped_step_backward(*operands, *state)
 
 
 class OperandSpec(NamedTuple):

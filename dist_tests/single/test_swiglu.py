@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU between the products of packed experts, computed where it is quantized."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes
+from dist_tests.single import hopper
+from dist_tests.single.test_fuse import tiny
+from fsdp_quant.linear import grouped, grouped_ops
+from fsdp_quant.models.packed_experts import kind_of
+from fsdp_quant.models.proof import swiglu_of
+
+HIDDEN, TOKENS, COPIES = 32, 96, 2
+FUSED, OTHERS = ("mxfp8", "fp8_block"), ("fp8_delayed", "fp8_row", "identity")
+
+
+def experts_of(recipe: fq.Recipe, family: str = "qwen3_moe") -> nn.Module:
+    model = fq.convert(tiny(family), recipe, skip="lm_head")
+    return next(m for m in model.modules() if hasattr(m, "down_proj_product"))
+
+
+def inputs(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, of which no expert 2 multiplies any, their experts, and the weights of these."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
+    index = torch.tensor([[0, 1], [1, 3], [3, 1]])[torch.randint(3, (tokens,), generator=g)]
+    return x, index, torch.rand(tokens, COPIES, generator=g).bfloat16()
+
+
+def run(experts: nn.Module, call=None, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """Output and gradients; a column of gate and up is large, as in a training run."""
+    experts.zero_grad()
+    x, index, weights = inputs(tokens)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    y = (experts if call is None else call)(x, index, weights)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+    grads = {n: p.grad.clone() for n, p in experts.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad} | grads
+
+
+@contextlib.contextmanager
+def unfused(slots: tuple[str, ...] = ("input", "grad_output")):
+    """Of these slots the values are computed by torch, and then quantized."""
+    with pytest.MonkeyPatch.context() as patch:
+        fuses = grouped.fuses_swiglu
+        for module in (grouped, grouped_ops):
+            patch.setattr(
+                module, "fuses_swiglu", lambda p, slot, x: slot not in slots and fuses(p, slot, x)
+            )
+        yield
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    assert got.keys() == want.keys() and len(want) == 5
+    for name, tensor in want.items():
+        assert_same_bytes(got[name], tensor, f"{what}: {name}")
+
+
+def counts(operators: hopper.Operators) -> tuple[int, int]:
+    made = operators.count("swiglu"), operators.count("swiglu_backward")
+    operators.calls.clear()
+    return made
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_swiglu_is_quantized_as_it_is_computed(name: str):
+    """If false, activations of experts or their gradients are written and read again, in eager mode
+    or in graphs; or have other bits."""
+    torch.compiler.reset()
+    with hopper.emulated() as operators:
+        experts = experts_of(fq.recipes.by_name(name))
+        with unfused():
+            want = run(experts)
+        assert counts(operators) == (0, 0)
+        assert_same(run(experts), want, "eager")
+        assert counts(operators) == (1, 1)
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        assert_same(run(experts, compiled), want, "compiled")
+        assert counts(operators) == (1, 1)
+        for tokens in (64, 40):  # the graph of any number of tokens
+            assert_same(run(experts, compiled, tokens), run(experts, None, tokens), f"{tokens}")
+        counts(operators)
+        again = run(experts, lambda *args: checkpoint(experts, *args, use_reentrant=False))
+        assert_same(again, want, "checkpointed")
+        assert counts(operators) == (2, 1)
+        with torch.no_grad():
+            assert_same_bytes(experts(*inputs()), want["y"], "evaluated")
+        assert counts(operators) == (1, 0)
+        empty = experts(*inputs(tokens=0))
+        assert empty.shape == (0, HIDDEN) and counts(operators) == (0, 0)
+
+
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("name", FUSED)
+def test_one_of_both_products_quantizes_swiglu(name: str, part: str):
+    """If false, a weight that is frozen changes others' gradients, or a product that computes no
+    SwiGLU multiplies the zeros that stand for it."""
+    torch.compiler.reset()
+    with hopper.emulated() as operators:
+        experts = experts_of(fq.recipes.by_name(name))
+        experts.get_parameter(part).requires_grad_(False)
+        slot = "input" if part == "down_proj" else "grad_output"
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        with unfused():
+            want = run(experts) | {part: torch.empty(0)}
+        for what, call in (("eager", experts), ("compiled", compiled)):
+            assert_same(run(experts, call) | {part: torch.empty(0)}, want, what)
+        operators.calls.clear()
+        experts.get_parameter(part).requires_grad_(True)
+        with unfused():
+            want = run(experts)
+        with unfused((slot,)):
+            for what, call in (("eager", experts), ("compiled", compiled)):
+                torch.compiler.reset()
+                assert_same(run(experts, call), want, f"{what}, {slot} apart")
+                assert counts(operators) == ((0, 1) if slot == "input" else (0, 0))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_scales_are_of_values(name: str):
+    """If false, a scale that takes a pass of its own is of values that nobody wrote."""
+    with hopper.emulated() as operators:
+        experts = experts_of(fq.recipes.by_name(name))
+        got = run(experts)
+        assert counts(operators) == (0, 0)
+        with unfused():
+            assert_same(run(experts), got, name)
+
+
+def test_hooks_see_values():
+    """If false, a hook of a product is given zeros, or changes the bits of a step."""
+    with hopper.emulated() as operators:
+        experts, seen = experts_of(fq.recipes.mxfp8()), []
+        want = run(experts)
+        counts(operators)
+        with experts.down_proj_product.register_forward_hook(
+            lambda module, args, y: seen.append(args[0].detach())
+        ):
+            assert_same(run(experts), want, "observed")
+        assert counts(operators) == (0, 0)
+        (hidden,) = seen
+        assert hidden.shape == (TOKENS * COPIES, 32) and hidden.abs().amax() > 0
+
+
+def test_another_gate_is_the_modules_own():
+    """If false, experts with another gate compute SwiGLU."""
+    plain = next(m for m in tiny("gpt_oss").modules() if "Experts" in type(m).__name__)
+    assert kind_of(plain) is not None and swiglu_of(plain) is None
+    with hopper.emulated() as operators:
+        experts = experts_of(fq.recipes.mxfp8())
+        want = run(experts)["y"]
+        counts(operators)
+        for change in ("act_fn", "_apply_gate"):
+            twin = experts_of(fq.recipes.mxfp8())
+            if change == "act_fn":
+                twin.act_fn = nn.ReLU()
+            else:
+                twin.__dict__["_apply_gate"] = lambda x: x[:, :32] * x[:, 32:]
+            compiled = torch.compile(twin, backend="aot_eager")
+            for what, call in (("eager", twin), ("compiled", compiled)):
+                torch.compiler.reset()
+                assert not torch.equal(run(twin, call)["y"], want), f"{what}: {change}"
+                assert counts(operators) == (0, 0), f"{what}: {change}"
