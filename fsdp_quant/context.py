@@ -170,8 +170,7 @@ class StepState:
 
     @property
     def is_probed(self) -> bool:
-        """Whether operators may count underflows in the running step (`linear.guard`). The device
-        decides."""
+        """Whether operators may count underflows in this step (`linear.guard`); the device decides."""
         return self.ahead or is_probed(self._step) or self.is_captured
 
     @property

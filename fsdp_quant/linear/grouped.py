@@ -459,8 +459,8 @@ def experts(
             return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
 
         buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
-        if swiglu is True:
-            buffers, y = [*buffers, y], y.new_zeros(()).expand(y.shape[0], y.shape[1] // 2)
+        if swiglu is True:  # what is added to -0.0 stays as it is
+            buffers, y = [*buffers, y], y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
         return y, any(is_x), buffers, gradients
 
     return program
@@ -493,7 +493,7 @@ def run_experts(
 
 
 def with_values(h: Tensor, gate_and_up: Tensor) -> Tensor:
-    """Return h with values, and its gradient: h is zeros."""
+    """Return h, which is -0.0, with values and its gradient."""
     g, u = gate_and_up.chunk(2, -1)
     with torch_compat.tracing_if_watched():
         return h + norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]

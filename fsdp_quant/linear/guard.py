@@ -174,20 +174,12 @@ def _move(layer: GuardedLayer, sums: list) -> None:
 
 
 def _layers_like(layer: GuardedLayer) -> list[GuardedLayer]:
-    """Return the layers of its model that have its recipe, plan and `_place`. One decision for all
-    of them lets a compiled model be traced again only once."""
+    """Return the layers of its model for which one decision is made: it is traced again once."""
     if layer.steps is None:
         return [layer]
-    return [
-        m
-        for m in _GUARDED
-        if m.steps is layer.steps
-        and m.recipe == layer.recipe
-        and m.plan.key == layer.plan.key
-        and _place(m) == _place(layer)
-    ]
+    return [m for m in _GUARDED if m.steps is layer.steps and _alike(m) == _alike(layer)]
 
 
-def _place(layer: GuardedLayer) -> str:
-    """The name of the module that it is part of, without numbers."""
-    return re.sub(r"\d+", "*", layer.name.rpartition(".")[0])
+def _alike(layer: GuardedLayer) -> tuple:
+    """Its recipe, its plan and the name of the module that it is part of, without numbers."""
+    return layer.recipe, layer.plan.key, re.sub(r"\d+", "*", layer.name.rpartition(".")[0])
