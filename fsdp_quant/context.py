@@ -170,7 +170,7 @@ class StepState:
 
     @property
     def is_probed(self) -> bool:
-        """Whether operators may count underflows in this step (`linear.guard`); the device decides."""
+        """Whether operators may count underflows now (`linear.guard`); the device decides."""
         return self.ahead or is_probed(self._step) or self.is_captured
 
     @property
