@@ -34,7 +34,8 @@ since those that are not took longer after them in one process; --arms:
     moved-graphed, bf16-graphed, torchao-graphed          as their names say
 
 Columns, of medians; "x bf16" is over the base:
-    ms        of a step, by device events, steps back to back; base / arm, more is faster
+    ms        of a step, by device events, steps back to back; base / arm, more is faster. Steps
+              that do more than others (the underflow check) are in the mean, a note if it differs
     peak      GiB allocated at most in a step, optimizer included; arm / base, less is better. "-"
               of graphed arms: the allocator does not tell what a CUDA graph's own pool holds
     resident  GiB allocated between steps beyond parameters, buffers and optimizer state (the
@@ -362,15 +363,16 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-def step_ms(step: Callable[[], Tensor], steps: int) -> float:
-    """Median milliseconds of steps made back to back, by device events."""
+def step_ms(step: Callable[[], Tensor], steps: int) -> tuple[float, float]:
+    """(median, mean) milliseconds of steps made back to back, by device events."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+    return statistics.median(times), statistics.mean(times)
 
 
 def host_ms(step: Callable[[], Tensor], steps: int) -> float:
@@ -451,7 +453,7 @@ def measure(
     synchronize()
     fq.reset_receipt()
     host = host_ms(step, HOST_STEPS)
-    ms = step_ms(step, args.steps) if CUDA else host
+    ms, mean = step_ms(step, args.steps) if CUDA else (host, host)
     ran = fq.receipt()
     if arm.graphed and one_step.why_eager is not None:
         notes.append(one_step.why_eager)
@@ -467,6 +469,11 @@ def measure(
     if CUDA and any(how == "reference" for *_, how in ran.quantize):
         notes.append("the reference quantized tensors")
     reasons = (*counters["graph_break"], *counters["unimplemented"])
+    if mean > 1.02 * ms:
+        notes.append(f"some steps take longer: the mean is {mean:.2f} ms")
+    moved = sum(len(layer.plan.moved) for layer in converted_modules(net).values())
+    if moved and not arm.moved:
+        notes.append(f"the underflow check moved {moved} GEMMs")
     if any("recompile limit" in reason for reason in reasons):
         notes.append("dynamo hit its recompile limit: some frames run uncompiled")
     rate = tokens / ms * 1e3
@@ -474,6 +481,8 @@ def measure(
         "arm": arm.name,
         "tokens": tokens,
         "ms": ms,
+        "mean_ms": mean,
+        "moved": moved,
         "tokens_per_s": rate,
         "mfu": rate * flops_of_token(net, tokens // args.batch) / PEAK_FLOPS,
         "host_ms": host,
@@ -490,13 +499,13 @@ def measure(
         with torch.autograd.set_multithreading_enabled(False):
             step()
             host = host_ms(step, HOST_STEPS)
-            row["one_thread_ms"] = step_ms(step, args.steps)
+            row["one_thread_ms"] = step_ms(step, args.steps)[0]
         took = f"{row['one_thread_ms']:.2f} ms, host {host:.1f}"
         notes.append(f"with the backward in the calling thread {took}")
     if args.inspect and arm.recipe and not arm.graphed:
         with fq.inspect(net, every=1):
             step()
-            sampled = step_ms(step, 3) if CUDA else host_ms(step, 1)
+            sampled = step_ms(step, 3)[0] if CUDA else host_ms(step, 1)
         row["sampled_ms"] = sampled
         notes.append(
             f"a step that fq.inspect samples takes {sampled:.0f} ms; one in 100 costs "
