@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -169,3 +170,47 @@ def test_another_gate_is_the_modules_own():
                 torch.compiler.reset()
                 assert not torch.equal(run(twin, call)["y"], want), f"{what}: {change}"
                 assert counts(operators) == (0, 0), f"{what}: {change}"
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "offload"])
+def test_gate_and_up_live_only_where_they_are_saved(how: str):
+    """If false, a checkpoint or an offload keeps gate and up of every layer on the device."""
+    with hopper.emulated():
+        experts = experts_of(fq.recipes.mxfp8())
+        x, index, weights = inputs()
+        x.requires_grad_()
+        if how == "checkpoint":
+            y = checkpoint(experts, x, index, weights, use_reentrant=False)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (t.double() if t.is_floating_point() else t.clone(), t.dtype),
+                lambda packed: packed[0].to(packed[1]),
+            ):
+                y = experts(x, index, weights)
+        gc.collect()
+        alive = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.bfloat16]
+        assert not [t for t in alive if t.shape == (TOKENS * COPIES, 64)]
+        y.sum().backward()
+
+
+def test_gates_are_proven_as_they_are_called(monkeypatch: pytest.MonkeyPatch):
+    """If false, experts whose gate is a static method are not converted, or those whose gate
+    depends on shapes compute SwiGLU; or the proof takes the weight from the products' layers."""
+
+    def static(x: Tensor) -> Tensor:
+        g, u = x.chunk(2, -1)
+        return nn.functional.silu(g) * u
+
+    def narrow(self: nn.Module, x: Tensor) -> Tensor:
+        g, u = x.chunk(2, -1)
+        return nn.functional.silu(g if g.shape[-1] < 32 else g.clamp(max=0.1)) * u
+
+    plain = next(m for m in tiny("qwen3_moe").modules() if "Experts" in type(m).__name__)
+    with hopper.emulated() as operators:
+        for gate, wanted in ((staticmethod(static), (1, 1)), (narrow, (0, 0))):
+            monkeypatch.setattr(type(plain), "_apply_gate", gate)
+            experts = experts_of(fq.recipes.mxfp8())
+            layers = (*experts.gate_up_proj_product.layers, *experts.down_proj_product.layers)
+            assert all(layer.weight is not None for layer in layers)
+            run(experts)
+            assert counts(operators) == wanted

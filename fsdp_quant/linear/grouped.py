@@ -297,11 +297,8 @@ class GroupedCall(NamedTuple):
     def _weights(
         self, weights: Sequence[Tensor], directions: Sequence[Direction], dtype: torch.dtype
     ) -> dict[Direction, StackedWeight]:
-        plan, (_, factors, _), (_, amaxes, _) = (
-            self.call.plan,
-            self.call.factors,
-            self.call.histories,
-        )
+        plan = self.call.plan
+        (_, factors, _), (_, amaxes, _) = self.call.factors, self.call.histories
         return stacked_weight(weights, directions, plan, dtype, self.states, factors, amaxes)
 
     # Products of values that codes decode to #
@@ -442,7 +439,9 @@ def experts(
     swiglu:  True: the program returns h in place of y, which its node keeps last. A tensor:
              [g, u], of which x is h.
     """
-    places, is_gated = list(routes[1:]), isinstance(swiglu, Tensor)
+    places = list(routes[1:])
+    # a node that refers to [g, u] would keep it while hooks offload it, or a checkpoint drops it
+    is_gated, returns_h = isinstance(swiglu, Tensor), swiglu is True
 
     def program(x, weights, biases, dgrad) -> Differentiable:
         rows = swiglu if is_gated else x
@@ -451,7 +450,7 @@ def experts(
         buffers = [t for t in saved if t is not x]
 
         def gradients(dy, x, buffers, weights, needs) -> Gradients:
-            gate_and_up = buffers.pop() if swiglu is True else None
+            gate_and_up = buffers.pop() if returns_h else None
             back, remaining = buffers[: len(places)], iter(buffers[len(places) :])
             read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
             stacked = None if read is None else StackedWeight([*remaining], read)
@@ -459,7 +458,7 @@ def experts(
             return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
 
         buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
-        if swiglu is True:  # what is added to -0.0 stays as it is
+        if returns_h:  # what is added to -0.0 stays as it is
             buffers, y = [*buffers, y], y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
         return y, any(is_x), buffers, gradients
 

@@ -190,10 +190,8 @@ def traced_experts(
     counters.has_graphs = True
     first, of_expert = weights[0], plan_of(plan)
     of_groups = of_expert.of_groups
-    is_gathered, shape = (
-        isinstance(first, QuantizedTensor),
-        (first.mT if transposed else first).shape,
-    )
+    is_gathered = isinstance(first, QuantizedTensor)
+    shape = (first.mT if transposed else first).shape
     shape = [len(weights), *shape] if first.dim() == 2 else shape
     if is_gathered:
         of_first: Any = first.unbind()[0]

@@ -85,7 +85,7 @@ class ExpertProduct(GroupedLinear):
     @opaque.eager_only
     def fuses_swiglu(self, rows: Tensor) -> bool:
         plan = self._plan_of_one(rows)[0]
-        return plan is not None and fuses_swiglu(plan, "grad_output", rows)
+        return plan is not None and self.bias is None and fuses_swiglu(plan, "grad_output", rows)
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         if self.is_routed and sum(sizes) != rows:
@@ -312,12 +312,11 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
     kind = known(kind_of(module), "a kind of packed experts")
     is_routed = kind.forward is _forward
+    kind = kind._replace(swiglu=swiglu_of(module) if is_routed else None)
     for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
         product.is_routed = is_routed
-    module.__class__ = _class_of(
-        type(module), *kind._replace(swiglu=swiglu_of(module) if is_routed else None)
-    )
+    module.__class__ = _class_of(type(module), *kind)
     module.register_state_dict_post_hook(_plain_parts)
     torch_compat.make_fx_leaf(module)
     changed_in(module)

@@ -177,8 +177,12 @@ def swiglu_of(experts: nn.Module) -> tuple[type, Callable | None] | None:
         return None
     symbols, x = Symbols(exact=True), torch.ones(2, 16, dtype=torch.bfloat16, device="cpu")
     symbols.name(x, "x")
-    with torch.inference_mode(False), torch.no_grad(), symbols:
+    with contextlib.suppress(Exception), torch.inference_mode(False), torch.no_grad(), symbols:
         g, u = x.chunk(2, -1)
-        results = gate(experts, x), torch.nn.functional.silu(g) * u
-    is_same = torch.equal(*map(symbols.numbers_of, results))
-    return (activation, gate) if is_same else None
+        y = torch.nn.functional.silu(g) * u
+        probes: Any = [probe_of(experts, type(experts), mode) for mode in (True, False)]
+        with Unobserved():
+            results = [probe._apply_gate(x) for probe in probes]
+        if all(torch.equal(*map(symbols.numbers_of, (y, z))) for z in results):
+            return activation, gate
+    return None
