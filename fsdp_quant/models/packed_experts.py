@@ -419,11 +419,12 @@ def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
 
 def _reduce(module: _Quantized, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, *module.packed_kind), *state
+    *kind, swiglu = module.packed_kind  # of which the function may have no name
+    return _blank, (module.converted_from, swiglu and swiglu[0], *kind), *state
 
 
-def _blank(cls: type[nn.Module], *kind) -> nn.Module:
-    return cls.__new__(_class_of(cls, *kind))
+def _blank(cls: Any, activation: type | None, *kind) -> nn.Module:
+    return cls.__new__(_class_of(cls, *kind, activation and (activation, cls._apply_gate)))
 
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
