@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import gc
+import pickle
 
 import pytest
 import torch
