@@ -92,7 +92,7 @@ struct LoadTokens : LoadBF16 {};
 
 // SwiGLU of grouped tokens, rounded as the separate operations: bf16, halves of columns in eights, 16-byte aligned rows.
 // Values are silu(g) * u, with g in x and u in `up`; or the gradient [dg, du] of [g, u] = x by dh = `up`, of which a block
-// computes either half (few blocks lie between those of dg and du, so that the second finds g and dh in L2).
+// computes either half (few blocks run between those of dg and du, so that the second finds g and dh in L2).
 struct LoadSwiGLU : LoadTokens {};
 struct LoadSwiGLUGradient : LoadTokens {};
 

@@ -468,12 +468,12 @@ def measure(
         notes.append(f"{sum(ran.departures.values())} departures from the plan")
     if CUDA and any(how == "reference" for *_, how in ran.quantize):
         notes.append("the reference quantized tensors")
-    reasons = (*counters["graph_break"], *counters["unimplemented"])
     if mean > 1.02 * ms:
         notes.append(f"some steps take longer: the mean is {mean:.2f} ms")
     moved = sum(len(layer.plan.moved) for layer in converted_modules(net).values())
     if moved and not arm.moved:
         notes.append(f"the underflow check moved {moved} GEMMs")
+    reasons = (*counters["graph_break"], *counters["unimplemented"])
     if any("recompile limit" in reason for reason in reasons):
         notes.append("dynamo hit its recompile limit: some frames run uncompiled")
     rate = tokens / ms * 1e3

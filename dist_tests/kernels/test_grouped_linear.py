@@ -196,9 +196,8 @@ def run_mlp(first: nn.Module, last: nn.Module, x: Tensor, ends: Tensor, fuses: b
 def test_swiglu_is_that_of_the_kernels_it_replaces(name: str, frozen: str | None, monkeypatch):
     """If false, SwiGLU or its gradient has other bits where it is quantized as it is computed: rows
     of another group, columns of another half, or values that are rounded elsewhere."""
-    monkeypatch.setattr(
-        guard, "apply_underflow_policy", lambda: None
-    )  # moves products between runs
+    # which would move products between runs
+    monkeypatch.setattr(guard, "apply_underflow_policy", lambda: None)
     for ffn in (K, 208):  # the last tile is cut, and one has columns of dg and of du
         experts = mlp(ONE_PRODUCT[name](), ffn)
         for layer in experts:

@@ -467,7 +467,7 @@ def experts(
 
 def run_experts(
     call: Any,
-    fuses: Callable[[str], bool],
+    plan: GemmPlan | None,
     x: Tensor,
     ends: Tensor,
     weights: Sequence[Tensor],
@@ -479,12 +479,13 @@ def run_experts(
     where the caller computes h of y.
 
     call:    `GroupedCall`, or `grouped_ops.TracedCall`.
-    fuses:   `fuses_swiglu` of a slot.
+    plan:    of one product for all experts; None: there is none.
     """
-    returns_h = swiglu is True
-    if isinstance(swiglu, Tensor) and not fuses("input"):
+    returns_h, slot = swiglu is True, "input" if isinstance(swiglu, Tensor) else "grad_output"
+    fuses = swiglu is not False and plan is not None and fuses_swiglu(plan, slot, x)
+    if isinstance(swiglu, Tensor) and not fuses:
         x, swiglu = with_values(x, swiglu), False
-    elif returns_h and (biases or not fuses("grad_output")):
+    elif returns_h and (biases or not fuses):
         swiglu = False
     program = experts(call.forward, call.backward, ends, routes, swiglu)
     y, *_, last = differentiated(program, x, len(weights), (*weights, *biases))

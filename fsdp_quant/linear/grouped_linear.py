@@ -519,8 +519,7 @@ class GroupedLinear(HasWeight):
             states = []
         call = GroupedCall.combined(calls, states, len(layers), self._tag)
         call = call._replace(tokens=tokens_of(*routes)) if routes else call
-        fuses = functools.partial(grouped.fuses_swiglu, plan, x=rows)
-        return grouped.run_experts(call, fuses, rows, ends, weights, biases, routes, swiglu)
+        return grouped.run_experts(call, plan, rows, ends, weights, biases, routes, swiglu)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

@@ -25,7 +25,7 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .call import NOTHING, BySlot, Call
-from .grouped import GroupedCall, fuses_swiglu, reads_routes, run_experts, unsupported_reason
+from .grouped import GroupedCall, reads_routes, run_experts, unsupported_reason
 from .operands import check_codes
 from .plan import GemmPlan, plan_of
 from .program import check_histories
@@ -202,14 +202,13 @@ def traced_experts(
     in_one = reason is None and x.shape[0] > 0 and not (require_native and decodes)
     if routes and not (in_one and reads_routes(of_groups, x)):
         x, routes = dispatch_tokens(x, *routes), ()
-    multiplied = of_groups if in_one else of_expert
-    guards = guards if multiplied.resolved(x.dtype, x.device).is_watched else []
+    of_one = of_groups if in_one else None
+    guards = guards if (of_one or of_expert).resolved(x.dtype, x.device).is_watched else []
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
     tokens = tokens_of(*routes) if routes else None
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories, tokens)
-    fuses = lambda slot: in_one and fuses_swiglu(of_groups, slot, x)  # noqa: E731
-    return run_experts(call, fuses, x, ends, weights, biases, routes, swiglu)
+    return run_experts(call, of_one, x, ends, weights, biases, routes, swiglu)
 
 
 # The operators #

@@ -177,9 +177,10 @@ def _layers_like(layer: GuardedLayer) -> list[GuardedLayer]:
     """Return the layers of its model for which one decision is made: it is traced again once."""
     if layer.steps is None:
         return [layer]
-    return [m for m in _GUARDED if m.steps is layer.steps and _alike(m) == _alike(layer)]
+    kind = _kind(layer)
+    return [m for m in _GUARDED if m.steps is layer.steps and _kind(m) == kind]
 
 
-def _alike(layer: GuardedLayer) -> tuple:
+def _kind(layer: GuardedLayer) -> tuple:
     """Its recipe, its plan and the name of the module that it is part of, without numbers."""
     return layer.recipe, layer.plan.key, re.sub(r"\d+", "*", layer.name.rpartition(".")[0])
