@@ -251,6 +251,8 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
 def model(args, device: torch.device) -> nn.Module:
     """Build the model; its weights are the same in each call and on every rank."""
     family, own = MODELS[args.model]
+    counts = {k for k in own if args.experts and k in ("num_experts", "num_local_experts")}
+    own = own | dict.fromkeys(counts, args.experts)
     tiny = {k: v for k, v in (TINY | TINY_EXPERTS).items() if args.tiny and k in own}
     config = CONFIG_MAPPING[family](
         **args.size | own | tiny,
@@ -620,6 +622,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, help="sequences that the tokens of a step make")
     add("--model", choices=MODELS, default="llama", help="family of transformers")
     add("--layers", type=int, help="default 6 (llama3_8b: 32), with --tiny 2")
+    add("--experts", type=int, help="of a mixture; default 64 (mixtral: 8, gpt_oss: 32)")
     add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
     add("--lr", type=float, default=1e-4)
     add("--moments", choices=("bfloat16", "float32"), default="bfloat16", help="of FusedAdam")
