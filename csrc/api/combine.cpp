@@ -31,8 +31,8 @@ CombineArgs combine_args(const at::Tensor& values, const char* name, bool of_tok
   a.back = back.const_data_ptr<int64_t>();
   a.tokens = static_cast<int32_t>(back.size(0)), a.copies = static_cast<int32_t>(back.size(1));
   a.cols = static_cast<int32_t>(values.size(1));
+  a.wide = !weights.has_value() || weights->scalar_type() == at::kFloat;
   if (!weights.has_value()) return a;
-  a.wide = weights->scalar_type() == at::kFloat;
   check_buffer(*weights, "weights", values, a.wide ? at::kFloat : at::kBFloat16, back.numel());
   a.weights = weights->const_data_ptr();
   return a;
@@ -47,16 +47,16 @@ at::Tensor combine(const at::Tensor& rows, const at::Tensor& back, const MaybeTe
   return out;
 }
 
-// Returns drows [tokens * copies, cols], and dweights as `weights` (empty without rows).
+// Returns drows [tokens * copies, cols] (empty without weights), and dweights as `weights`, else fp32 (empty without rows).
 std::tuple<at::Tensor, at::Tensor> combine_backward(
-    const at::Tensor& dout, const MaybeTensor& rows, const at::Tensor& back, const at::Tensor& weights) {
+    const at::Tensor& dout, const MaybeTensor& rows, const at::Tensor& back, const MaybeTensor& weights) {
   CombineArgs args = combine_args(dout, "dout", true, back, weights);
   if (rows.has_value()) check_values(*rows, "rows", dout, back.numel(), args.cols), args.rows = rows->const_data_ptr();
   const c10::cuda::CUDAGuard guard(dout.device());
-  const at::Tensor drows = new_empty(dout, {back.numel(), args.cols}, at::kBFloat16);
+  const at::Tensor drows = new_empty(dout, {weights.has_value() ? back.numel() : 0, args.cols}, at::kBFloat16);
   const at::Tensor dweights =
-      new_empty(dout, rows.has_value() ? back.sizes() : at::IntArrayRef{0}, weights.scalar_type());
-  args.dout = dout.const_data_ptr(), args.out = drows.mutable_data_ptr();
+      new_empty(dout, rows.has_value() ? back.sizes() : at::IntArrayRef{0}, args.wide ? at::kFloat : at::kBFloat16);
+  args.dout = dout.const_data_ptr(), args.out = weights.has_value() ? drows.mutable_data_ptr() : nullptr;
   args.dweights = rows.has_value() ? dweights.mutable_data_ptr() : nullptr;
   check_launch(launch_combine_backward(args, c10::cuda::getCurrentCUDAStream()), "combine_backward", drows.sizes());
   return {drows, dweights};
@@ -67,7 +67,7 @@ std::tuple<at::Tensor, at::Tensor> combine_backward(
 void register_combine(torch::Library& m) {
   m.def("combine(Tensor rows, Tensor back, Tensor? weights) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, combine),
         compliant());
-  m.def("combine_backward(Tensor dout, Tensor? rows, Tensor back, Tensor weights) -> (Tensor, Tensor)",
+  m.def("combine_backward(Tensor dout, Tensor? rows, Tensor back, Tensor? weights) -> (Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, combine_backward), compliant());
 }
 

@@ -82,7 +82,9 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
     TORCH_CHECK_VALUE(launch.input == Input::kBF16 && t.cols % 8 == 0 && t.vector_load,
                       "rows that are read by their order are bfloat16, aligned to 16 bytes, with columns in eights");
     launch.order = tokens->order.const_data_ptr<int64_t>();
+    if (tokens->weights.defined()) launch.row_weights = tokens->weights.const_data_ptr<float>();
     t.rows = static_cast<int32_t>(tokens->order.numel());
+    t.by_band = Division::by(4u * static_cast<uint32_t>(std::max(t.tile_rows, 1)));
   }
   return tokens->tiles * kTile;
 }

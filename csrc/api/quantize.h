@@ -41,6 +41,7 @@ struct TokenTables {
   const int32_t *sources, *offsets, *padded;
   int64_t tiles, groups;
   at::Tensor order = {};  // int64: the row of x that each row is; undefined: x has these rows
+  at::Tensor weights = {};  // fp32, with order: what each row is multiplied by, rounded to bf16; undefined: 1
 };
 
 // The rows of the groups, where a kernel does not read them by their order.

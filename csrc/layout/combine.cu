@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kBlock, 4) combine_kernel(const __grid_constan
 __global__ void __launch_bounds__(kBlock, 3) combine_backward_kernel(const __grid_constant__ CombineArgs args) {
   __shared__ float sums[kWarps][kAtOnce];
   const int32_t token = blockIdx.x * blockDim.y + threadIdx.y;
-  const bool inside = token < args.tokens, dots = args.dweights != nullptr;
+  const bool inside = token < args.tokens, dots = args.dweights != nullptr, scales = args.out != nullptr;
   const int64_t first = static_cast<int64_t>(token) * args.copies;
   const auto* const dout = static_cast<const __nv_bfloat16*>(args.dout) + static_cast<int64_t>(token) * args.cols;
   const int32_t warps = blockDim.x >> 5, first_warp = threadIdx.y * warps;
@@ -89,13 +89,14 @@ __global__ void __launch_bounds__(kBlock, 3) combine_backward_kernel(const __gri
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         if (k >= count) break;
-        const float weight = weight_at(args, first + j + k);  // cached
         float v[8];
         if (dots) {
           rows[k].widen(v);
 #pragma unroll
           for (int i = 0; i < 8; ++i) along[k] = fmaf(v[i], d[i], along[k]);
         }
+        if (!scales) continue;
+        const float weight = weight_at(args, first + j + k);  // cached
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = d[i] * weight;
         Values::round(v).store(static_cast<__nv_bfloat16*>(args.out) + static_cast<int64_t>(at[k]) * args.cols + col);

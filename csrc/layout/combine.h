@@ -13,9 +13,9 @@ namespace fsdp_quant {
 struct CombineArgs {
   const void *rows, *dout;  // backward: rows may be null; dout: [tokens, cols]
   const int64_t* back;
-  const void* weights;  // [tokens, copies], bf16 or fp32; forward: null for 1
-  bool wide;            // weights are fp32
-  void* out;            // [tokens, cols]; backward: of each row
+  const void* weights;  // [tokens, copies], bf16 or fp32; null: forward 1, backward without `out`
+  bool wide;            // weights, and dweights, are fp32
+  void* out;            // [tokens, cols]; backward: null, or of each row
   void* dweights;       // null without rows
   int32_t tokens, copies, cols;
 };

@@ -172,6 +172,20 @@ __device__ __forceinline__ void load_gated_gradient(RegisterTile<BF16>& p, const
   }
 }
 
+// Multiply at most `rows` rows, rounded as a separate operation.
+__device__ __forceinline__ void weight_rows(RegisterTile<BF16>& p, const float* weights, int32_t rows) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float weight = i < rows ? __ldg(weights + i) : 0.0f;
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = p(i, j) * weight;
+    const auto rounded = Eight<__nv_bfloat16>::round(v);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) p.w[i][k] = rounded.w[k];
+  }
+}
+
 template <class In, class L>
 __device__ __forceinline__ void load_values(
     RegisterTile<typename In::Value>& p, const L& launch, int which, int32_t row0, int32_t col0, int32_t rows = 0) {
@@ -181,6 +195,7 @@ __device__ __forceinline__ void load_values(
   } else if constexpr (std::is_same_v<In, LoadTokens>) {
     if (launch.order != nullptr) {
       load_ordered_rows<In>(p, t, launch.order + row0, col0, rows - row0);
+      if (launch.row_weights != nullptr) weight_rows(p, launch.row_weights + row0, rows - row0);
     } else {
       load_rows<In, true>(p, t, row0, col0, rows);
     }

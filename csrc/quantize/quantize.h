@@ -119,7 +119,7 @@ struct TensorArgs {
   int32_t rows, cols;
   int32_t first_tile;  // in the launch
   int32_t tile_rows, tile_cols;
-  Division by_band;  // by the tiles of a band, 4 * tile_cols
+  Division by_band;  // by the tiles of a band, 4 * tile_cols (rows by their order: 4 * tile_rows)
   int32_t shift;     // global index of the first row, modulo the tile
   bool vector_load;
   EncodingBuffers buffers[2];
@@ -148,6 +148,7 @@ struct Launch {
   bool gradient;      // values are the gradient of act(g) * u, of which [g, u] is x and whose gradient is `up`
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
   const int64_t* order;  // null, or the row of x that each row of the groups is; `rows` counts them, and rows are aligned
+  const float* row_weights;  // with order: null, or what each row is multiplied by
   Activation activation;
   float* sums;  // null, or column sums [tile rows, cols] of bf16 values
   TensorArgs tensors[Capacity];

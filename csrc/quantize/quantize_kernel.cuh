@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
   const int which = Capacity > 1 ? index_of_tile(launch, n) : 0;
   const TensorArgs& t = launch.tensors[which];
-  Tile tile = tile_of(t, n - t.first_tile);
-  Tile row_tile = tile;  // rowwise direction: rows of x
   constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>;
+  Tile tile = tile_of(t, n - t.first_tile, kTokens && launch.order != nullptr);
+  Tile row_tile = tile;  // rowwise direction: rows of x
   using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
   Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
   if constexpr (kTokens) {

@@ -60,10 +60,12 @@ at::Tensor m_grouped_product(
   return out;
 }
 
-// Tables of the groups of x, or of the rows that are rows `order` of x.
-TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::Tensor& x, const MaybeTensor& order) {
+// Tables of the groups of x, or of the rows that are rows `order` of x, times `weights`.
+TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::Tensor& x, const MaybeTensor& order,
+                           const MaybeTensor& weights = std::nullopt) {
   TokenTables tokens = tables_of(tables, groups, x);
   if (order.has_value()) check_buffer(*order, "order", x, at::kLong, order->numel()), tokens.order = *order;
+  if (weights.has_value()) check_buffer(*weights, "weights", x, at::kFloat, tokens.order.numel()), tokens.weights = *weights;
   return tokens;
 }
 
@@ -103,21 +105,25 @@ std::vector<at::Tensor> grouped_step(
 
 // Returns dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty if not needed. weight: the stacked columnwise operand
 // (values: [E, N, K]), for dx; saved: codes and scales of x, or x, for dw. factors: of x. turned: dw is [E, K, N].
-// swiglu: dy is the gradient of silu(g) * u [tokens, N / 2], with [g, u] = swiglu.
+// swiglu: dy is the gradient of silu(g) * u [tokens, N / 2], with [g, u] = swiglu. order, weights: the gradients are rows
+// `order` of dy times fp32 weights, rounded.
 std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
     at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
-    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, const MaybeTensor& swiglu) {
+    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, const MaybeTensor& swiglu,
+    const MaybeTensor& order, const MaybeTensor& weights) {
   check_cuda(dy, "dy");
   const auto call = grouped_call_of(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(dy.device());
-  const TokenTables tokens = tables_of(tables, groups, dy);
-  const at::Tensor rows = matrix(dy);
+  const at::Tensor rows = order.has_value() ? aligned_rows(matrix(dy)) : matrix(dy);
+  const TokenTables tokens = ordered_tables(tables, groups, rows, order, weights);
   const OperandSpec(&r)[kSlots][kDirections] = call->plan->operand_specs;
   const GatedInput gated = {rows, Activation::kSilu, true};
-  TORCH_CHECK_VALUE(!swiglu.has_value() || (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),
-                    "swiglu is of gradients that are quantized");
+  TORCH_CHECK_VALUE(!(swiglu.has_value() || order.has_value()) ||
+                        (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),
+                    "swiglu and order are of gradients that are quantized");
+  TORCH_CHECK_VALUE(!order.has_value() || call->plan->saves == Saves::kCodes, "order is of gradients alone: x is saved as codes");
   Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.has_value() ? matrix(*swiglu) : rows, weight.has_value(),
                                     !saved.empty(), {}, {swiglu.has_value() ? &gated : nullptr, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
@@ -170,7 +176,7 @@ void register_grouped(torch::Library& m) {
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
       "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids, "
-      "bool turned, Tensor? swiglu=None) -> (Tensor, Tensor)",
+      "bool turned, Tensor? swiglu=None, Tensor? order=None, Tensor? weights=None) -> (Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
 }
 

@@ -36,6 +36,7 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.linear.call import Call
 from fsdp_quant.linear.plan import GemmPlan, build_plan
+from fsdp_quant.linear.routes import Around
 from fsdp_quant.ops import anchoring, gradient_codes, layout, native, norm, reference, routing
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.gradient_codes import GradientLayout
@@ -595,12 +596,14 @@ def routed(of_weights: torch.dtype) -> None:
             native.combine(*given[1:3], None),
             *native.combine_backward(*given),
             native.combine_backward(given[0], None, *given[2:])[0],
+            native.weights_backward(*given[:3]),
         ]
 
         def want(dout=dout, rows=rows, back=back, weights=weights) -> list[Tensor]:
             drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
             sums = [routing.reference_combine(rows, back, w) for w in (weights, None)]
-            return [*sums, drows, dweights, drows]
+            alone = routing.reference_weights_backward(dout, rows, back)
+            return [*sums, drows, dweights, drows, alone]
 
         run(f"combine [{tokens}, {copies}] of {cols}, {of_weights}", made, want)
 
@@ -756,8 +759,8 @@ class SwiGLUExperts(nn.Module):
         self.last = fq.GroupedLinear(4, 208, 256, False, name="last", **options)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        y, h = self.first(x, ends, (), True)
-        return self.last(y[:, :208], ends) if h is None else self.last(h, ends, (), y)
+        y, h = self.first(x, ends, (), Around(True))
+        return self.last(y[:, :208], ends) if h is None else self.last(h, ends, (), Around(y))
 
 
 def every_step() -> None:
@@ -784,6 +787,14 @@ def every_step() -> None:
         routes = [on_device(t) for t in (back.argsort(), back.view(256, 2))]
         splits = on_device(torch.tensor([200, 200, 329, 512]))
         module_step(f"GroupedLinear {name}, of routes", make, splits, routes)
+        around = Around(combined=[*routes, on_device(laws.values(256, 2)).requires_grad_()])
+        module_step(
+            f"GroupedLinear {name}, summed",
+            functools.partial(make, bias=False),
+            splits,
+            routes,
+            around,
+        )
         make = functools.partial(SwiGLUExperts, recipe)
         module_step(f"SwiGLU of experts {name}", make, splits // 2)
 

@@ -34,6 +34,7 @@ from fsdp_quant.formats import (
 from fsdp_quant.linear import grouped as program
 from fsdp_quant.linear import grouped_ops, guard
 from fsdp_quant.linear import plan as plans
+from fsdp_quant.linear.routes import Around
 from fsdp_quant.models import norm_op
 from fsdp_quant.models.packed_experts import ExpertProduct
 from fsdp_quant.ops import anchoring, capability, dispatch, native, norm
@@ -187,8 +188,8 @@ def run_mlp(first: nn.Module, last: nn.Module, x: Tensor, ends: Tensor, fuses: b
     if not fuses:
         kind = norm.ACTIVATIONS["swiglu"].kind
         return last(norm_op.activate(first(x, ends), None, kind, packed=True)[0], ends)
-    y, h = first(x, ends, (), True)
-    return last(h, ends, (), y)
+    y, h = first(x, ends, (), Around(True))
+    return last(h, ends, (), Around(y))
 
 
 @pytest.mark.parametrize("frozen", [None, "gate_up", "down"])

@@ -65,6 +65,8 @@ def test_kernels_have_the_bytes_of_the_reference(of_weights: torch.dtype | None)
         without, none = native.combine_backward(on_gpu[0], None, *on_gpu[2:])
         assert none is None
         assert_same_bytes(without, drows, f"drows without rows {what}")
+        alone = native.weights_backward(*on_gpu[:3])
+        assert_same_bytes(alone.to(of_weights), dweights, f"dweights alone {what}")
 
 
 @pytest.mark.parametrize("kind", ["spread", "few", "one"])
@@ -123,6 +125,18 @@ def test_quantizers_read_tokens_by_routes(name: str, kind: str):
     want = multiplied(name, kind, False, device="cuda", size=4)
     for compiled in (False, True):
         got = multiplied(name, kind, True, compiled, device="cuda", size=4)
+        for what, one in want.items():
+            assert_same_bytes(got[what], one, f"{what}, compiled {compiled}")
+
+
+@pytest.mark.parametrize("name", BY_ROUTES)
+def test_quantizers_weight_gradients_of_tokens(name: str):
+    """If false, a kernel that quantizes gradients times their weights has other bits than one that
+    is given the products, or the weights' own gradients are others."""
+    torch.compiler.reset()
+    want = multiplied(name, "few", True, device="cuda", size=4, sums=False)
+    for compiled in (False, True):
+        got = multiplied(name, "few", True, compiled, device="cuda", size=4, sums=True)
         for what, one in want.items():
             assert_same_bytes(got[what], one, f"{what}, compiled {compiled}")
 

@@ -993,7 +993,15 @@ class Operators:
         ids,
         turned,
         swiglu=None,
+        order=None,
+        weights=None,
     ):
+        if order is not None:
+            spec = self.plans[plan]
+            refuse(spec.saves_input or not all(s.side for s in spec.slots[2]), "order of gradients")
+            refuse(order.dtype is not torch.int64 or weights.dtype is not torch.float32, "order")
+            self.calls.append(Call("routed", dy.data_ptr()))
+            dy = (dy.index_select(0, order) * weights[:, None]).to(dy.dtype)
         if swiglu is not None:
             refuse(not all(s.side for s in self.plans[plan].slots[2]), "gradients are quantized")
             self.calls.append(
@@ -1350,6 +1358,10 @@ class Operators:
 
     def combine_backward(self, dout, rows, back, weights):
         self._copies("combine_backward", dout, len(back), back, weights)
+        if weights is None:
+            return dout.new_empty(0, dout.shape[1]), routing.reference_weights_backward(
+                dout, rows, back
+            )
         drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
         return drows, weights.new_empty(0) if dweights is None else dweights
 

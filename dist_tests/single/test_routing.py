@@ -148,19 +148,31 @@ def test_kernels_route_the_tokens_of_packed_experts(family: str):
 
 
 def multiplied(
-    name: str, kind: str, routed: bool, compiled: bool = False, device: str = "cpu", size: int = 1
+    name: str,
+    kind: str,
+    routed: bool,
+    compiled: bool = False,
+    device: str = "cpu",
+    size: int = 1,
+    sums: bool | None = None,
 ) -> dict[str, Tensor]:
-    """Two steps of 8 experts, of tokens by their routes or of copies of them, and an evaluation."""
+    """Two steps of 8 experts, of tokens by their routes or of copies of them, and an evaluation.
+    sums: of each token's rows, by the layer (True) or after it."""
     torch.manual_seed(0)
     tokens, (k, n) = 40 * size, (64 * size, 48 * size)
     order, back, bounds = (t.to(device) for t in (*routes(tokens, 3, kind), ends(tokens, 3, kind)))
     made, results = {"dtype": BF16, "recipe": fq.recipes.by_name(name), "name": "experts"}, {}
-    module = fq.GroupedLinear(8, k, n, name == "fp8_row", device=device, packed=True, **made)
+    has_bias = name == "fp8_row" and sums is None
+    module = fq.GroupedLinear(8, k, n, has_bias, device=device, packed=True, **made)
+    shares = laws.values(tokens, 3, seed=9).to(device).requires_grad_()
+    around = routes_of.Around(combined=(order, back, shares) if sums else ())
 
     def forward(x: Tensor) -> Tensor:
         if routed:
-            return module(x, bounds, (order, back))
-        return module(routes_of.dispatch(x, order, back), bounds)
+            y = module(x, bounds, (order, back), around)
+        else:
+            y = module(routes_of.dispatch(x, order, back), bounds, (), around)
+        return y if sums is not False else routes_of.combine(y, back, shares)
 
     run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
     with laws.kept_step():
@@ -170,7 +182,9 @@ def multiplied(
             y = run(x)
             y.backward(laws.values(*y.shape, seed=5).to(device))
             results |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
+        forward(x.detach()).float().square().sum().backward()
         results |= {f"d{n}": p.grad for n, p in module.named_parameters()}
+        results |= {"dshares": shares.grad} if shares.grad is not None else {}
         with torch.no_grad():
             results["evaluated"] = forward(x)
         x = x.detach().requires_grad_()
@@ -203,6 +217,22 @@ def test_products_that_read_tokens_by_routes_have_the_bits_of_copies(name: str, 
                     assert_same_bytes(got[what], one, f"{name} {kind} {what}, {in_graph}")
                 assert gpu.count("combine") == before + 3, "one for each dx"
             assert bool(copies) is (name == "identity")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
+def test_layers_that_sum_the_rows_of_a_token_have_the_bits_of_a_sum_after_them(name: str):
+    """If false, experts quantize other gradients than a sum hands to each row, or a router trains
+    on other weights."""
+    torch.compiler.reset()
+    with hopper.emulated() as gpu:
+        want = multiplied(name, "few", True, sums=False)
+        for routed, compiled in (True, False), (False, False), (True, name == "mxfp8"):
+            before = gpu.count("routed")
+            got = multiplied(name, "few", routed, compiled, sums=True)
+            assert got.keys() == want.keys()
+            for what, one in want.items():
+                assert_same_bytes(got[what], one, f"{name} {what}, {routed}, {compiled}")
+            assert (gpu.count("routed") - before > 0) is (name != "nvfp4")
 
 
 def test_inspection_sees_the_rows_of_routed_tokens():

@@ -16,7 +16,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
-from fsdp_quant.linear import grouped
+from fsdp_quant.linear import grouped_autograd
 from fsdp_quant.models.packed_experts import kind_of
 from fsdp_quant.models.proof import swiglu_of
 
@@ -52,9 +52,11 @@ def run(experts: nn.Module, call=None, tokens: int = TOKENS) -> dict[str, Tensor
 def unfused(slots: tuple[str, ...] = ("input", "grad_output")):
     """Of these slots the values are computed by torch, and then quantized."""
     with pytest.MonkeyPatch.context() as patch:
-        fuses = grouped.fuses_swiglu
+        fuses = grouped_autograd.fuses_swiglu
         patch.setattr(
-            grouped, "fuses_swiglu", lambda p, slot, x: slot not in slots and fuses(p, slot, x)
+            grouped_autograd,
+            "fuses_swiglu",
+            lambda p, slot, x: slot not in slots and fuses(p, slot, x),
         )
         yield
 

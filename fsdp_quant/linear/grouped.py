@@ -14,16 +14,13 @@ graphs (`grouped_ops.TracedCall`). Its GEMMs are chosen once per call:
     a loop over the experts       else (`unsupported_reason`), which reads the splits on the host
 
 All have the bits of a loop over `fq.Linear`.
-
-SwiGLU between two layers, h = silu(g) * u with [g, u] = y of the first, is computed where it is
-quantized (`fuses_swiglu`): h, between their nodes, has a shape and a gradient but no values.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +28,7 @@ from torch import Tensor
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..ops import native, norm
+from ..ops import native
 from ..ops.capability import ARCHITECTURES, Place, arch_of, has_own_kernels
 from ..ops.layout import is_anchored_of_codes, operand_format
 from ..ops.native import Operand, TokenGroups
@@ -41,12 +38,11 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from . import program
-from .autograd import Differentiable, Gradients, Program, differentiated
+from .autograd import Gradients
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .operands import buffers_of, lies_transposed
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
-from .routes import Routes, SwiGLU, sum_of_copies
 from .stacked_weights import StackedWeight, read_as, stacked_weight
 
 # Which plans one grouped GEMM computes #
@@ -166,6 +162,14 @@ def fuses_swiglu(plan: GemmPlan, slot: str, x: Tensor) -> bool:
     )
 
 
+def reads_combined(plan: GemmPlan, x: Tensor, weights: Tensor) -> bool:
+    """Return whether one product for all experts quantizes gradients that it reads of tokens, times
+    the weights of their routes: 8 bits in both directions."""
+    sides = [plan.operand("grad_output", d) for d in Direction]
+    is_read = reads_routes(plan, x) and all(f.is_quantized and f.element.bits == 8 for f in sides)
+    return is_read and weights.dtype in (torch.bfloat16, torch.float32)
+
+
 # The program #
 
 
@@ -260,11 +264,13 @@ class GroupedCall(NamedTuple):
         weight: StackedWeight | None,
         needs: Sequence[bool],
         swiglu: Tensor | None = None,
+        routed: Sequence[Tensor] = (),
     ) -> Gradients:
         """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
 
         saved, weight:  from `forward`; without `weight`, the weights are read again.
         swiglu:  [g, u] [M, N], if dy is the gradient of silu(g) * u [M, N / 2].
+        routed:  int64 and fp32 [M], if the gradients are these rows of dy times these weights.
         """
         if not self.in_one:
             return self._backward_in_loop(dy, saved, weights, needs)
@@ -280,7 +286,7 @@ class GroupedCall(NamedTuple):
         else:
             codes, number = codes if need_w else [], self._number(dy)
             dx, dw = native.grouped_step_backward(
-                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu
+                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu, routed
             )
             dx, dw = dx if need_x else None, dw if need_w else None
         dw = dw.mT if dw is not None and transposes else dw
@@ -419,81 +425,3 @@ def encoded_tokens(
         x = padded.index_copy_(0, rows, x)
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
     return plan.hybrid(slot).operands(x, [direction], layouts=layouts)[0][direction]
-
-
-# Autograd #
-
-
-def experts(
-    forward: Callable[..., tuple[Tensor, list[Tensor], StackedWeight | None]],
-    backward: Callable[..., Gradients],
-    ends: Tensor,
-    routes: Routes = (),
-    swiglu: SwiGLU = False,
-) -> Program:
-    """Return the program of all experts.
-
-    forward, backward:  of `GroupedCall`, or of `grouped_ops.TracedCall`, in a graph being traced.
-    ends:    the row after the last of each.
-    routes:  by which `forward` reads x; empty: x has the rows that are multiplied.
-    swiglu:  True: the program returns h in place of y, which its node keeps last. A tensor:
-             [g, u], of which x is h.
-    """
-    places = list(routes[1:])
-    # a node that refers to [g, u] would keep it while hooks offload it, or a checkpoint drops it
-    is_gated, returns_h = isinstance(swiglu, Tensor), swiglu is True
-
-    def program(x, weights, biases, dgrad) -> Differentiable:
-        rows = swiglu if is_gated else x
-        y, saved, weight = forward(rows, ends, weights, biases, dgrad, is_gated)
-        is_x, read = [t is x for t in saved], None if weight is None else weight.read
-        buffers = [t for t in saved if t is not x]
-
-        def gradients(dy, x, buffers, weights, needs) -> Gradients:
-            gate_and_up = buffers.pop() if returns_h else None
-            back, remaining = buffers[: len(places)], iter(buffers[len(places) :])
-            read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
-            stacked = None if read is None else StackedWeight([*remaining], read)
-            dx, dw, db = backward(dy, read_by_wgrad, weights, stacked, needs, gate_and_up)
-            return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
-
-        buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
-        if returns_h:  # what is added to -0.0 stays as it is
-            buffers, y = [*buffers, y], y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
-        return y, any(is_x), buffers, gradients
-
-    return program
-
-
-def run_experts(
-    call: Any,
-    plan: GemmPlan | None,
-    x: Tensor,
-    ends: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    routes: Routes,
-    swiglu: SwiGLU,
-) -> Any:
-    """Return y of `experts` with its node; with swiglu=True (y without a gradient, h), or (y, None)
-    where the caller computes h of y.
-
-    call:    `GroupedCall`, or `grouped_ops.TracedCall`.
-    plan:    of one product for all experts; None: there is none.
-    """
-    returns_h, slot = swiglu is True, "input" if isinstance(swiglu, Tensor) else "grad_output"
-    fuses = swiglu is not False and plan is not None and fuses_swiglu(plan, slot, x)
-    if isinstance(swiglu, Tensor) and not fuses:
-        x, swiglu = with_values(x, swiglu), False
-    elif returns_h and (biases or not fuses):
-        swiglu = False
-    program = experts(call.forward, call.backward, ends, routes, swiglu)
-    y, *_, last = differentiated(program, x, len(weights), (*weights, *biases))
-    return (last, y) if swiglu is True else (y, None) if returns_h else y
-
-
-def with_values(h: Tensor, gate_and_up: Tensor) -> Tensor:
-    """Return h, which is -0.0, with values and its gradient."""
-    g, u = gate_and_up.chunk(2, -1)
-    with torch_compat.tracing_if_watched():
-        return h + norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]

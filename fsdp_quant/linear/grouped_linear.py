@@ -28,15 +28,15 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import check_model_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
-from . import grouped
 from .bad_splits import new_tag, raise_bad_splits
 from .base import plan_of_recipe
 from .grouped import GroupedCall, reads_routes, unsupported_reason
+from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import Linear
 from .plan import PRODUCTS, GemmPlan, ladder_of
-from .routes import Routes, SwiGLU, dispatch, tokens_of
+from .routes import ALONE, Around, Routes, combine, dispatch, tokens_of
 from .runtime import NO_HISTORIES, LayerRuntime
 from .training_steps import backward_dw, note_traced
 
@@ -318,7 +318,7 @@ class GroupedLinear(HasWeight):
         return self.held if owner is self else (owner.weight, owner.bias)
 
     def forward(
-        self, x: Tensor, splits: Splits, routes: Routes = (), swiglu: SwiGLU = False
+        self, x: Tensor, splits: Splits, routes: Routes = (), around: Around = ALONE
     ) -> Any:
         """y [.., N] of x [.., K], whose rows are sorted by expert.
 
@@ -328,7 +328,7 @@ class GroupedLinear(HasWeight):
         routes:  of tokens x [T, K] that k experts each multiply: int64 `order` [T * k] and `back`
                  [T, k]. Row r of y [T * k, N] is of x[order[r] // k], and back[t] are the rows of
                  token t. Empty: x has the rows.
-        swiglu:  of packed experts (`grouped.run_experts`).
+        around:  of packed experts (`grouped_autograd.run_experts`).
 
         Given a tensor, experts are two operators in compiled graphs, but those that
         `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
@@ -346,25 +346,25 @@ class GroupedLinear(HasWeight):
             check_model_of(self, "weight")
         is_compiling, first = torch.compiler.is_compiling(), self._linears[0]
         if is_compiling and not first.returns_wgrad:
-            return self._outside_graphs(x, splits, routes, swiglu)
+            return self._outside_graphs(x, splits, routes, around)
         if is_compiling and isinstance(splits, Tensor):
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
             in_graph = not any(isinstance(o.weight, refused) for o in self.owners)
             in_graph = in_graph and self._goes_into_graphs
             if not in_graph:
-                return self._outside_graphs(x, splits, routes, swiglu)
+                return self._outside_graphs(x, splits, routes, around)
             plan, is_keyed = self.first.plan_here(self.owners[0].weight.device), self._is_keyed
             if (override := current_autocast()) is not None:
                 names, arch = self._names, arch_of(x.device)
                 same, is_keyed = _is_for_all(override.recipe.key, names, arch)
                 if not same or plan.boundary is not None:
-                    return self._outside_graphs(x, splits, routes, swiglu)
-            return self._in_graph(x, splits, plan, is_keyed, routes, swiglu)
-        y = self._multiplied(x, splits, routes, swiglu, is_compiling)
+                    return self._outside_graphs(x, splits, routes, around)
+            return self._in_graph(x, splits, plan, is_keyed, routes, *around)
+        y = self._multiplied(x, splits, routes, around, is_compiling)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _multiplied(
-        self, x: Tensor, splits: Splits, routes: Routes, swiglu: SwiGLU, is_traced: bool
+        self, x: Tensor, splits: Splits, routes: Routes, around: Around, is_traced: bool
     ) -> Any:
         """y [M, N], of one product for all experts, or of one for each."""
         if not is_traced:
@@ -376,13 +376,15 @@ class GroupedLinear(HasWeight):
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
         if plan is not None:
-            return self._in_one(plan, rows, sizes, routes, swiglu)
+            return self._in_one(plan, rows, sizes, routes, around)
         if isinstance(sizes, Tensor):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
             sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
-        rows = grouped.with_values(rows, swiglu) if isinstance(swiglu, Tensor) else rows
+        swiglu, combined = around
+        rows = with_values(rows, swiglu) if isinstance(swiglu, Tensor) else rows
         y = torch.cat(self._one_by_one(rows.split(sizes)))
+        y = combine(y, *combined[1:]) if combined else y
         return (y, None) if swiglu is True else y
 
     def _plan_of_one(self, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
@@ -497,7 +499,7 @@ class GroupedLinear(HasWeight):
         return plan is not None and plan.decodes_groups(arch_of(device))
 
     def _in_one(
-        self, plan: GemmPlan, rows: Tensor, sizes: Splits, routes: Routes, swiglu: SwiGLU
+        self, plan: GemmPlan, rows: Tensor, sizes: Splits, routes: Routes, around: Around
     ) -> Any:
         """One product for all experts. sizes: see `_sizes`."""
         layers = self._linears
@@ -519,7 +521,7 @@ class GroupedLinear(HasWeight):
             states = []
         call = GroupedCall.combined(calls, states, len(layers), self._tag)
         call = call._replace(tokens=tokens_of(*routes)) if routes else call
-        return grouped.run_experts(call, plan, rows, ends, weights, biases, routes, swiglu)
+        return run_experts(call, plan, rows, ends, weights, biases, routes, around)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

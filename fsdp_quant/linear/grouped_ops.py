@@ -25,11 +25,12 @@ from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .call import NOTHING, BySlot, Call
-from .grouped import GroupedCall, reads_routes, run_experts, unsupported_reason
+from .grouped import GroupedCall, reads_routes, unsupported_reason
+from .grouped_autograd import run_experts
 from .operands import check_codes
 from .plan import GemmPlan, plan_of
 from .program import check_histories
-from .routes import Routes, SwiGLU, tokens_of
+from .routes import Around, Routes, tokens_of
 from .routes import dispatch as dispatch_tokens
 from .stacked_weights import StackedWeight, gathered_codes, read_as, stack_of_codes, weight_of_codes
 
@@ -43,7 +44,7 @@ class _Spec(NamedTuple):
     is_gathered:    a packed weight is codes.
     counts:         products return what they lost.
     save:           the backward needs x.
-    swiglu:         x is [g, u] of `grouped.experts`; or `saved` ends with it, whose h has dy.
+    swiglu:         x is [g, u] of `routes.Around`; or `saved` ends with it, whose h has dy.
     """
 
     experts: int
@@ -127,13 +128,14 @@ class TracedCall(NamedTuple):
         weight: None,
         needs: tuple[bool, bool, bool],
         swiglu: Tensor | None,
+        routed: Sequence[Tensor],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
             operands = self._operands(weights, COLUMNWISE)
         saved = [*saved] if swiglu is None else [*saved, swiglu]
         spec = self.spec._replace(swiglu=int(swiglu is not None))
         state = self.plan.key, spec, list(needs), self.step, self.ids, self.factors
-        results = _experts_backward(dy, saved, operands, *state)
+        results = _experts_backward(dy, list(routed), saved, operands, *state)
         self._record(results, ("grad_output",), self.guards[1:])
         gradients = iter(results)
         dx, dw, db = (next(gradients) if need else None for need in needs)
@@ -175,7 +177,7 @@ def traced_experts(
     factors: list[Tensor],
     histories: list[Tensor],
     routes: Routes = (),
-    swiglu: SwiGLU = False,
+    *around: Any,
 ) -> Any:
     """Return y [M, N] of x [M, K] in a graph that is traced; arguments as of `TracedCall`.
 
@@ -185,7 +187,7 @@ def traced_experts(
     require_native:  no product of decoded codes.
     transposed:      a packed weight is stored [E, K, N].
     routes:          of x [T, K] (linear/routes.py).
-    swiglu:          as of `grouped.run_experts`.
+    around:          fields of `routes.Around`.
     """
     counters.has_graphs = True
     first, of_expert = weights[0], plan_of(plan)
@@ -208,7 +210,7 @@ def traced_experts(
     spec = _Spec(*shape, *map(int, flags))
     tokens = tokens_of(*routes) if routes else None
     call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories, tokens)
-    return run_experts(call, of_one, x, ends, weights, biases, routes, swiglu)
+    return run_experts(call, of_one, x, ends, weights, biases, routes, Around(*around))
 
 
 # The operators #
@@ -276,20 +278,21 @@ def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, facto
     return [*outputs, *_fake_written(x, spec, factors)]
 
 
-def _run_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
+def _run_backward(dy, routed, saved, weights, plan, spec, needs, step, ids, factors):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
     call, written = _call_of(dy, plan, spec, step, ids, factors)
     weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
     swiglu = saved.pop() if spec.swiglu else None
-    dx, dw, db = call.backward(dy, saved, weights, weight, needs, swiglu)
+    dx, dw, db = call.backward(dy, saved, weights, weight, needs, swiglu, routed)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
 
-def _fake_backward(dy, saved, weights, plan, spec, needs, step, ids, factors):
+def _fake_backward(dy, routed, saved, weights, plan, spec, needs, step, ids, factors):
     spec = _Spec(*spec)
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
-    shapes = (dy.shape[0], spec.k), (spec.experts, *matrix), (spec.experts, spec.n)
+    rows = (routed[0] if routed else dy).shape[0]
+    shapes = (rows, spec.k), (spec.experts, *matrix), (spec.experts, spec.n)
     gradients = [dy.new_empty(shape) for shape, need in zip(shapes, needs) if need]
     return [*gradients, *_fake_written(dy, spec, factors)]
 
@@ -348,7 +351,7 @@ _experts = opaque.define(
     _fake_forward,
 )
 _experts_backward = opaque.define(
-    "experts_backward(Tensor dy, Tensor[] saved, Tensor[] weights, "
+    "experts_backward(Tensor dy, Tensor[] routed, Tensor[] saved, Tensor[] weights, "
     + _STATE.format("bool[] needs, "),
     _run_backward,
     _fake_backward,
@@ -363,5 +366,7 @@ register_flop_formula(torch.ops.fsdp_quant.experts)(
     lambda x, tokens, ends, weights, biases, plan, spec, *rest, **options: _flops(tokens or x, spec)
 )
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
-    lambda dy, saved, weights, plan, spec, needs, *rest, **options: _flops(dy, spec, sum(needs[:2]))
+    lambda dy, routed, saved, weights, plan, spec, needs, *rest, **options: _flops(
+        routed[0] if routed else dy, spec, sum(needs[:2])
+    )
 )

@@ -7,12 +7,14 @@
 
 Routes are a pair of int64 tensors: `order` [T * k] sorts the copies of all tokens by expert, and
 `back` [T, k] says where each copy is. The backward of `dispatch` is the sum of `combine`, without
-weights. A product that reads tokens by their routes (`grouped.reads_routes`) needs no `dispatch`.
+weights. A product that reads tokens by their routes (`grouped.reads_routes`) needs no `dispatch`,
+and one that reads gradients by them (`grouped.reads_combined`) no `combine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,21 @@ from ..tensor import torch_compat
 from .autograd import REFUSED
 
 Routes = Sequence[Tensor]  # empty: x has the rows
-SwiGLU = Tensor | bool  # of `grouped.run_experts`
+
+
+class Around(NamedTuple):
+    """What packed experts compute around a product.
+
+    swiglu:    True: the rows that the next product multiplies, h = silu(g) * u of [g, u] = y, come
+               with y. A tensor: [g, u], of which x is h, without values.
+    combined:  (order, back, weights): y is `combine` of the rows; empty: y is the rows.
+    """
+
+    swiglu: Tensor | bool = False
+    combined: Sequence[Tensor] = ()
+
+
+ALONE = Around()
 
 
 def tokens_of(order: Tensor, back: Tensor) -> Tensor:
@@ -30,10 +46,10 @@ def tokens_of(order: Tensor, back: Tensor) -> Tensor:
     return order // back.shape[1]
 
 
-def sum_of_copies(rows: Tensor, back: Tensor) -> Tensor:
-    """Return [T, N], the sum of each token's rows."""
+def sum_of_copies(rows: Tensor, back: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return [T, N], the sum of each token's rows, times weights."""
     with torch_compat.tracing_if_watched():
-        return routing.combine(rows, back, None)
+        return routing.combine(rows, back, weights)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -52,8 +68,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, back, weights):
         ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, back, weights)
-        with torch_compat.tracing_if_watched():
-            return routing.combine(rows, back, weights)
+        return sum_of_copies(rows, back, weights)
 
     @staticmethod
     def backward(ctx, dy):

@@ -42,7 +42,7 @@ from ..linear.bad_splits import BAD_SPLITS
 from ..linear.grouped import fuses_swiglu
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
-from ..linear.routes import Routes, combine, dispatch
+from ..linear.routes import ALONE, Around, Routes, combine, dispatch
 from ..ops import opaque
 from ..ops.norm import ACTIVATIONS
 from ..ops.reference import known
@@ -216,14 +216,15 @@ class _Defined(nn.Module):
         self._parameters |= {"weight": parameters[part], "bias": parameters.get(f"{part}_bias")}
         self.transposed = transposed
 
-    def forward(self, rows: Tensor, ends: Tensor, routes: Routes = (), *_: Any) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, routes: Routes = (), around=ALONE) -> Tensor:
         rows = dispatch(rows, *routes) if routes else rows
         parts = rows.tensor_split(ends[:-1].tolist())
         weights = self.weight if self.transposed else self.weight.mT
         products = [part.to(w.dtype) @ w for part, w in zip(parts, weights)]
         if self.bias is not None:
             products = [y + bias for y, bias in zip(products, self.bias)]
-        return torch.cat(products)
+        y = torch.cat(products)
+        return combine(y, *around.combined[1:]) if around.combined else y
 
 
 def _is_same(
@@ -445,17 +446,17 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
     products = [getattr(self, f"{part}_product") for part in self.packed_parts]
     is_swiglu = gate_of(self) == self.packed_kind.swiglu
-    is_observed = is_swiglu and any(map(torch_compat.has_hooks, products))
+    is_observed = any(map(torch_compat.has_hooks, products))  # hooks see values
     fuses = is_swiglu and not is_observed
-    y = _product(self, first, hidden_states, ends, (order, back), fuses)
+    combined = () if is_observed else (order, back, top_k_weights)
+    y = _product(self, first, hidden_states, ends, (order, back), Around(fuses))
     gate_and_up, hidden = y if fuses else (y, None)
-    if hidden is not None:
-        y = _product(self, last, hidden, ends, (), gate_and_up)
-    else:  # hooks see values of the bits of kernels
-        by_kernel = is_observed and products[0].fuses_swiglu(y)
+    around = Around(False if hidden is None else gate_and_up, combined)
+    if hidden is None:  # of the bits of kernels
+        by_kernel = is_swiglu and is_observed and products[0].fuses_swiglu(y)
         hidden = activate(y, None, SWIGLU, packed=True)[0] if by_kernel else gate(gate_and_up)
-        y = _product(self, last, hidden, ends)
-    return combine(y, back, top_k_weights).to(hidden_states.dtype)
+    y = _product(self, last, hidden, ends, (), around)
+    return (y if combined else combine(y, back, top_k_weights)).to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

@@ -124,8 +124,11 @@ FAKES = {
     ),
     "combine": lambda rows, back, weights: rows.new_empty((back.shape[0], rows.shape[1])),
     "combine_backward": lambda dout, rows, back, weights: (
-        dout.new_empty((back.numel(), dout.shape[1])),
-        weights.new_empty(0 if rows is None else back.shape),
+        dout.new_empty((0 if weights is None else back.numel(), dout.shape[1])),
+        dout.new_empty(
+            0 if rows is None else back.shape,
+            dtype=torch.float32 if weights is None else weights.dtype,
+        ),
     ),
     "adam_count": lambda step, *args: step[0].new_empty((len(step), 8)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(

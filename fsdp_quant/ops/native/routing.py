@@ -23,3 +23,7 @@ def combine_backward(
     operands = map(contiguous_aligned, (dout, rows, back, weights))
     drows, dweights = _ops.combine_backward(*operands)
     return drows, None if rows is None else dweights
+
+
+def weights_backward(dout: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+    return _ops.combine_backward(*map(contiguous_aligned, (dout, rows, back)), None)[1]

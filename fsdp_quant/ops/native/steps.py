@@ -70,6 +70,7 @@ def grouped_step_backward(
     ids: Sequence[Tensor],
     transposes: bool = False,
     swiglu: Tensor | None = None,
+    routed: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return dx [tokens, K] and dw [E, N, K]. dx is empty without `weight`, dw without `saved`.
 
@@ -77,11 +78,13 @@ def grouped_step_backward(
     saved:       the tensors that the forward saved of x.
     transposes:  dw is [E, K, N].
     swiglu:      [g, u] [tokens, N], if dy is the gradient of silu(g) * u.
+    routed:      `order`, int64 [tokens], and fp32 [tokens]: the gradients are rows `order` of dy
+                 times these, rounded; empty: dy.
     """
     data, scale = (None, None) if weight is None else weight[:2]
     operands = rows_of(dy), groups.tables, groups.groups, data, scale, saved, plan, call.guard
     state = call.factors[0], call.factors[2], call.histories[2], call.step, ids, transposes, swiglu
-    return _ops.grouped_step_backward(*operands, *state)
+    return _ops.grouped_step_backward(*operands, *state, *routed)
 
 
 class OperandSpec(NamedTuple):
