@@ -69,8 +69,8 @@ TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::T
 
 // Returns y of x [tokens, K] (with `order`, of rows `order` of x) and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
 // (`token_groups`), and the codes saved for the backward. Weight codes that are decoded are given as values, with scales [E].
-// bias: [E, N]; of codes. factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of silu(g) * u, with [g, u] = x
-// [tokens, 2 K].
+// bias: [E, N], of codes only. factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of
+// silu(g) * u, with [g, u] = x [tokens, 2 K].
 std::vector<at::Tensor> grouped_step(
     const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
     bool save, const MaybeTensor& guard, const MaybeTensor& bias, const MaybeTensor& wrong, int64_t tag,
