@@ -27,9 +27,10 @@ def grouped_gemm(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     flag: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute out[rows of e] = a[rows of e] b[e]^T. Group e owns the rows from offsets[e] to
-    offsets[e + 1].
+    """Compute out[rows of e] = a[rows of e] b[e]^T (+ bias[e]). Group e owns the rows from
+    offsets[e] to offsets[e + 1].
 
     a:        [rows, K] codes; scales per tensor ([1] or [E]), per row or of 1x128 blocks, as for
               one operand of all rows. Or bf16 values without scales or with scales per tensor; b is
@@ -40,13 +41,14 @@ def grouped_gemm(
     out:      [rows, N] bf16 or fp32. The kernel does not write rows outside all groups; in a new
               tensor they are uninitialized.
     flag:     int32 [1], set to 1 if offsets decrease or leave [0, rows]; they are clamped.
+    bias:     bf16 or fp32 [E, N], added to fp32 sums.
 
     sm_90. Raises ValueError for shapes, dtypes and alignments, NotImplementedError for pairs that
     no kernel multiplies.
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
-    gemms._ops.grouped_gemm(out, *_grouped_arguments(a, b, offsets), flag)
+    gemms._ops.grouped_gemm(out, *_grouped_arguments(a, b, offsets), flag, bias=bias)
     return out
 
 

@@ -134,8 +134,8 @@ TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor
 }
 
 void m_grouped_gemm(
-    const at::Tensor& out, const GemmOperand& left, const GemmOperand& right, const int32_t* offsets, int32_t* flag,
-    int64_t sm_count) {
+    const at::Tensor& out, const GemmOperand& left, const GemmOperand& right, const MaybeTensor& bias, const int32_t* offsets,
+    int32_t* flag, int64_t sm_count) {
   const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
@@ -154,6 +154,10 @@ void m_grouped_gemm(
   grouping.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", grouping.groups);
   TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || grouping.groups == 1 || grouping.b_scale_each,
                     "b_scale has the scales of one group; wanted ", grouping.groups, " times as many");
+  if (bias.has_value()) {
+    p.bias_type = type_of(bias->scalar_type(), "bias"), p.bias = bias->const_data_ptr();
+    check_buffer(*bias, "bias", a, bias->scalar_type(), grouping.groups * p.n);
+  }
   set_out(p, out, a, {p.m, p.n});
   if (out.numel() == 0) return;
   launch(p, grouping, sm_count, a, b, "grouped_gemm");
@@ -196,9 +200,9 @@ namespace {
 void grouped_gemm(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
     const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
-    int64_t sm_count) {
+    int64_t sm_count, const MaybeTensor& bias) {
   TORCH_CHECK_VALUE(b.dim() == 3, "b has shape ", b.sizes(), "; wanted [groups, N, K]");
-  m_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a),
+  m_grouped_gemm(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, bias, offsets_of(offsets, b.size(0), a), flag_of(flag, a),
                  sm_count);
 }
 
@@ -220,7 +224,7 @@ void register_grouped_gemm(torch::Library& m) {
         torch::dispatch(c10::DispatchKey::CUDA, token_groups));
   m.def(
       "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "
-      "int b_kind, Tensor(b!)? flag=None, int sm_count=0) -> ()",
+      "int b_kind, Tensor(b!)? flag=None, int sm_count=0, Tensor? bias=None) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm), compliant());
   m.def(
       "grouped_gemm_wgrad(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, "

@@ -15,10 +15,11 @@ at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTenso
 
 TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor& like);
 
-// M-grouped: out[rows of e] = a[rows of e] b[e]^T. offsets: int32 [groups + 1] on the device.
+// M-grouped: out[rows of e] = a[rows of e] b[e]^T (+ bias[e]). offsets: int32 [groups + 1] on the device. bias: bf16 or fp32
+// [groups, N], aligned to 16 bytes; fp32 sums plus bias are rounded once.
 void m_grouped_gemm(
-    const at::Tensor& out, const GemmOperand& a, const GemmOperand& b, const int32_t* offsets, int32_t* flag,
-    int64_t sm_count);
+    const at::Tensor& out, const GemmOperand& a, const GemmOperand& b, const MaybeTensor& bias, const int32_t* offsets,
+    int32_t* flag, int64_t sm_count);
 
 // K-grouped: out[e] (+)= a[:, columns of e] b[:, columns of e]^T.
 void k_grouped_gemm(

@@ -38,7 +38,7 @@ const char* unsupported_grouping_reason(const GemmProblem& p, const Grouping& gr
     return "matrices of b are not aligned to 16 bytes";
   if (grouping.groups < 1 || grouping.groups > kMostGroups) return "there are not 1 to 1024 groups";
   if (grouping.offsets == nullptr || !is_aligned(grouping.offsets, 4)) return "offsets are missing or not aligned to 4 bytes";
-  if (p.bias != nullptr) return "groups have no bias";
+  if (grouping.dim == GroupedDim::kK && p.bias != nullptr) return "groups of K have no bias";
   if (is_e5m2(p.b)) return "b is e5m2, and groups are cut";
   if (grouping.dim == GroupedDim::kK && grouping.out_plane % (p.out_type == CUDA_R_16BF ? 8 : 4) != 0)
     return "the outs of groups are not aligned to 16 bytes";
@@ -107,7 +107,7 @@ const char* unsupported_reason(const GemmProblem& p, const Grouping& grouping) {
   if (p.accumulate && bf16) return "accumulation is into float32";
   if (!is_aligned(p.out, 16) || p.out_ld % (bf16 ? 8 : 4) != 0 || p.out_ld < p.n)
     return "rows of out are not aligned to 16 bytes";
-  if (p.bias != nullptr && p.bias_type != CUDA_R_16BF) return "bias is not bfloat16";
+  if (p.bias != nullptr && p.bias_type != CUDA_R_16BF && p.bias_type != CUDA_R_32F) return "bias is neither bfloat16 nor float32";
   if (!is_aligned(p.bias, 16)) return "bias is not aligned to 16 bytes";
   return nullptr;
 }
@@ -179,7 +179,7 @@ cudaError_t launch(const GemmProblem& p, const Grouping& grouping, const Schedul
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidValue;
   arguments.tiles = int32(tiles);
   arguments.band = kBandRows / kernel.block_m;
-  arguments.bf16_out = p.out_type == CUDA_R_16BF;
+  arguments.bf16_out = p.out_type == CUDA_R_16BF, arguments.bf16_bias = p.bias_type == CUDA_R_16BF;
   arguments.accumulate = p.accumulate;
 
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first use of a kernel loads it

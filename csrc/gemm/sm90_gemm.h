@@ -28,7 +28,7 @@ constexpr int kTiles = 2;
 // Group e spans [offsets[e], offsets[e + 1]) of the grouped dim; offsets, int32 [groups + 1], are read on the device only.
 // Offsets out of order or range are clamped and set `flag`.
 //   kM    out[rows of e] = a[rows of e] b[e]^T; a [M, K], b [groups, N, K]. Rows outside all groups are not written.
-//         Scales of b, and of a with a_scale_each, are stacked: [groups, ...].
+//         Scales of b, and of a with a_scale_each, and biases are stacked: [groups, ...].
 //   kK    out[e] = a[:, columns of e] b[:, columns of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are
 //         multiples of 128, or K. An empty group gives zeros, or leaves an accumulated out unchanged.
 struct Grouping {

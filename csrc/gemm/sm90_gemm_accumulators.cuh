@@ -137,8 +137,12 @@ __device__ __forceinline__ void finish(const Arguments& p, const TileCoord& at, 
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       if (col + 8 * j >= p.n) continue;
-      const float2 b = __bfloat1622float2(*(static_cast<const __nv_bfloat162*>(p.bias) + (col + 8 * j) / 2));
-      sum[4 * j] += b.x, sum[4 * j + 1] += b.y, sum[4 * j + 2] += b.x, sum[4 * j + 3] += b.y;
+      const int64_t pair = (int64_t{at.group} * p.n + col) / 2 + 4 * j;
+      const float2 b = p.bf16_bias ? __bfloat1622float2(static_cast<const __nv_bfloat162*>(p.bias)[pair])
+                                   : __ldg(static_cast<const float2*>(p.bias) + pair);
+      // never contracted with the factors' multiplications
+      sum[4 * j] = __fadd_rn(sum[4 * j], b.x), sum[4 * j + 1] = __fadd_rn(sum[4 * j + 1], b.y);
+      sum[4 * j + 2] = __fadd_rn(sum[4 * j + 2], b.x), sum[4 * j + 3] = __fadd_rn(sum[4 * j + 3], b.y);
     }
   }
 }

@@ -19,7 +19,7 @@ struct Arguments {
   const float* a_scale;  // null: none
   const float* b_scale;
   void* out;
-  const void* bias;                      // bf16; null: none
+  const void* bias;                      // [groups, n]; null: none
   const float* alpha;                    // null: 1
   const int32_t* offsets;                // [groups + 1]
   int32_t* flag;                         // null: none; set to 1 if offsets are out of order or range
@@ -31,7 +31,7 @@ struct Arguments {
   int32_t a_scale_step, b_scale_step;  // row or tensor scales: 0 one for all, 1 per row
   int32_t m_tiles, n_tiles, tiles;     // per cluster; kK: of one group; kM: unused
   int32_t band;                        // m_tiles walked together
-  bool bf16_out;
+  bool bf16_out, bf16_bias;            // else fp32
   bool accumulate;
 };
 

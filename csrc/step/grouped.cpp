@@ -46,17 +46,17 @@ at::Tensor ends_of(const at::Tensor& tables, int64_t groups) {
   return tables.narrow(0, tables.numel() - 2 * (groups + 1) + 1, groups);
 }
 
-// out[rows of e] = a[rows of e] b[e]^T of codes, or of bf16 values by torch._grouped_mm.
+// out[rows of e] = a[rows of e] b[e]^T (+ bias[e]) of codes, or of bf16 values by torch._grouped_mm; in bf16, rounded once.
 at::Tensor m_grouped_product(
-    const GemmOperand& a, const GemmOperand& b, const at::Tensor& tables, const TokenTables& tokens, at::ScalarType dtype) {
+    const GemmOperand& a, const GemmOperand& b, const MaybeTensor& bias, const at::Tensor& tables, const TokenTables& tokens) {
   TORCH_CHECK_VALUE(b.data.dim() == 3 && b.data.size(0) == tokens.groups, "weight has shape ", b.data.sizes(), "; wanted [",
                     tokens.groups, ", N, K]");
   if (a.kind == 0) {
-    TORCH_CHECK_NOT_IMPLEMENTED(b.kind == 0 && dtype == at::kBFloat16, "values are multiplied by values, in bfloat16");
+    TORCH_CHECK_NOT_IMPLEMENTED(b.kind == 0 && !bias.has_value(), "values are multiplied by values, without a bias");
     return at::_grouped_mm(aligned_rows(a.data), b.data.transpose(1, 2), ends_of(tables, tokens.groups));
   }
-  const at::Tensor out = new_empty(a.data, {a.data.size(0), b.data.size(1)}, dtype);
-  m_grouped_gemm(out, a, b, tokens.offsets, nullptr, 0);
+  const at::Tensor out = new_empty(a.data, {a.data.size(0), b.data.size(1)}, at::kBFloat16);
+  m_grouped_gemm(out, a, b, bias, tokens.offsets, nullptr, 0);
   return out;
 }
 
@@ -71,11 +71,11 @@ TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::T
 
 // Returns y of x [tokens, K] (with `order`, of rows `order` of x) and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
 // (`token_groups`), and the codes saved for the backward. Weight codes that are decoded are given as values, with scales [E].
-// factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of silu(g) * u, with [g, u] = x
-// [tokens, 2 K].
+// bias: [E, N], of codes only. factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of
+// silu(g) * u, with [g, u] = x [tokens, 2 K].
 std::vector<at::Tensor> grouped_step(
     const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
-    bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag,
+    bool save, const MaybeTensor& guard, const MaybeTensor& bias, const MaybeTensor& wrong, int64_t tag,
     at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& order,
     bool swiglu) {
   check_cuda(x, "x");
@@ -95,7 +95,8 @@ std::vector<at::Tensor> grouped_step(
                     &of_weight = call->plan->operand_specs[kWeight][kRowwise];
   const GemmOperand a = of_x.is_quantized() ? grouped_operand(of_x, encoded[kRowwise]) : GemmOperand{ordered_rows(rows, &tokens)};
   const GemmOperand b = {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind};
-  const at::Tensor y = m_grouped_product(a, b, tables, tokens, out_dtype);
+  const bool converts = bias.has_value() && bias->scalar_type() != at::kBFloat16;
+  const at::Tensor y = m_grouped_product(a, b, converts ? bias->to(at::kFloat) : bias, tables, tokens);
   record_error(*call, kFprop, a, b, kProbedStepsOfGroups);
   count(plan, kSlots * kDirections + kFprop, tokens.groups);
   std::vector<at::Tensor> result = {y, tables};
@@ -157,7 +158,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const GemmOperand a = coded ? grouped_operand(of_dy, d) : GemmOperand{rows};
     const GemmOperand b = {coded ? *weight : weight->transpose(1, 2), weight_scale,
                            of_weight.decodes() ? kScaledValues : of_weight.kind};
-    dx = m_grouped_product(a, b, tables, tokens, dy.scalar_type());
+    dx = m_grouped_product(a, b, {}, tables, tokens);
     record_error(*call, kDgrad, a, b, kProbedStepsOfGroups);
     count(plan, kSlots * kDirections + kDgrad, groups);
   }
@@ -170,7 +171,7 @@ void register_grouped(torch::Library& m) {
   // Eager mode only, as linear_step.
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "
-      "ScalarType out_dtype, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, "
+      "Tensor? bias, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, "
       "Tensor? order, bool swiglu=False) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(

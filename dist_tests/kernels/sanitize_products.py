@@ -103,14 +103,16 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
     if blocks[0] != BY_128X128:
         a, b = operand(tokens, k, blocks[0], 1, element), operand(n, k, blocks[1], 2, groups=groups)
         kinds = [grouped_operand_code(o) for o in (a, b)]
-        made = grouped_gemm(moved(a), moved(b), on_device(ENDS))
+        for bias in (None, laws.values(groups, n), laws.values(groups, n, dtype=FP32)):
+            made = grouped_gemm(moved(a), moved(b), on_device(ENDS), bias=on_device(bias))
 
-        def rows() -> list[Tensor]:
-            out = torch.empty(tokens, n, dtype=BF16)
-            emulation.grouped_gemm(out, *arguments(a, b), ENDS, *kinds)
-            return [out]
+            def rows(bias=bias) -> list[Tensor]:
+                out = torch.empty(tokens, n, dtype=BF16)
+                emulation.grouped_gemm(out, *arguments(a, b), ENDS, *kinds, bias=bias)
+                return [out]
 
-        run(f"grouped_gemm {what}", [made], rows, BOUND)
+            name = "" if bias is None else f", {bias.dtype} biases"
+            run(f"grouped_gemm {what}{name}", [made], rows, BOUND)
     x, w = operand(40, tokens, blocks[0], 3, element), operand(n, tokens, blocks[1], 4)
     kinds_of_depth = [grouped_operand_code(o) for o in (x, w)]
     before = laws.values(groups * 40, n, dtype=FP32).view(groups, 40, n)

@@ -98,20 +98,26 @@ def rows_and_histories(role):
     return fq.HybridQuantizer("fp8_row", "fp8_tensor" if role.tensor_type == "weight" else later)
 
 
-def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
+def grouped(
+    recipe: fq.Recipe, packed: bool, bias: bool, dtype=BF16, n: int = N
+) -> fq.GroupedLinear:
     torch.manual_seed(0)
     return fq.GroupedLinear(
-        4, K, N, bias, device="cuda", dtype=BF16, packed=packed, recipe=recipe, name="experts"
+        4, K, n, bias, device="cuda", dtype=dtype, packed=packed, recipe=recipe, name="experts"
     )
 
 
 def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
     made = []
     for e, layer in enumerate(module.layers):
-        name = layer.runtime.name
+        options = {"device": "cuda", "dtype": layer.weight.dtype, "recipe": recipe}
         made.append(
             fq.Linear(
-                K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name
+                K,
+                layer.out_features,
+                layer.bias is not None,
+                name=layer.runtime.name,
+                **options,
             )
         )
         # exponents of lines, as where tokens of others are beside
@@ -171,6 +177,36 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
                     results[0][key].double() - want.double()
                 ).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
+@torch.no_grad()
+def test_experts_with_biases_have_the_bits_of_a_loop(name: str, packed: bool, dtype: torch.dtype):
+    """If false, a sum is rounded before its bias is added, or has that of another expert or column.
+
+    Values are 0 and 7/8, the largest of a block, and scales 2^-9: sums are exact in any order.
+    """
+
+    def values(*shape: int) -> Tensor:
+        return 0.875 * torch.randint(-1, 2, shape, device="cuda").to(BF16)
+
+    recipe = ONE_PRODUCT[name]()
+    for n in (N, 208, 16):  # the last two end inside a tile
+        module = grouped(recipe, packed, True, dtype, n)
+        for owner in module.owners:
+            owner.weight.copy_(values(*owner.weight.shape))
+            owner.bias.normal_()
+        experts = loop(module, recipe)
+        for sizes in SPLITS:
+            x, ends = values(sum(sizes), K), torch.tensor(sizes, device="cuda").cumsum(0).int()
+            counters.reset()
+            with torch.autocast("cuda", BF16, enabled=dtype is not BF16):
+                got = module(x, ends)
+                want = torch.cat([f(part) for f, part in zip(experts, x.split(sizes))])
+            assert not counters.of("departure")
+            expected.assert_same(got, want, f"{name} {n} {sizes}")
 
 
 def mlp(recipe: fq.Recipe, ffn: int) -> nn.ModuleList:

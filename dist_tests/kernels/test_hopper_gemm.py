@@ -263,6 +263,34 @@ def test_groups_of_rows_multiply_their_own_operand(scalings: tuple, offsets: tup
 
 
 @on_gpu
+@modes(*GROUPED)
+def test_biases_of_groups_are_added_to_sums_in_fp32(scalings: tuple):
+    """If false, a token has the bias of another expert or column, or its sum is rounded before the
+    bias is added, or in one operation with a scale."""
+    shapes = itertools.product((*ROW_GROUPS[:3], ROW_GROUPS[-1]), ((272, 656), (136, 128)))
+    for offsets, (n, k) in shapes:
+        groups, rows = len(offsets) - 1, slice(offsets[0], offsets[-1])
+        a = operand(offsets[-1] + 3, k, "e4m3", scalings[0], seed=1)
+        b = stacked(groups, n, k, "e4m3", scalings[1], seed=2)
+        pairs = [(a, b)]
+        if scalings == TENSORS:  # values too
+            halves = [o._replace(data=o.values.to(BF16), kind=TENSOR << 3) for o in (a, b)]
+            pairs.append((halves[0]._replace(scale=a.scale.expand(groups).contiguous()), halves[1]))
+        sizes = torch.tensor(offsets, device=DEVICE).diff()
+        for (x, w), of_bias in itertools.product(pairs, (BF16, FP32)):
+            call = (x.data, w.data, x.scale, w.scale, ends(*offsets), x.kind, w.kind)
+            bias = torch.randn(groups, n, generator=generator(4), device=DEVICE).to(of_bias)
+            sums = poisoned(len(x.data), n)
+            ops.grouped_gemm(sums, *call)
+            want = sums[rows] + bias.float().repeat_interleave(sizes, 0)
+            for dtype in (FP32, BF16):
+                out = poisoned(len(x.data), n, dtype)
+                ops.grouped_gemm(out, *call, bias=bias)
+                what = f"{scalings} {x.data.dtype} {offsets} N {n}, {of_bias} to {dtype}"
+                expected.assert_same(out[rows], want.to(dtype), what)
+
+
+@on_gpu
 def test_many_groups_of_few_rows():
     """If false, groups beyond some number are not found."""
     g = torch.Generator().manual_seed(1)

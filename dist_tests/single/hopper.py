@@ -653,7 +653,7 @@ class Operators:
         out.copy_(made + out.double() if accumulate else made)
 
     def grouped_gemm(
-        self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None, sm_count=0
+        self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None, sm_count=0, bias=None
     ):
         self.calls.append(Call("grouped_gemm", a.data_ptr()))
         refuse(offsets.dtype is not torch.int32 or offsets.shape != (len(b) + 1,), "offsets")
@@ -663,6 +663,16 @@ class Operators:
             "out",
         )
         refuse(b.shape[1] % 8, "b: multiples of 8 rows (N)")
+        refuse(
+            bias is not None
+            and (
+                bias.numel() != b.shape[0] * b.shape[1]
+                or not bias.is_contiguous()
+                or bias.data_ptr() % 16
+                or bias.dtype not in (torch.bfloat16, torch.float32)
+            ),
+            "bias",
+        )
         x = None if _is_each(a_scale, a_kind, len(a)) else _operand(a, a_scale, a_kind, "a")
         scales = [None] * len(b)
         if b_scale is not None:
@@ -674,7 +684,8 @@ class Operators:
                 else x[start:end]
             )
             made = rows @ _operand(b[e], scales[e], b_kind, "b").t()
-            out[start:end] = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
+            made = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
+            out[start:end] = made if bias is None else made.float() + bias.view(len(b), -1)[e]
 
     def grouped_gemm_wgrad(
         self,
@@ -893,7 +904,7 @@ class Operators:
         plan,
         save,
         guard,
-        out_dtype,
+        bias,
         wrong,
         tag,
         factors,
@@ -918,7 +929,9 @@ class Operators:
         fields = self._fields(operand_specs[0][0])
         a = self._multiplied(operand_specs[0][0], made[:fields] or [x])
         kind = 8 if self._decodes(operand_specs[1][0]) else operand_specs[1][0].kind
-        y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
+        if bias is not None and bias.dtype is not torch.bfloat16:
+            bias = bias.float()
+        y = self._rows_product(*a, weight, weight_scale, kind, tables, bias)
         self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind), True)
         self.counts[plan][6] += len(ends)
         return [y, tables, *made[fields:]]
@@ -960,20 +973,20 @@ class Operators:
         values = self.dequantize(data, scale, None, reading.side, False, cols, 0, torch.bfloat16)
         return values, self.tensor_decode_scale(tensor_amax, reading.side), 8
 
-    def _rows_product(self, a, a_scale, a_kind, b, b_scale, b_kind, tables, dtype):
+    def _rows_product(self, a, a_scale, a_kind, b, b_scale, b_kind, tables, bias=None):
         offsets = native.TokenGroups(tables, len(b)).offsets
-        out = a.new_empty(len(a), b.shape[1], dtype=dtype)
+        out = a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)
         if a_kind == 0:
             refuse(
-                b_kind or dtype is not torch.bfloat16,
-                "values are multiplied by values, in bfloat16",
+                b_kind or bias is not None,
+                "values are multiplied by values, without a bias",
                 NotImplementedError,
             )
             self.calls.append(Call("_grouped_mm", a.data_ptr()))
             for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
                 out[start:end] = torch.nn.functional.linear(a[start:end], b[e])
         else:
-            self.grouped_gemm(out, a, b, a_scale, b_scale, offsets, a_kind, b_kind)
+            self.grouped_gemm(out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, bias=bias)
         return out
 
     def grouped_step_backward(
@@ -1057,7 +1070,7 @@ class Operators:
             )
             weight = weight if of_rows else weight.transpose(1, 2)
             kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
-            dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
+            dx = self._rows_product(*a, weight, weight_scale, kind, tables)
             self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind), True)
             self.counts[plan][7] += groups
         return dx, dw

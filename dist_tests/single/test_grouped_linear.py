@@ -605,12 +605,24 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
             got, want = results
             assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
             assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
-            # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
-            if bias:
-                torch.testing.assert_close(got["y"], want["y"], rtol=2**-7, atol=2**-9)
+            assert_same_bytes(got["y"], want["y"], f"{name} {splits} y")
+            if bias:  # bf16 sums of gradients in another order: one step of bf16
                 torch.testing.assert_close(got["bias"], want["bias"], rtol=2**-7, atol=2**-6)
-            else:
-                assert_same_bytes(got["y"], want["y"], f"{name} {splits} y")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_row"])
+def test_biases_of_a_wider_dtype_are_not_rounded_first(name: str, packed: bool):
+    """If false, experts with fp32 parameters under torch.autocast add other biases than a loop."""
+    x, splits = values(256, 64, seed=1), [0, 70, 129, 57]
+    with hopper.emulated() as gpu, torch.autocast("cpu", torch.bfloat16):
+        module, experts = (
+            make(scalings()[name], packed, True, torch.float32, (64, 48))
+            for make in (grouped, loop)
+        )
+        got = module(x, splits)
+        assert [c.name for c in gpu.calls].count("grouped_gemm") == 1
+        assert_same_bytes(got, of_loop(experts, x, splits), f"{name} {packed}")
 
 
 def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:

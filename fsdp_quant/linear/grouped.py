@@ -43,7 +43,7 @@ from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .operands import buffers_of, lies_transposed
 from .plan import PRODUCTS, GemmPlan, Product, Resolved
-from .stacked_weights import StackedWeight, read_as, stacked_weight
+from .stacked_weights import StackedWeight, read_as, stacked, stacked_weight
 
 # Which plans one grouped GEMM computes #
 
@@ -236,7 +236,7 @@ class GroupedCall(NamedTuple):
         directions = [ROWWISE, COLUMNWISE] if keeps_weight else [ROWWISE]
         stacks = {ROWWISE: weight} if weight else self._weights(weights, directions, x.dtype)
         operand = stacks.pop(ROWWISE).operand()
-        out_dtype, wrong = torch.float32 if biases else x.dtype, bad_splits_flag()
+        wrong = bad_splits_flag()
         saves_input = call.save and plan.saves == "input"
         if self._decodes(x):
             groups = native.token_groups(ends, len(x), wrong, self.tag)
@@ -247,13 +247,11 @@ class GroupedCall(NamedTuple):
             if call.save and not saves_input:
                 codes = buffers_of(encoded_tokens(plan, "input", x, COLUMNWISE, groups))
         else:
-            of_layer = out_dtype, wrong, self.tag, self.tokens, swiglu
+            bias = stacked(biases) if len(biases) > 1 else next(iter(biases), None)
+            of_layer = bias, wrong, self.tag, self.tokens, swiglu
             y, groups, codes = native.grouped_step(
                 x, ends, operand, self._number(x), call, self.ids, *of_layer
             )
-        if biases:
-            table = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
-            y = y.add_(table.float().index_select(0, group_of(groups, y))).to(x.dtype)
         return y, [groups.tables, *([x] if saves_input else codes)], stacks.get(COLUMNWISE)
 
     def backward(

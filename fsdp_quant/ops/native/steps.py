@@ -24,6 +24,7 @@ from ..layout import COMPACT as COMPACT_LAYOUT
 from .encoding import COMPACT, OPERAND, pack_encoding, scale_layout_of, written_as
 from .gemms import Operand, TokenGroups, operand_code, packed_counts
 from .layouts import anchor_run
+from .norms import contiguous_aligned
 from .quantization import rows_of
 
 _ops = torch.ops.fsdp_quant
@@ -36,7 +37,7 @@ def grouped_step(
     plan: int,
     call: StepCall,
     ids: Sequence[Tensor],
-    out_dtype: torch.dtype,
+    bias: Tensor | None,
     wrong: Tensor | None,
     tag: int,
     order: Tensor | None = None,
@@ -50,13 +51,14 @@ def grouped_step(
     call:    factors and histories of a slot: those of all groups for its first delayed direction,
              then for the next.
     ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
+    bias:    [E, N], added to the fp32 sums of codes before they are rounded to bf16.
     order:   int64 [tokens], the row of x of each token; None: x has the tokens.
     swiglu:  x is [g, u] [tokens, 2 K]; silu(g) * u is multiplied.
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     operands = rows_of(x), ends, weight.data, weight.scale, plan, call.save, call.guard
     state = call.factors[0], call.histories[0], call.step, ids, order, swiglu
-    y, tables, *saved = _ops.grouped_step(*operands, out_dtype, wrong, tag, *state)
+    y, tables, *saved = _ops.grouped_step(*operands, contiguous_aligned(bias), wrong, tag, *state)
     return y, TokenGroups(tables, ends.shape[0]), saved
 
 
