@@ -87,7 +87,7 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   return tokens->tiles * kTile;
 }
 
-// Call after set_tokens. A block computes both halves of gradients of whole tiles.
+// Call after set_tokens: where halves of columns are whole tiles, a block computes dg and du.
 inline void set_gated(Launch<1>& launch, const GatedInput& gated) {
   launch.up = gated.up.const_data_ptr(), launch.up_stride = tensor_args(gated.up, 0).row_stride;
   launch.activation = gated.kind, launch.gradient = gated.gradient;
