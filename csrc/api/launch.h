@@ -89,9 +89,13 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
   return tokens->tiles * kTile;
 }
 
+// Call after set_tokens: where halves of columns are whole tiles, a block computes dg and du.
 inline void set_gated(Launch<1>& launch, const GatedInput& gated) {
   launch.up = gated.up.const_data_ptr(), launch.up_stride = tensor_args(gated.up, 0).row_stride;
   launch.activation = gated.kind, launch.gradient = gated.gradient;
+  TensorArgs& t = launch.tensors[0];
+  if (!launch.gradient || t.cols % (2 * kTile) != 0) return;
+  launch.tiles /= 2, t.tile_cols /= 2, t.by_band = Division::by(4u * static_cast<uint32_t>(t.tile_cols));
 }
 
 inline void check_tokens(const Launch<1>& launch) {

@@ -90,11 +90,9 @@ constexpr bool kIsGated<LoadGated<A>> = true;
 // each, weights [4096, 2048]).
 struct LoadTokens : LoadBF16 {};
 
-// SwiGLU of grouped tokens, rounded as the separate operations: bf16, halves of columns in eights, 16-byte aligned rows.
-// Values are silu(g) * u, with g in x and u in `up`; or the gradient [dg, du] of [g, u] = x by dh = `up`, of which a block
-// computes either half (few blocks run between those of dg and du, so that the second finds g and dh in L2).
+// SwiGLU of grouped tokens, silu(g) * u of x and `up`, rounded as the separate operations: bf16, columns in eights, 16-byte
+// aligned rows.
 struct LoadSwiGLU : LoadTokens {};
-struct LoadSwiGLUGradient : LoadTokens {};
 
 // Kernel argument; more than a `Launch` if the kernel computes its values (see quantize_adam.cu).
 template <class In, int Capacity>
@@ -133,45 +131,6 @@ __device__ __forceinline__ void load_gated(
   }
 }
 
-// dg (u is given) or du (u is null) of 8 columns and at most `rows` rows.
-template <Activation A>
-__device__ __forceinline__ void load_gated_gradient(RegisterTile<BF16>& p, const __nv_bfloat16* g, const __nv_bfloat16* u,
-                                                    int64_t stride, const __nv_bfloat16* dh, int64_t dh_stride, int32_t rows) {
-  using Values = Eight<__nv_bfloat16>;
-#pragma unroll
-  for (int first = 0; first < 8; first += 2) {
-    Values gs[2] = {}, us[2] = {}, ds[2] = {};
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if (first + k >= rows) continue;
-      gs[k] = Values::load(g + (first + k) * stride);
-      ds[k] = Values::load(dh + (first + k) * dh_stride);
-      if (u != nullptr) us[k] = Values::load(u + (first + k) * stride);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      float a[8], d[8], slope[8];
-      gs[k].widen(a), ds[k].widen(d);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, A>(a[i], a[i], slope[i]);
-      if (u != nullptr) {
-        float up[8];
-        us[k].widen(up);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) d[i] *= up[i], a[i] = slope[i];
-        round_all<__nv_bfloat16>(d);
-      } else {
-        round_all<__nv_bfloat16>(a);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) d[i] *= a[i];
-      const Values result = Values::round(d);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p.w[first + k][i] = result.w[i];
-    }
-  }
-}
-
 // Multiply at most `rows` rows, rounded as a separate operation.
 __device__ __forceinline__ void weight_rows(RegisterTile<BF16>& p, const float* weights, int32_t rows) {
 #pragma unroll
@@ -203,11 +162,7 @@ __device__ __forceinline__ void load_values(
     const auto* x = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride;
     const auto* up = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride;
     const int32_t left = col0 < t.cols ? (kIsGated<In> ? t.rows : rows) - row0 : 0;
-    if constexpr (std::is_same_v<In, LoadSwiGLUGradient>) {
-      const int32_t half = t.cols / 2, col = col0 < half ? col0 : col0 - half;
-      const auto* const u = col0 < half ? x + half + col : nullptr;
-      load_gated_gradient<Activation::kSilu>(p, x + col, u, t.row_stride, up + col, launch.up_stride, left);
-    } else if constexpr (kIsGated<In>) {
+    if constexpr (kIsGated<In>) {
       load_gated<In::kActivation>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);
     } else {
       load_gated<Activation::kSilu>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);

@@ -5,10 +5,132 @@
 
 namespace fsdp_quant {
 
+namespace {
+
+constexpr int kAhead = 4;  // rows that are copied before they are read: three blocks of a processor have room for them
+using Copies = uint4[kAhead][kThreads];
+static_assert(sizeof(Copies) == sizeof(Smem::codes));
+
+// Eights of columns, each of one thread: no barriers.
+struct GradientSmem {
+  uint4 g[8][kThreads];  // then du
+  Copies dh;
+};
+
+// dg (to p) and du (to smem.g) of 8 columns and `rows` rows; rows behind them repeat the last. u is copied to `us`.
+__device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSmem& smem, Copies& us, const __nv_bfloat16* g,
+                                              int32_t half, int64_t stride, const __nv_bfloat16* dh, int64_t dh_stride,
+                                              int32_t rows) {
+  using Values = Eight<__nv_bfloat16>;
+  const int n = threadIdx.x;
+  const auto row = [&](int k) { return min(k, rows - 1); };
+  const auto copy = [&](int k) {
+    ptx::copy_async_16(&us[k % kAhead][n], g + half + row(k) * stride);
+    ptx::copy_async_16(&smem.dh[k % kAhead][n], dh + row(k) * dh_stride);
+  };
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    ptx::copy_async_16(&smem.g[k][n], g + row(k) * stride);
+    if (k < kAhead) copy(k);
+  }
+#pragma unroll 1  // unrolled, parts of dg would wait in more registers than there are
+  for (int first = 0; first < 8; first += kAhead) {
+    ptx::copy_async_wait();
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      Values of_g, of_u, of_h;
+      of_g.set(0, smem.g[first + k][n]), of_u.set(0, us[k][n]), of_h.set(0, smem.dh[k][n]);
+      if (first == 0) copy(kAhead + k);
+      float a[8], slope[8], up[8], d[8];
+      of_g.widen(a), of_u.widen(up), of_h.widen(d);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, Activation::kSilu>(a[i], a[i], slope[i]), up[i] *= d[i];
+      round_all<__nv_bfloat16>(a), round_all<__nv_bfloat16>(up);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) up[i] *= slope[i], d[i] *= a[i];
+      const Values dg = Values::round(up), du = Values::round(d);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p.w[k][i] = p.w[kAhead + k][i], p.w[kAhead + k][i] = dg.w[i];
+      smem.g[first + k][n] = make_uint4(du.w[0], du.w[1], du.w[2], du.w[3]);
+    }
+  }
+}
+
+// The gradient [dg, du] of [g, u] = x by dh = `up`, rounded as the separate operations: halves of columns in eights. A block
+// reads its place of g, u and dh once, all rows ahead of their use (loads to registers are issued one row at a time, as
+// registers are few), and encodes dg, then du. If halves are no whole tiles, then `tile_cols` covers both, and a block
+// encodes one tile, whose columns are of either half.
+template <class P>
+__global__ void __launch_bounds__(kThreads, 3) swiglu_gradient_kernel(const __grid_constant__ Launch<1> launch) {
+  __shared__ Smem smem;
+  extern __shared__ uint4 dynamic_smem[];
+  auto& of_gradient = *reinterpret_cast<GradientSmem*>(dynamic_smem);
+  Position at;
+  const TensorArgs& t = launch.tensors[0];
+  Tile tile = tile_of(t, blockIdx.x), row_tile = tile;
+  const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows
+  if (source.y == 0) return;
+  row_tile.row0 = source.x;
+  EncodingBuffers row_buffers = t.buffers[0];
+  const EncodingBuffers& col_buffers = t.buffers[1];
+  row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
+
+  const int32_t half = t.cols / 2, col0 = tile.col0 + at.col(), rows = col0 < t.cols ? source.y - at.row() : 0;
+  RegisterTile<BF16> p = {};
+  if (rows > 0) {
+    const int64_t row0 = source.x + at.row();
+    const int32_t in_half = col0 < half ? col0 : col0 - half;
+    load_gradient(p, of_gradient, reinterpret_cast<Copies&>(smem.codes),
+                  static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + in_half, half, t.row_stride,
+                  static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + in_half, launch.up_stride, rows);
+  }
+  if (rows < 8) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k >= rows) p.w[k][0] = p.w[k][1] = p.w[k][2] = p.w[k][3] = 0, of_gradient.g[k][threadIdx.x] = {};
+    }
+  }
+  const auto take_du = [&] {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint4 v = of_gradient.g[k][threadIdx.x];
+      p.w[k][0] = v.x, p.w[k][1] = v.y, p.w[k][2] = v.z, p.w[k][3] = v.w;
+    }
+  };
+  if (col0 >= half) take_du();
+  const int32_t last = t.tile_cols * kTile == half ? tile.col0 + half : tile.col0;
+  while (true) {
+    // What follows from these, or from p in both directions, would be computed early and take the registers.
+    ptx::keep(at.warp), ptx::keep(at.half), ptx::keep(at.chunk), ptx::keep(tile.row0), ptx::keep(row_tile.row0);
+    encode<false, P>(p, launch.spec[0], row_buffers, row_tile, nullptr, nullptr, smem, at);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) ptx::keep(p.w[k][0]), ptx::keep(p.w[k][1]), ptx::keep(p.w[k][2]), ptx::keep(p.w[k][3]);
+    encode<true, P>(p, launch.spec[1], col_buffers, tile, nullptr, nullptr, smem, at);  // writes codes behind a barrier
+    __syncthreads();
+    if (launch.spec[1].transposed)
+      flush_transposed<false>(col_buffers.data, col_buffers.vector_store, tile.row0, tile.col0, col_buffers.length, t.cols,
+                              smem.codes);
+    if (tile.col0 == last) return;
+    tile.col0 += half, row_tile.col0 += half;
+    take_du();
+  }
+}
+
+template <class P>
+cudaError_t launch_gradient(const Launch<1>& launch, cudaStream_t stream) {
+  auto* const kernel = swiglu_gradient_kernel<P>;
+  constexpr int kBytes = sizeof(GradientSmem);
+  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<launch.tiles, kThreads, kBytes, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
 cudaError_t launch_gated_tokens(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.gradient)
-    return launch.in_tile ? launch_instance<LoadSwiGLUGradient, AnchoredInTile8, AnchoredInTile8, 1, 3>(launch, stream)
-                          : launch_instance<LoadSwiGLUGradient, Plain8x128, Plain8x128, 1, 3>(launch, stream);
+    return launch.in_tile ? launch_gradient<AnchoredInTile8>(launch, stream) : launch_gradient<Plain8x128>(launch, stream);
   return launch.in_tile ? launch_instance<LoadSwiGLU, AnchoredInTile8, OfCodesInTile8, 1, 3>(launch, stream)
                         : launch_instance<LoadSwiGLU, Plain8x128, Plain8x128, 1, 3>(launch, stream);
 }

@@ -752,15 +752,17 @@ def bias_gradient(recipe: fq.Recipe, tokens: int) -> None:
 class SwiGLUExperts(nn.Module):
     """Packed experts that quantize SwiGLU and its gradient as they compute them, where they do."""
 
-    def __init__(self, recipe: fq.Recipe):
+    def __init__(self, recipe: fq.Recipe, ffn: int):
         super().__init__()
         options = {"device": expected.DEVICE, "dtype": BF16, "packed": True, "recipe": recipe}
-        self.first = fq.GroupedLinear(4, 256, 416, False, name="first", **options)
-        self.last = fq.GroupedLinear(4, 208, 256, False, name="last", **options)
+        self.first = fq.GroupedLinear(4, 256, 2 * ffn, False, name="first", **options)
+        self.last = fq.GroupedLinear(4, ffn, 256, False, name="last", **options)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         y, h = self.first(x, ends, (), Around(True))
-        return self.last(y[:, :208], ends) if h is None else self.last(h, ends, (), Around(y))
+        if h is None:
+            return self.last(y[:, : y.size(1) // 2], ends)
+        return self.last(h, ends, (), Around(y))
 
 
 def every_step() -> None:
@@ -788,15 +790,11 @@ def every_step() -> None:
         splits = on_device(torch.tensor([200, 200, 329, 512]))
         module_step(f"GroupedLinear {name}, of routes", make, splits, routes)
         around = Around(combined=[*routes, on_device(laws.values(256, 2)).requires_grad_()])
-        module_step(
-            f"GroupedLinear {name}, summed",
-            functools.partial(make, bias=False),
-            splits,
-            routes,
-            around,
-        )
-        make = functools.partial(SwiGLUExperts, recipe)
-        module_step(f"SwiGLU of experts {name}", make, splits // 2)
+        without = functools.partial(make, bias=False)
+        module_step(f"GroupedLinear {name}, summed", without, splits, routes, around)
+        for ffn in (208, 256):  # halves of a tile, and of whole ones
+            make = functools.partial(SwiGLUExperts, recipe, ffn)
+            module_step(f"SwiGLU of experts {name} {ffn}", make, splits // 2)
 
 
 def every_instance() -> None:

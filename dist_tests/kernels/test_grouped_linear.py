@@ -235,7 +235,8 @@ def test_swiglu_is_that_of_the_kernels_it_replaces(name: str, frozen: str | None
     of another group, columns of another half, or values that are rounded elsewhere."""
     # which would move products between runs
     monkeypatch.setattr(guard, "apply_underflow_policy", lambda: None)
-    for ffn in (K, 208):  # the last tile is cut, and one has columns of dg and of du
+    # halves of one tile, of several, and of others: one tile has columns of both, the last is cut
+    for ffn in (128, K, 208, 288):
         experts = mlp(ONE_PRODUCT[name](), ffn)
         for layer in experts:
             layer.weight.requires_grad_(layer._name != frozen)
