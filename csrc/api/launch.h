@@ -84,7 +84,7 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
     launch.order = tokens->order.const_data_ptr<int64_t>();
     if (tokens->weights.defined()) launch.row_weights = tokens->weights.const_data_ptr<float>();
     t.rows = static_cast<int32_t>(tokens->order.numel());
-    t.by_band = Division::by(4u * static_cast<uint32_t>(std::max(t.tile_rows, 1)));
+    if (t.tile_rows > 1) t.by_band = Division::by(static_cast<uint32_t>(t.tile_rows));
   }
   return tokens->tiles * kTile;
 }

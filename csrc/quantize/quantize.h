@@ -119,7 +119,7 @@ struct TensorArgs {
   int32_t rows, cols;
   int32_t first_tile;  // in the launch
   int32_t tile_rows, tile_cols;
-  Division by_band;  // by the tiles of a band, 4 * tile_cols (rows by their order: 4 * tile_rows)
+  Division by_band;  // by the tiles of a band, 4 * tile_cols (rows by their order: tile_rows, if several)
   int32_t shift;     // global index of the first row, modulo the tile
   bool vector_load;
   EncodingBuffers buffers[2];

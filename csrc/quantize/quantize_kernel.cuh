@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   const int which = Capacity > 1 ? index_of_tile(launch, n) : 0;
   const TensorArgs& t = launch.tensors[which];
   constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>;
-  Tile tile = tile_of(t, n - t.first_tile, kTokens && launch.order != nullptr);
+  Tile tile = tile_of(t, n - t.first_tile, kTokens && launch.order != nullptr && t.tile_rows > 1);
   Tile row_tile = tile;  // rowwise direction: rows of x
   using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
   Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];

@@ -41,15 +41,15 @@ struct Tile {
   }
 };
 
-// Down four tiles, then right: consecutive blocks write adjacent parts of rows and of transposed columns. by_columns: right
-// four, then down, so that rows which are read several times find these columns in L2.
-__device__ __forceinline__ Tile tile_of(const TensorArgs& t, int32_t n, bool by_columns = false) {
-  const int32_t length = by_columns ? t.tile_rows : t.tile_cols, breadth = by_columns ? t.tile_cols : t.tile_rows;
-  const int32_t band = __umulhi(n, t.by_band.magic) >> t.by_band.shift, inside = n - band * 4 * length;
-  const int32_t wide = min(4, breadth - 4 * band);
-  const int32_t along = wide == 4 ? inside >> 2 : wide == 3 ? inside / 3 : inside >> (wide - 1);
-  const int32_t across = 4 * band + inside - along * wide;
-  return {(by_columns ? along : across) * kTile - t.shift, (by_columns ? across : along) * kTile, t.shift};
+// Down four tiles, then right: consecutive blocks write adjacent parts of rows and of transposed columns. down: all the way, so
+// that rows which are read several times find these columns in L2 (65,536 x 2048 of 8192 rows: 177 us for 183, an H200).
+__device__ __forceinline__ Tile tile_of(const TensorArgs& t, int32_t n, bool down = false) {
+  const int32_t band = __umulhi(n, t.by_band.magic) >> t.by_band.shift;
+  if (down) return {(n - band * t.tile_rows) * kTile - t.shift, band * kTile, t.shift};
+  const int32_t inside = n - band * 4 * t.tile_cols, tall = min(4, t.tile_rows - 4 * band);
+  const int32_t tile_col = tall == 4 ? inside >> 2 : tall == 3 ? inside / 3 : inside >> (tall - 1);
+  const int32_t tile_row = 4 * band + inside - tile_col * tall;
+  return {tile_row * kTile - t.shift, tile_col * kTile, t.shift};
 }
 
 __device__ __forceinline__ int64_t index_of(const Grid& g, int32_t line_block, int32_t block) {

@@ -69,7 +69,7 @@ import fsdp_quant as fq
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
 from dist_tests.bench.ranks import gather_ahead
-from dist_tests.bench.sent_gradients import backward_of_ranks
+from dist_tests.bench.sent_gradients import RANKS, backward_of_ranks
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.linear.plan import EXACT, GemmPlan
@@ -299,7 +299,8 @@ def trained(arm: str, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> 
     what = Arm.of(arm)
     name, options, share, seed = what
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    steps, sequences = round(args.steps * share), ranks if args.size == "tiny" else BATCH
+    steps = round(args.steps * share)
+    sequences = RANKS * ranks if args.size == "tiny" else BATCH
     device = data[0].device
     torch.manual_seed(seed)
     torch.compiler.reset()

@@ -84,9 +84,8 @@ def test_a_run_is_kept_and_read_again(tmp_path, text, capsys):
     ]
     assert pretrain.main(given) == 1, "there is no arm `none`"
     runs = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [run["arm"] for run in runs] == ["bf16", "fp8_current"] and runs[0][
-        "tokens"
-    ] == 2 * pretrain.SEQUENCE
+    assert [run["arm"] for run in runs] == ["bf16", "fp8_current"]
+    assert runs[0]["tokens"] == 2 * pretrain.RANKS * pretrain.SEQUENCE
     assert runs[0]["products"] == 0 and runs[1]["products"] == 3 * 7 * 2, "lm_head stays as it is"
     first = capsys.readouterr().out
     assert "none failed: KeyError" in first
