@@ -92,7 +92,9 @@ struct LoadTokens : LoadBF16 {};
 
 // SwiGLU of grouped tokens, silu(g) * u of x and `up`, rounded as the separate operations: bf16, columns in eights, 16-byte
 // aligned rows.
-struct LoadSwiGLU : LoadTokens {};
+struct LoadSwiGLU : LoadTokens {
+  static constexpr Activation kActivation = Activation::kSilu;
+};
 
 // Kernel argument; more than a `Launch` if the kernel computes its values (see quantize_adam.cu).
 template <class In, int Capacity>
@@ -162,11 +164,7 @@ __device__ __forceinline__ void load_values(
     const auto* x = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride;
     const auto* up = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride;
     const int32_t left = col0 < t.cols ? (kIsGated<In> ? t.rows : rows) - row0 : 0;
-    if constexpr (kIsGated<In>) {
-      load_gated<In::kActivation>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);
-    } else {
-      load_gated<Activation::kSilu>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);
-    }
+    load_gated<In::kActivation>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);
   } else {
     load_register_tile<In>(p, t, launch.input, row0, col0);
   }

@@ -102,15 +102,14 @@ PLOTS = {
 }
 # How arms of llama3_8b run -> (run, arms); each is over the bf16 that runs so in that run.
 PICTURED = {
-    "compiled, no wait, one ahead": ("12", [
+    "compiled, no wait, one ahead": ("15", [
         "torchao float8 tensorwise, compiled, no wait, one ahead",
         "`mxfp8`, compiled, no wait, one ahead, gradients as `bf16`",
         "`fp8_current`, compiled, no wait, one ahead, gradients as `bf16`",
     ]),
-    "one CUDA graph": ("3", [
-        "`mxfp8`, one CUDA graph, gradients as `bf16`",
-        "`fp8_block`, one CUDA graph, gradients as `bf16`",
-        "`fp8_current`, one CUDA graph, gradients as `bf16`",
+    "one CUDA graph, one ahead": ("15", [
+        "`mxfp8`, one CUDA graph, one ahead, gradients as `bf16`",
+        "`fp8_current`, one CUDA graph, one ahead, gradients as `bf16`",
     ]),
 }  # fmt: skip
 
