@@ -264,6 +264,23 @@ def test_weights_without_a_gradient_save_no_rows():
         gradient.sum().backward()
 
 
+def test_only_gradients_of_products_keep_the_weights_of_rows():
+    """If false, evaluations and frozen experts sort routing weights that no backward reads."""
+    order, back = routes(40, 3)
+    shares = laws.values(40, 3, seed=9, dtype=FP32).requires_grad_()
+    with hopper.emulated():
+        module = fq.GroupedLinear(8, 64, 48, False, dtype=BF16, recipe="mxfp8", packed=True)
+        for trains in (True, False):
+            module.requires_grad_(trains)
+            around = routes_of.Around(combined=(order, back, shares))
+            with laws.recorded_saves() as saved:
+                y = module(laws.values(40, 64), ends(40, 3), (order, back), around)
+            assert any(t.shape == (120,) and t.dtype is FP32 for t in saved) is trains
+            y.sum().backward()
+            assert shares.grad is not None and (module.weight.grad is not None) is trains
+            module.weight.grad = shares.grad = None
+
+
 def test_no_tokens_are_no_rows():
     """If false, a rank without tokens fails."""
     order, back = (t.long() for t in (torch.empty(0), torch.empty(0, 2)))

@@ -68,27 +68,27 @@ def experts(
     return program
 
 
-def summed(program: Callable[..., Any], order: Tensor, back: Tensor, keeps_rows: bool) -> Program:
+def summed(program: Callable[..., Any], order: Tensor, back: Tensor, keeps: list[bool]) -> Program:
     """Return the program of `experts` whose y is summed over each token's rows, of the weights of
-    routes in place of biases. keeps_rows: for the gradient of these."""
+    routes in place of biases. keeps: for gradients of the rows, and of these."""
 
     def of_tokens(x, weights, of_routes, dgrad) -> Differentiable:
         rows, saves_x, buffers, of_rows = program(x, weights, (), dgrad)
-        factors = of_routes[0].reshape(-1).index_select(0, order).float()
+        tokens = tokens_of(order, back) if keeps[0] else None
+        factors = of_routes[0].reshape(-1).index_select(0, order).float() if keeps[0] else None
 
         def gradients(dy, x, buffers, weights, needs) -> Gradients:
             *buffers, tokens, factors, back, rows = buffers
-            d_routes = None
+            dx = dw = d_routes = None
             if needs[2]:
                 with torch_compat.tracing_if_watched():
                     d_routes = routing.weights_backward(dy, rows, back)
-            needs, routed = (*needs[:2], False), (tokens, factors)
-            dx, dw, _ = of_rows(dy, x, buffers, weights, needs, routed)
+            if needs[0] or needs[1]:
+                dx, dw, _ = of_rows(dy, x, buffers, weights, (*needs[:2], False), (tokens, factors))
             return dx, dw, d_routes
 
-        kept = tokens_of(order, back), factors, back, rows if keeps_rows else None
-        y = sum_of_copies(rows, back, of_routes[0])
-        return y, saves_x, [*buffers, *kept], gradients
+        kept = tokens, factors, back, rows if keeps[1] else None
+        return sum_of_copies(rows, back, of_routes[0]), saves_x, [*buffers, *kept], gradients
 
     return of_tokens
 
@@ -118,9 +118,10 @@ def run_experts(
         swiglu = False
     program = experts(call.forward, call.backward, ends, routes, swiglu)
     if combined and not biases and plan is not None and reads_combined(plan, x, combined[2]):
-        order, back, of_routes = combined
-        keeps_rows = torch.is_grad_enabled() and of_routes.requires_grad
-        program, biases, combined = summed(program, order, back, keeps_rows), [of_routes], ()
+        leaves = ((x, *weights), combined[2:]) if torch.is_grad_enabled() else ((), ())
+        need = [any(t.requires_grad for t in of_one) for of_one in leaves]
+        program = summed(program, combined[0], combined[1], need)
+        biases, combined = combined[2:], ()
     y, *_, last = differentiated(program, x, len(weights), (*weights, *biases))
     y = combine(y, *combined[1:]) if combined else y
     return (last, y) if swiglu is True else (y, None) if returns_h else y
