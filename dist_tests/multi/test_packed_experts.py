@@ -170,6 +170,22 @@ def test_routes_of_no_expert_are_refused_by_their_index(index: int):
         raise_bad_splits()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_routes_may_be_narrow_integers(dtype: torch.dtype):
+    """If false, indices of few bits are compared with a number of experts that they cannot hold."""
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 16, "num_experts": 300}
+    config = modeling.Qwen3MoeConfig(**sizes, experts_implementation="grouped_mm")
+    experts = modeling.Qwen3MoeExperts(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    fq.convert(net := nn.ModuleDict({"experts": experts}), "fp8_row")
+    assert hasattr(net["experts"], "down_proj_product")
+    x, routes = laws.values(8, 16), torch.arange(16).view(8, 2) * 7
+    want = experts(x, routes, torch.ones(8, 2))
+    assert_same_bytes(experts(x, routes.to(dtype), torch.ones(8, 2)), want, "narrow")
+
+
 class _Added(nn.Module):
     """As an adapter of rank 1."""
 

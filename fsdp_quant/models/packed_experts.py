@@ -438,9 +438,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     experts = len(getattr(self, f"{first}_product").weight)
     gate = self._apply_gate if self.has_gate else self.act_fn
     # indices that no expert has sort last; 16 bits take a quarter of the passes of 64
-    chosen = top_k_index.reshape(-1).bitwise_and(torch.iinfo(top_k_index.dtype).max)
-    chosen, order = chosen.clamp_max(experts).short().sort(stable=True)
-    numbers = torch.arange(experts, dtype=torch.int16, device=chosen.device)
+    most, keys = torch.iinfo(top_k_index.dtype).max, torch.int16 if experts < 2**15 else torch.int32
+    chosen = top_k_index.reshape(-1).bitwise_and(most).clamp_max(min(experts, most))
+    chosen, order = chosen.to(keys).sort(stable=True)
+    numbers = torch.arange(experts, dtype=keys, device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True).int()
     places = torch.arange(len(order), dtype=torch.int64, device=order.device)
     back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
