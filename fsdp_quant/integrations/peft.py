@@ -61,8 +61,8 @@ def _adapted(wrapper: Any, active: list[str]) -> AbstractContextManager:
 
 def _add(factors: Sequence[tuple], product: Any, inputs: tuple, y: Tensor) -> Tensor:
     """y of experts and of their adapters, scaling * x (lhs rhs), as the weight is stored."""
-    rows, ends, *routes = inputs
-    rows = dispatch(rows, *routes[0]) if any(routes) else rows
+    rows, ends, routes, *_ = *inputs, ()
+    rows = dispatch(rows, *routes) if routes else rows
     for lhs, rhs, scaling in factors:
         a, b = (lhs, rhs) if product.transposed else (rhs.mT, lhs.mT)
         x, sizes = rows.to(a.dtype), (*a.shape[1:], b.shape[2])
