@@ -47,16 +47,16 @@ at::Tensor combine(const at::Tensor& rows, const at::Tensor& back, const MaybeTe
   return out;
 }
 
-// Returns drows [tokens * copies, cols] (empty without weights), and dweights as `weights`, else fp32 (empty without rows).
+// Returns drows [tokens * copies, cols], and dweights as `weights`, else fp32 (empty without rows).
 std::tuple<at::Tensor, at::Tensor> combine_backward(
     const at::Tensor& dout, const MaybeTensor& rows, const at::Tensor& back, const MaybeTensor& weights) {
   CombineArgs args = combine_args(dout, "dout", true, back, weights);
   if (rows.has_value()) check_values(*rows, "rows", dout, back.numel(), args.cols), args.rows = rows->const_data_ptr();
   const c10::cuda::CUDAGuard guard(dout.device());
-  const at::Tensor drows = new_empty(dout, {weights.has_value() ? back.numel() : 0, args.cols}, at::kBFloat16);
+  const at::Tensor drows = new_empty(dout, {back.numel(), args.cols}, at::kBFloat16);
   const at::Tensor dweights =
       new_empty(dout, rows.has_value() ? back.sizes() : at::IntArrayRef{0}, args.wide ? at::kFloat : at::kBFloat16);
-  args.dout = dout.const_data_ptr(), args.out = weights.has_value() ? drows.mutable_data_ptr() : nullptr;
+  args.dout = dout.const_data_ptr(), args.out = drows.mutable_data_ptr();
   args.dweights = rows.has_value() ? dweights.mutable_data_ptr() : nullptr;
   check_launch(launch_combine_backward(args, c10::cuda::getCurrentCUDAStream()), "combine_backward", drows.sizes());
   return {drows, dweights};

@@ -82,7 +82,6 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
     TORCH_CHECK_VALUE(launch.input == Input::kBF16 && t.cols % 8 == 0 && t.vector_load,
                       "rows that are read by their order are bfloat16, aligned to 16 bytes, with columns in eights");
     launch.order = tokens->order.const_data_ptr<int64_t>();
-    if (tokens->weights.defined()) launch.row_weights = tokens->weights.const_data_ptr<float>();
     t.rows = static_cast<int32_t>(tokens->order.numel());
     if (t.tile_rows > 1) t.by_band = Division::by(static_cast<uint32_t>(t.tile_rows));
   }
@@ -93,6 +92,8 @@ inline int64_t set_tokens(Launch<1>& launch, const TokenTables* tokens) {
 inline void set_gated(Launch<1>& launch, const GatedInput& gated) {
   launch.up = gated.up.const_data_ptr(), launch.up_stride = tensor_args(gated.up, 0).row_stride;
   launch.activation = gated.kind, launch.gradient = gated.gradient;
+  if (gated.weights.defined()) launch.row_weights = gated.weights.const_data_ptr<float>();
+  if (gated.dots.defined()) launch.row_dots = gated.dots.mutable_data_ptr<float>();
   TensorArgs& t = launch.tensors[0];
   if (!launch.gradient || t.cols % (2 * kTile) != 0) return;
   launch.tiles /= 2, t.tile_cols /= 2, t.by_band = Division::by(4u * static_cast<uint32_t>(t.tile_cols));

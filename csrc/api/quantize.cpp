@@ -124,8 +124,7 @@ bool can_gate_tokens(const at::Tensor& x, const EncodingSpec& row, const Encodin
 
 at::Tensor ordered_rows(const at::Tensor& x, const TokenTables* tokens) {
   if (tokens == nullptr || !tokens->order.defined()) return x;
-  const at::Tensor rows = at::index_select(x, 0, tokens->order);
-  return tokens->weights.defined() ? rows.mul(tokens->weights.unsqueeze(1)).to(x.scalar_type()) : rows;
+  return at::index_select(x, 0, tokens->order);
 }
 
 Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpec& col, const GivenAmaxes (&known)[2],
@@ -135,7 +134,7 @@ Encodings encode(const at::Tensor& x, const EncodingSpec& row, const EncodingSpe
   const bool apart = !col.present() && !row.whole_tensor() && !row.two_level();  // no scale covers rows of two groups
   if (tokens != nullptr && tokens->order.defined() && (apart || row.four_bit() || col.four_bit())) {  // no kernel reads by it
     TokenTables in_order = *tokens;
-    in_order.order.reset(), in_order.weights.reset();
+    in_order.order.reset();
     return encode(ordered_rows(x, tokens), row, col, known, row0, round_to_bf16, wants_amax, out, {gated, &in_order, extras.column_sums});
   }
   if (apart) tokens = nullptr;

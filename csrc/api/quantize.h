@@ -33,6 +33,8 @@ struct GatedInput {
   at::Tensor up;
   Activation kind;
   bool gradient = false;
+  at::Tensor weights = {};  // of grouped tokens, fp32: what each row of act(g) * u is multiplied by, rounded
+  at::Tensor dots = {};     // with gradient: receives the gradient of weights, fp32 [columns of tiles, rows], to be summed
 };
 
 // Grouped tokens with scales per group (`sources` of layout/token_groups.h). The columnwise direction pads each group with
@@ -41,7 +43,6 @@ struct TokenTables {
   const int32_t *sources, *offsets, *padded;
   int64_t tiles, groups;
   at::Tensor order = {};  // int64: the row of x that each row is; undefined: x has these rows
-  at::Tensor weights = {};  // fp32, with order: what each row is multiplied by, rounded to bf16; undefined: 1
 };
 
 // The rows of the groups, where a kernel does not read them by their order.

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kBlock, 4) combine_kernel(const __grid_constan
 __global__ void __launch_bounds__(kBlock, 3) combine_backward_kernel(const __grid_constant__ CombineArgs args) {
   __shared__ float sums[kWarps][kAtOnce];
   const int32_t token = blockIdx.x * blockDim.y + threadIdx.y;
-  const bool inside = token < args.tokens, dots = args.dweights != nullptr, scales = args.out != nullptr;
+  const bool inside = token < args.tokens, dots = args.dweights != nullptr;
   const int64_t first = static_cast<int64_t>(token) * args.copies;
   const auto* const dout = static_cast<const __nv_bfloat16*>(args.dout) + static_cast<int64_t>(token) * args.cols;
   const int32_t warps = blockDim.x >> 5, first_warp = threadIdx.y * warps;
@@ -95,7 +95,6 @@ __global__ void __launch_bounds__(kBlock, 3) combine_backward_kernel(const __gri
 #pragma unroll
           for (int i = 0; i < 8; ++i) along[k] = fmaf(v[i], d[i], along[k]);
         }
-        if (!scales) continue;
         const float weight = weight_at(args, first + j + k);  // cached
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = d[i] * weight;

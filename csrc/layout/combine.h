@@ -13,9 +13,9 @@ namespace fsdp_quant {
 struct CombineArgs {
   const void *rows, *dout;  // backward: rows may be null; dout: [tokens, cols]
   const int64_t* back;
-  const void* weights;  // [tokens, copies], bf16 or fp32; null: forward 1, backward without `out`
+  const void* weights;  // [tokens, copies], bf16 or fp32; null: 1
   bool wide;            // weights, and dweights, are fp32
-  void* out;            // [tokens, cols]; backward: null, or of each row
+  void* out;            // [tokens, cols]; backward: of each row
   void* dweights;       // null without rows
   int32_t tokens, copies, cols;
 };

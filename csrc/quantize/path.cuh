@@ -90,8 +90,8 @@ constexpr bool kIsGated<LoadGated<A>> = true;
 // each, weights [4096, 2048]).
 struct LoadTokens : LoadBF16 {};
 
-// SwiGLU of grouped tokens, silu(g) * u of x and `up`, rounded as the separate operations: bf16, columns in eights, 16-byte
-// aligned rows.
+// SwiGLU of grouped tokens, silu(g) * u of x and `up`, times `row_weights`, rounded as the separate operations: bf16, columns in
+// eights, 16-byte aligned rows.
 struct LoadSwiGLU : LoadTokens {
   static constexpr Activation kActivation = Activation::kSilu;
 };
@@ -154,17 +154,14 @@ __device__ __forceinline__ void load_values(
   if constexpr (LaunchOf<In, 1>::kLoads) {
     In::load(p, launch, which, row0, col0);
   } else if constexpr (std::is_same_v<In, LoadTokens>) {
-    if (launch.order != nullptr) {
-      load_ordered_rows<In>(p, t, launch.order + row0, col0, rows - row0);
-      if (launch.row_weights != nullptr) weight_rows(p, launch.row_weights + row0, rows - row0);
-    } else {
-      load_rows<In, true>(p, t, row0, col0, rows);
-    }
+    if (launch.order != nullptr) load_ordered_rows<In>(p, t, launch.order + row0, col0, rows - row0);
+    else load_rows<In, true>(p, t, row0, col0, rows);
   } else if constexpr (kIsGated<In> || std::is_base_of_v<LoadTokens, In>) {
     const auto* x = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride;
     const auto* up = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride;
     const int32_t left = col0 < t.cols ? (kIsGated<In> ? t.rows : rows) - row0 : 0;
     load_gated<In::kActivation>(p, x + col0, t.row_stride, up + col0, launch.up_stride, left);
+    if constexpr (!kIsGated<In>) weight_rows(p, launch.row_weights + row0, left);
   } else {
     load_register_tile<In>(p, t, launch.input, row0, col0);
   }

@@ -148,7 +148,8 @@ struct Launch {
   bool gradient;      // values are the gradient of act(g) * u, of which [g, u] is x and whose gradient is `up`
   const int32_t* sources;  // [tile rows, 4], see layout/token_groups.h; null: x is not grouped
   const int64_t* order;  // null, or the row of x that each row of the groups is; `rows` counts them, and rows are aligned
-  const float* row_weights;  // with order: null, or what each row is multiplied by
+  const float* row_weights;  // of grouped tokens with `up`: what each row of act(g) * u is multiplied by
+  float* row_dots;  // with gradient: that of row_weights, [columns of tiles of u, rows of x], to be summed
   Activation activation;
   float* sums;  // null, or column sums [tile rows, cols] of bf16 values
   TensorArgs tensors[Capacity];

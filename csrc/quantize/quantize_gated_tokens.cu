@@ -17,20 +17,23 @@ struct GradientSmem {
   Copies dh;
 };
 
-// dg (to p) and du (to smem.g) of 8 columns and `rows` rows; rows behind them repeat the last. u is copied to `us`.
-__device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSmem& smem, Copies& us, const __nv_bfloat16* g,
-                                              int32_t half, int64_t stride, const __nv_bfloat16* dh, int64_t dh_stride,
-                                              int32_t rows) {
+// dg (to p) and du (to smem.g) of 8 columns of u, from `col`, and `rows` rows from `row0`; rows behind them repeat the last. u is
+// copied to `us`. Whole warps call it. dots: receives the sums over h * dh of the rows, of all that `count`; null: nothing.
+__device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSmem& smem, Copies& us, const Launch<1>& launch,
+                                              int32_t row0, int32_t col, int32_t rows, bool counts, float* dots) {
   using Values = Eight<__nv_bfloat16>;
-  const int n = threadIdx.x;
+  const int n = threadIdx.x, chunk = n & 15;
+  const TensorArgs& t = launch.tensors[0];
+  const auto* const g = static_cast<const __nv_bfloat16*>(t.x) + row0 * static_cast<int64_t>(t.row_stride) + col;
+  const auto* const dh = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col;
   const auto row = [&](int k) { return min(k, rows - 1); };
   const auto copy = [&](int k) {
-    ptx::copy_async_16(&us[k % kAhead][n], g + half + row(k) * stride);
-    ptx::copy_async_16(&smem.dh[k % kAhead][n], dh + row(k) * dh_stride);
+    ptx::copy_async_16(&us[k % kAhead][n], g + t.cols / 2 + row(k) * static_cast<int64_t>(t.row_stride));
+    ptx::copy_async_16(&smem.dh[k % kAhead][n], dh + row(k) * launch.up_stride);
   };
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    ptx::copy_async_16(&smem.g[k][n], g + row(k) * stride);
+    ptx::copy_async_16(&smem.g[k][n], g + row(k) * static_cast<int64_t>(t.row_stride));
     if (k < kAhead) copy(k);
   }
 #pragma unroll 1  // unrolled, parts of dg would wait in more registers than there are
@@ -44,22 +47,37 @@ __device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSme
       float a[8], slope[8], up[8], d[8];
       of_g.widen(a), of_u.widen(up), of_h.widen(d);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, Activation::kSilu>(a[i], a[i], slope[i]), up[i] *= d[i];
-      round_all<__nv_bfloat16>(a), round_all<__nv_bfloat16>(up);
+      for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, Activation::kSilu>(a[i], a[i], slope[i]);
+      round_all<__nv_bfloat16>(a);
+      float h[8], along = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) h[i] = a[i] * up[i];
+      round_all<__nv_bfloat16>(h);
+      const float weight = __ldg(launch.row_weights + row0 + row(first + k));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) along = fmaf(h[i], d[i], along), d[i] *= weight;
+      round_all<__nv_bfloat16>(d);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) up[i] *= d[i];
+      round_all<__nv_bfloat16>(up);
 #pragma unroll
       for (int i = 0; i < 8; ++i) up[i] *= slope[i], d[i] *= a[i];
       const Values dg = Values::round(up), du = Values::round(d);
 #pragma unroll
       for (int i = 0; i < 4; ++i) p.w[k][i] = p.w[kAhead + k][i], p.w[kAhead + k][i] = dg.w[i];
       smem.g[first + k][n] = make_uint4(du.w[0], du.w[1], du.w[2], du.w[3]);
+      if (!counts) along = 0.0f;
+#pragma unroll
+      for (int lanes = 8; lanes > 0; lanes /= 2) along += __shfl_xor_sync(0xFFFFFFFFu, along, lanes);
+      if (dots != nullptr && chunk == 0 && first + k < rows) dots[first + k] = along;
     }
   }
 }
 
-// The gradient [dg, du] of [g, u] = x by dh = `up`, rounded as the separate operations: halves of columns in eights. A block
-// reads its place of g, u and dh once, all rows ahead of their use (loads to registers are issued one row at a time, as
-// registers are few), and encodes dg, then du. If halves are no whole tiles, then `tile_cols` covers both, and a block
-// encodes one tile, whose columns are of either half.
+// The gradient [dg, du] of [g, u] = x by the gradient `up` of h = silu(g) * u times the rows' weights, rounded as the separate
+// operations, and the weights' own, of each column of tiles: halves of columns in eights. A block reads its place of g, u and dh
+// once, all rows ahead of their use (loads to registers are issued one row at a time, as registers are few), and encodes dg, then
+// du. If halves are no whole tiles, then `tile_cols` covers both, and a block encodes one tile, whose columns are of either half.
 template <class P>
 __global__ void __launch_bounds__(kThreads, 3) swiglu_gradient_kernel(const __grid_constant__ Launch<1> launch) {
   __shared__ Smem smem;
@@ -77,12 +95,12 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_gradient_kernel(const __gr
 
   const int32_t half = t.cols / 2, col0 = tile.col0 + at.col(), rows = col0 < t.cols ? source.y - at.row() : 0;
   RegisterTile<BF16> p = {};
-  if (rows > 0) {
-    const int64_t row0 = source.x + at.row();
-    const int32_t in_half = col0 < half ? col0 : col0 - half;
-    load_gradient(p, of_gradient, reinterpret_cast<Copies&>(smem.codes),
-                  static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + in_half, half, t.row_stride,
-                  static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + in_half, launch.up_stride, rows);
+  if (at.warp * 16 < source.y) {  // threads outside read the last row, or the last columns
+    const int32_t of_rows = max(min(source.y - at.row(), 8), 1), in_half = min(col0 < half ? col0 : col0 - half, half - 8);
+    const int32_t row0 = source.x + min(at.row(), source.y - 1);
+    float* const column = launch.row_dots + tile.col0 / kTile * static_cast<int64_t>(t.rows);
+    float* const dots = tile.col0 < half && at.row() < source.y ? column + row0 : nullptr;
+    load_gradient(p, of_gradient, reinterpret_cast<Copies&>(smem.codes), launch, row0, in_half, of_rows, col0 < half, dots);
   }
   if (rows < 8) {
 #pragma unroll

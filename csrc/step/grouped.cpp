@@ -6,6 +6,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "api/grouped_gemm.h"
@@ -60,24 +61,22 @@ at::Tensor m_grouped_product(
   return out;
 }
 
-// Tables of the groups of x, or of the rows that are rows `order` of x, times `weights`.
-TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::Tensor& x, const MaybeTensor& order,
-                           const MaybeTensor& weights = std::nullopt) {
+// Tables of the groups of x, or of the rows that are rows `order` of x.
+TokenTables ordered_tables(const at::Tensor& tables, int64_t groups, const at::Tensor& x, const MaybeTensor& order) {
   TokenTables tokens = tables_of(tables, groups, x);
   if (order.has_value()) check_buffer(*order, "order", x, at::kLong, order->numel()), tokens.order = *order;
-  if (weights.has_value()) check_buffer(*weights, "weights", x, at::kFloat, tokens.order.numel()), tokens.weights = *weights;
   return tokens;
 }
 
 // Returns y of x [tokens, K] (with `order`, of rows `order` of x) and the stacked weight operand [E, N, K], the tables of the groups that end at `ends`
 // (`token_groups`), and the codes saved for the backward. Weight codes that are decoded are given as values, with scales [E].
-// bias: [E, N], of codes only. factors, histories: see Delayed. step, ids: for stochastic rounding. swiglu: the codes are of
-// silu(g) * u, with [g, u] = x [tokens, 2 K].
+// bias: [E, N], of codes only. factors, histories: see Delayed. step, ids: for stochastic rounding. shares: fp32 [tokens]; the
+// codes are of silu(g) * u times these, with [g, u] = x [tokens, 2 K].
 std::vector<at::Tensor> grouped_step(
     const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
     bool save, const MaybeTensor& guard, const MaybeTensor& bias, const MaybeTensor& wrong, int64_t tag,
     at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& order,
-    bool swiglu) {
+    const MaybeTensor& shares) {
   check_cuda(x, "x");
   const auto call = grouped_call_of(plan, save, step, ids, guard, factors, {}, histories, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -85,11 +84,12 @@ std::vector<at::Tensor> grouped_step(
   const at::Tensor rows = order.has_value() ? aligned_rows(matrix(x)) : matrix(x),
                    tables = token_groups(ends, order.has_value() ? order->numel() : rows.size(0), wrong, tag);
   const TokenTables tokens = ordered_tables(tables, ends.numel(), x, order);
-  const bool keeps = save && call->plan->saves == Saves::kCodes;
+  const bool keeps = save && call->plan->saves == Saves::kCodes, swiglu = shares.has_value();
+  if (swiglu) check_buffer(*shares, "shares", x, at::kFloat, rows.size(0));
   TORCH_CHECK_VALUE(!swiglu || (!order.has_value() && call->plan->operand_specs[kInput][kRowwise].is_quantized() && keeps == save),
                     "swiglu is of rows in order that are quantized, and whose codes are saved");
   const auto [gate, up] = operands_of(rows, std::nullopt, swiglu);
-  const GatedInput gated = {swiglu ? *up : rows, Activation::kSilu};
+  const GatedInput gated = {swiglu ? *up : rows, Activation::kSilu, false, shares.value_or(at::Tensor())};
   const Encodings encoded = quantize_slot(*call, kInput, gate, true, keeps, {}, {swiglu ? &gated : nullptr, &tokens});
   const OperandSpec &of_x = call->plan->operand_specs[kInput][kRowwise],
                     &of_weight = call->plan->operand_specs[kWeight][kRowwise];
@@ -106,27 +106,32 @@ std::vector<at::Tensor> grouped_step(
 
 // Returns dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty if not needed. weight: the stacked columnwise operand
 // (values: [E, N, K]), for dx; saved: codes and scales of x, or x, for dw. factors: of x. turned: dw is [E, K, N].
-// swiglu: dy is the gradient of silu(g) * u [tokens, N / 2], with [g, u] = swiglu. order, weights: the gradients are rows
-// `order` of dy times fp32 weights, rounded.
-std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
+// swiglu: [g, u] and shares, if dy is the gradient of silu(g) * u times shares [tokens, N / 2]; the gradient of shares, fp32
+// [tokens], is returned too, else it is empty. order: the gradients are rows `order` of dy.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_step_backward(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
     at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
-    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, const MaybeTensor& swiglu,
-    const MaybeTensor& order, const MaybeTensor& weights) {
+    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, at::TensorList swiglu,
+    const MaybeTensor& order) {
   check_cuda(dy, "dy");
   const auto call = grouped_call_of(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(dy.device());
   const at::Tensor rows = order.has_value() ? aligned_rows(matrix(dy)) : matrix(dy);
-  const TokenTables tokens = ordered_tables(tables, groups, rows, order, weights);
+  const TokenTables tokens = ordered_tables(tables, groups, rows, order);
   const OperandSpec(&r)[kSlots][kDirections] = call->plan->operand_specs;
-  const GatedInput gated = {rows, Activation::kSilu, true};
-  TORCH_CHECK_VALUE(!(swiglu.has_value() || order.has_value()) ||
+  GatedInput gated = {rows, Activation::kSilu, true};
+  if (!swiglu.empty()) {
+    TORCH_CHECK_VALUE(swiglu.size() == 2, "swiglu has ", swiglu.size(), " tensors; wanted [g, u] and shares");
+    check_buffer(swiglu[1], "shares", dy, at::kFloat, rows.size(0));
+    gated.weights = swiglu[1], gated.dots = at::zeros({(rows.size(1) + kTile - 1) / kTile, rows.size(0)}, gated.weights.options());
+  }
+  TORCH_CHECK_VALUE(!(gated.weights.defined() || order.has_value()) ||
                         (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),
                     "swiglu and order are of gradients that are quantized");
   TORCH_CHECK_VALUE(!order.has_value() || call->plan->saves == Saves::kCodes, "order is of gradients alone: x is saved as codes");
-  Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.has_value() ? matrix(*swiglu) : rows, weight.has_value(),
-                                    !saved.empty(), {}, {swiglu.has_value() ? &gated : nullptr, &tokens});
+  Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.empty() ? rows : matrix(swiglu[0]), weight.has_value(),
+                                    !saved.empty(), {}, {swiglu.empty() ? nullptr : &gated, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
   if (!saved.empty()) {
     Encoded x;
@@ -162,7 +167,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     record_error(*call, kDgrad, a, b, kProbedStepsOfGroups);
     count(plan, kSlots * kDirections + kDgrad, groups);
   }
-  return {dx, dw};
+  return {dx, dw, gated.dots.defined() ? gated.dots.sum(0) : new_empty(dy, {0}, at::kFloat)};
 }
 
 }  // namespace
@@ -172,12 +177,12 @@ void register_grouped(torch::Library& m) {
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "
       "Tensor? bias, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, "
-      "Tensor? order, bool swiglu=False) -> Tensor[]",
+      "Tensor? order, Tensor? shares=None) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
       "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids, "
-      "bool turned, Tensor? swiglu=None, Tensor? order=None, Tensor? weights=None) -> (Tensor, Tensor)",
+      "bool turned, Tensor[] swiglu, Tensor? order=None) -> (Tensor, Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
 }
 

@@ -99,11 +99,14 @@ at::Tensor random_keys(const LinearCall& call, Slot slot, const TokenTables& tok
 // The values that no quantize kernel computes.
 at::Tensor gated_values(const at::Tensor& x, const GatedInput& gated) {
   const int64_t kind = static_cast<int64_t>(gated.kind);
-  if (!gated.gradient) return std::get<0>(activation(x, gated.up, kind));
+  const auto weighted = [&](const at::Tensor& h) { return h.mul(gated.weights.unsqueeze(1)).to(h.scalar_type()); };
+  if (!gated.gradient) return weighted(std::get<0>(activation(x, gated.up, kind)));
   const at::Tensor dx = new_empty(x, x.sizes(), x.scalar_type());
   const auto [g, u] = operands_of(x, std::nullopt, true);
   const auto [dg, du] = operands_of(dx, std::nullopt, true);
-  backward_into(dg, *du, std::nullopt, gated.up, g, u, kind, true);
+  const at::Tensor h = std::get<0>(activation(g, u, kind));
+  at::Tensor(gated.dots[0]).copy_(h.to(at::kFloat).mul_(gated.up).sum(1));
+  backward_into(dg, *du, std::nullopt, weighted(gated.up), g, u, kind, true);
   return dx;
 }
 

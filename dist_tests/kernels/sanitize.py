@@ -596,14 +596,14 @@ def routed(of_weights: torch.dtype) -> None:
             native.combine(*given[1:3], None),
             *native.combine_backward(*given),
             native.combine_backward(given[0], None, *given[2:])[0],
-            native.weights_backward(*given[:3]),
+            native.combine_backward(given[0], None, given[2], None)[0],
         ]
 
         def want(dout=dout, rows=rows, back=back, weights=weights) -> list[Tensor]:
             drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
             sums = [routing.reference_combine(rows, back, w) for w in (weights, None)]
-            alone = routing.reference_weights_backward(dout, rows, back)
-            return [*sums, drows, dweights, drows, alone]
+            ones, _ = routing.reference_combine_backward(dout, None, back, None)
+            return [*sums, drows, dweights, drows, ones]
 
         run(f"combine [{tokens}, {copies}] of {cols}, {of_weights}", made, want)
 
@@ -759,10 +759,13 @@ class SwiGLUExperts(nn.Module):
         self.last = fq.GroupedLinear(4, ffn, 256, False, name="last", **options)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        y, h = self.first(x, ends, (), Around(True))
+        order = torch.arange(len(x), device=x.device)
+        shares = torch.linspace(-1, 1, len(x), device=x.device).view(-1, 1).requires_grad_()
+        routes = order, order.view(-1, 1)
+        y, h = self.first(x, ends, (), Around(True, routes, shares))
         if h is None:
             return self.last(y[:, : y.size(1) // 2], ends)
-        return self.last(h, ends, (), Around(y))
+        return self.last(h, ends, (), Around(y, routes))
 
 
 def every_step() -> None:
@@ -789,7 +792,7 @@ def every_step() -> None:
         routes = [on_device(t) for t in (back.argsort(), back.view(256, 2))]
         splits = on_device(torch.tensor([200, 200, 329, 512]))
         module_step(f"GroupedLinear {name}, of routes", make, splits, routes)
-        around = Around(combined=[*routes, on_device(laws.values(256, 2)).requires_grad_()])
+        around = Around(False, routes)
         without = functools.partial(make, bias=False)
         module_step(f"GroupedLinear {name}, summed", without, splits, routes, around)
         for ffn in (208, 256):  # halves of a tile, and of whole ones

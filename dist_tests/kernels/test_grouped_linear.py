@@ -219,13 +219,25 @@ def mlp(recipe: fq.Recipe, ffn: int) -> nn.ModuleList:
     )
 
 
-def run_mlp(first: nn.Module, last: nn.Module, x: Tensor, ends: Tensor, fuses: bool) -> Tensor:
-    """down(silu(g) * u): quantized as it is computed, or by the kernels that this replaces."""
+def run_mlp(
+    first: nn.Module, last: nn.Module, x: Tensor, ends: Tensor, shares: Tensor, fuses: bool
+) -> Tensor:
+    """down(silu(g) * u * shares): quantized as it is computed, or by the kernels that this
+    replaces."""
+    order = torch.arange(len(x), device=x.device).flip(0)  # the route of each row
+    back = order.argsort().view(-1, 1)
     if not fuses:
         kind = norm.ACTIVATIONS["swiglu"].kind
-        return last(norm_op.activate(first(x, ends), None, kind, packed=True)[0], ends)
-    y, h = first(x, ends, (), Around(True))
-    return last(h, ends, (), Around(y))
+        h = norm_op.activate(first(x, ends), None, kind, packed=True)[0]
+        return last((h * shares[order]).to(h.dtype), ends)[back[:, 0]]
+    y, h = first(x, ends, (), Around(True, (order, back), shares))
+    return last(h, ends, (), Around(y, (order, back)))
+
+
+def random_shares(rows: int) -> Tensor:
+    shares = laws.values(rows, 1, seed=3, dtype=torch.float32).cuda()
+    shares[::5] = 0.0
+    return shares.requires_grad_()
 
 
 @pytest.mark.parametrize("frozen", [None, "gate_up", "down"])
@@ -248,13 +260,15 @@ def test_swiglu_is_that_of_the_kernels_it_replaces(name: str, frozen: str | None
             )
             for fuses in (True, False):
                 experts.zero_grad()
-                a = x.clone().requires_grad_()
-                y = run_mlp(*experts, a, ends, fuses)
+                a, shares = x.clone().requires_grad_(), random_shares(len(x))
+                y = run_mlp(*experts, a, ends, shares, fuses)
                 y.backward(dy)
                 grads = [a.grad, *(layer.weight.grad for layer in experts)]
-                ran.append([y.detach(), *(g for g in grads if g is not None)])
-            assert len(ran[0]) == 4 - (frozen is not None)
-            for i, (got, want) in enumerate(zip(*ran)):
+                ran.append([shares.grad, y.detach(), *(g for g in grads if g is not None)])
+            assert len(ran[0]) == 5 - (frozen is not None)
+            (got, *_), (want, *_) = ran
+            assert (got - want).abs().amax() <= 2**-12 * want.abs().amax()
+            for i, (got, want) in enumerate(zip(*(made[1:] for made in ran))):
                 laws.assert_same_bytes(got, want, f"{name} {frozen} {ffn} {sizes} {i}")
 
 
@@ -266,14 +280,15 @@ def test_swiglu_in_a_graph_is_that_of_eager_mode(name: str):
     ends = torch.tensor(sizes).cumsum(0).int().cuda()
     x, dy = (laws.values(sum(sizes), n, seed=n, dtype=BF16).cuda() for n in (K, N))
     x.requires_grad_()
+    shares = random_shares(len(x))
     compiled = torch.compile(run_mlp, fullgraph=True)
 
     def step(call) -> list[Tensor]:
-        x.grad = None
+        x.grad = shares.grad = None
         experts.zero_grad()
-        y = call(*experts, x, ends, True)
+        y = call(*experts, x, ends, shares, True)
         y.backward(dy)
-        return [y.detach(), x.grad, *(layer.weight.grad for layer in experts)]
+        return [y.detach(), x.grad, shares.grad, *(layer.weight.grad for layer in experts)]
 
     ran = {"eager": [t.clone() for t in step(run_mlp)], "compiled": step(compiled)}
     beside = torch.cuda.Stream()

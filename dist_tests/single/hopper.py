@@ -912,12 +912,14 @@ class Operators:
         step,
         ids,
         order,
-        swiglu=False,
+        shares=None,
     ):
-        if swiglu:
+        if shares is not None:
             refuse(order is not None or not self.plans[plan].slots[0][0].side, "rows in order")
+            refuse(shares.dtype is not torch.float32 or shares.shape != x.shape[:1], "shares")
             self.calls.append(Call("swiglu", x.data_ptr(), True, save))
             x = norm.reference_activation(*x.chunk(2, -1), norm.ACTIVATIONS["swiglu"].kind)
+            x = (x * shares[:, None]).to(x.dtype)
         if order is not None:
             refuse(order.dtype is not torch.int64 or not order.is_contiguous(), "order")
             x = x.index_select(0, order)
@@ -1005,23 +1007,27 @@ class Operators:
         step,
         ids,
         turned,
-        swiglu=None,
+        swiglu,
         order=None,
-        weights=None,
     ):
         if order is not None:
             spec = self.plans[plan]
             refuse(spec.saves_input or not all(s.side for s in spec.slots[2]), "order of gradients")
-            refuse(order.dtype is not torch.int64 or weights.dtype is not torch.float32, "order")
+            refuse(order.dtype is not torch.int64, "order")
             self.calls.append(Call("routed", dy.data_ptr()))
-            dy = (dy.index_select(0, order) * weights[:, None]).to(dy.dtype)
-        if swiglu is not None:
+            dy = dy.index_select(0, order)
+        dshares = dy.new_empty(0, dtype=torch.float32)
+        if len(swiglu):
+            swiglu, shares = swiglu
+            refuse(shares.dtype is not torch.float32 or shares.shape != dy.shape[:1], "shares")
             refuse(not all(s.side for s in self.plans[plan].slots[2]), "gradients are quantized")
             self.calls.append(
                 Call("swiglu_backward", dy.data_ptr(), weight is not None, len(saved) > 0)
             )
-            kind = norm.ACTIVATIONS["swiglu"].kind
-            dy = torch.cat(norm.reference_activation_backward(dy, *swiglu.chunk(2, -1), kind), -1)
+            kind, halves = norm.ACTIVATIONS["swiglu"].kind, swiglu.chunk(2, -1)
+            dshares = (norm.reference_activation(*halves, kind).float() * dy).sum(1)
+            dy = (dy * shares[:, None]).to(dy.dtype)
+            dy = torch.cat(norm.reference_activation_backward(dy, *halves, kind), -1)
         operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
         of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)
@@ -1073,7 +1079,7 @@ class Operators:
             dx = self._rows_product(*a, weight, weight_scale, kind, tables)
             self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind), True)
             self.counts[plan][7] += groups
-        return dx, dw
+        return dx, dw, dshares
 
     def _gathered(self, x, sources):
         gathered = x.new_zeros(128 * len(sources), x.shape[1])
@@ -1371,12 +1377,8 @@ class Operators:
 
     def combine_backward(self, dout, rows, back, weights):
         self._copies("combine_backward", dout, len(back), back, weights)
-        if weights is None:
-            return dout.new_empty(0, dout.shape[1]), routing.reference_weights_backward(
-                dout, rows, back
-            )
         drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
-        return drows, weights.new_empty(0) if dweights is None else dweights
+        return drows, dout.new_empty(0) if dweights is None else dweights
 
     def linear_step(
         self,

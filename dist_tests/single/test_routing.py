@@ -13,7 +13,7 @@ from torch import Tensor
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.laws import assert_same_bytes
-from dist_tests.single import hopper
+from dist_tests.single import hopper, test_swiglu
 from dist_tests.single.test_fuse import tiny
 from fsdp_quant.inspection.calls import call_of
 from fsdp_quant.linear import grouped_linear, grouped_ops
@@ -142,9 +142,9 @@ def test_kernels_route_the_tokens_of_packed_experts(family: str):
     want = step()
     with hopper.emulated() as gpu:
         got = step()
-    assert (gpu.count("combine"), gpu.count("combine_backward")) == (4, 2), "of two layers"
+    assert (gpu.count("combine"), gpu.count("combine_backward")) == (4, 0), "of two layers"
     for a, b in zip(got, want):  # products of codes are exact there
-        assert (a.double() - b.double()).norm() <= 4e-2 * b.double().norm()
+        assert (a.double() - b.double()).norm() <= 6e-2 * b.double().norm()
 
 
 def multiplied(
@@ -164,15 +164,14 @@ def multiplied(
     made, results = {"dtype": BF16, "recipe": fq.recipes.by_name(name), "name": "experts"}, {}
     has_bias = name == "fp8_row" and sums is None
     module = fq.GroupedLinear(8, k, n, has_bias, device=device, packed=True, **made)
-    shares = laws.values(tokens, 3, seed=9).to(device).requires_grad_()
-    around = routes_of.Around(combined=(order, back, shares) if sums else ())
+    around = routes_of.Around(False, (order, back) if sums else ())
 
     def forward(x: Tensor) -> Tensor:
         if routed:
             y = module(x, bounds, (order, back), around)
         else:
             y = module(routes_of.dispatch(x, order, back), bounds, (), around)
-        return y if sums is not False else routes_of.combine(y, back, shares)
+        return y if sums is not False else routes_of.combine(y, back, None)
 
     run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
     with laws.kept_step():
@@ -184,7 +183,6 @@ def multiplied(
             results |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
         forward(x.detach()).float().square().sum().backward()
         results |= {f"d{n}": p.grad for n, p in module.named_parameters()}
-        results |= {"dshares": shares.grad} if shares.grad is not None else {}
         with torch.no_grad():
             results["evaluated"] = forward(x)
         x = x.detach().requires_grad_()
@@ -221,8 +219,7 @@ def test_products_that_read_tokens_by_routes_have_the_bits_of_copies(name: str, 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
 def test_layers_that_sum_the_rows_of_a_token_have_the_bits_of_a_sum_after_them(name: str):
-    """If false, experts quantize other gradients than a sum hands to each row, or a router trains
-    on other weights."""
+    """If false, experts quantize other gradients than a sum hands to each row."""
     torch.compiler.reset()
     with hopper.emulated() as gpu:
         want = multiplied(name, "few", True, sums=False)
@@ -264,21 +261,22 @@ def test_weights_without_a_gradient_save_no_rows():
         gradient.sum().backward()
 
 
-def test_only_gradients_of_products_keep_the_weights_of_rows():
-    """If false, evaluations and frozen experts sort routing weights that no backward reads."""
-    order, back = routes(40, 3)
-    shares = laws.values(40, 3, seed=9, dtype=FP32).requires_grad_()
+@pytest.mark.parametrize("trains", [True, False])
+def test_no_row_of_experts_is_saved_for_the_gradient_of_its_weight(trains: bool):
+    """If false, what every expert made is kept until the backward; or frozen experts train no
+    router."""
+    x, index, weights = test_swiglu.inputs()
     with hopper.emulated():
-        module = fq.GroupedLinear(8, 64, 48, False, dtype=BF16, recipe="mxfp8", packed=True)
-        for trains in (True, False):
-            module.requires_grad_(trains)
-            around = routes_of.Around(combined=(order, back, shares))
-            with laws.recorded_saves() as saved:
-                y = module(laws.values(40, 64), ends(40, 3), (order, back), around)
-            assert any(t.shape == (120,) and t.dtype is FP32 for t in saved) is trains
-            y.sum().backward()
-            assert shares.grad is not None and (module.weight.grad is not None) is trains
-            module.weight.grad = shares.grad = None
+        experts = test_swiglu.experts_of(fq.recipes.mxfp8()).requires_grad_(trains)
+        with test_swiglu.observed(experts):
+            want = torch.autograd.grad(
+                experts(x, index, weights.requires_grad_()).float().square().sum(), weights
+            )
+        with laws.recorded_saves() as saved:
+            y = experts(x, index, weights)
+        assert not [t for t in saved if t.shape == (index.numel(), x.shape[1])]
+        got = torch.autograd.grad(y.float().square().sum(), weights)
+        assert_same_bytes(got[0], want[0], "weights")
 
 
 def test_no_tokens_are_no_rows():

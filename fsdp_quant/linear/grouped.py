@@ -162,12 +162,11 @@ def fuses_swiglu(plan: GemmPlan, slot: str, x: Tensor) -> bool:
     )
 
 
-def reads_combined(plan: GemmPlan, x: Tensor, weights: Tensor) -> bool:
-    """Return whether one product for all experts quantizes gradients that it reads of tokens, times
-    the weights of their routes: 8 bits in both directions."""
+def reads_combined(plan: GemmPlan, x: Tensor) -> bool:
+    """Return whether one product for all experts quantizes gradients of tokens by their routes:
+    8 bits in both directions."""
     sides = [plan.operand("grad_output", d) for d in Direction]
-    is_read = reads_routes(plan, x) and all(f.is_quantized and f.element.bits == 8 for f in sides)
-    return is_read and weights.dtype in (torch.bfloat16, torch.float32)
+    return reads_routes(plan, x) and all(f.is_quantized and f.element.bits == 8 for f in sides)
 
 
 # The program #
@@ -216,7 +215,7 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         keeps_weight: bool = False,
-        swiglu: bool = False,
+        shares: Tensor | None = None,
         weight: StackedWeight | None = None,
     ) -> tuple[Tensor, list[Tensor], StackedWeight | None]:
         """Return y [M, N]; what the backward reads of the groups and of x; and of the weights.
@@ -226,7 +225,7 @@ class GroupedCall(NamedTuple):
         biases:   [N] each, or one [E, N]; empty: none.
         keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
                        Gathered codes are not kept: FSDP2 fills them again.
-        swiglu:   x is [g, u] [M, 2 K], and silu(g) * u is multiplied.
+        shares:   fp32 [M]; x is [g, u] [M, 2 K], and silu(g) * u times these is multiplied.
         weight:   the rowwise operand of the weights; None: it is read.
         """
         call, plan = self.call, self.call.plan
@@ -248,7 +247,7 @@ class GroupedCall(NamedTuple):
                 codes = buffers_of(encoded_tokens(plan, "input", x, COLUMNWISE, groups))
         else:
             bias = stacked(biases) if len(biases) > 1 else next(iter(biases), None)
-            of_layer = bias, wrong, self.tag, self.tokens, swiglu
+            of_layer = bias, wrong, self.tag, self.tokens, shares
             y, groups, codes = native.grouped_step(
                 x, ends, operand, self._number(x), call, self.ids, *of_layer
             )
@@ -261,14 +260,15 @@ class GroupedCall(NamedTuple):
         weights: Sequence[Tensor],
         weight: StackedWeight | None,
         needs: Sequence[bool],
-        swiglu: Tensor | None = None,
-        routed: Sequence[Tensor] = (),
+        tokens: Tensor | None = None,
+        swiglu: Sequence[Tensor] = (),
     ) -> Gradients:
         """Return dx [M, K], dw [E, N, K] and db [E, N]; None where `needs` says so.
 
         saved, weight:  from `forward`; without `weight`, the weights are read again.
-        swiglu:  [g, u] [M, N], if dy is the gradient of silu(g) * u [M, N / 2].
-        routed:  int64 and fp32 [M], if the gradients are these rows of dy times these weights.
+        tokens:  int64 [M], if the gradients are these rows of dy.
+        swiglu:  [g, u] [M, N] and shares [M], if dy is the gradient of silu(g) * u times shares
+                 [M, N / 2]. That of shares, fp32, is in the place of db.
         """
         if not self.in_one:
             return self._backward_in_loop(dy, saved, weights, needs)
@@ -278,17 +278,19 @@ class GroupedCall(NamedTuple):
             weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
             operand = weight.operand()
         transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
-        if self._decodes(dy) or not (need_x or need_w):
+        if self._decodes(dy) or not (need_x or need_w or swiglu):
             dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
             dx = None if operand is None else self._dgrad(dy, operand, groups)
         else:
             codes, number = codes if need_w else [], self._number(dy)
-            dx, dw = native.grouped_step_backward(
-                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu, routed
+            dx, dw, dshares = native.grouped_step_backward(
+                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu, tokens
             )
             dx, dw = dx if need_x else None, dw if need_w else None
         dw = dw.mT if dw is not None and transposes else dw
-        return dx, dw, _bias_gradients(groups, dy) if need_b else None
+        if not need_b:
+            return dx, dw, None
+        return dx, dw, dshares if swiglu else _bias_gradients(groups, dy)
 
     # Operands #
 

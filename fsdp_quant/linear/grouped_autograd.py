@@ -2,11 +2,14 @@
 """The autograd of all experts, and of what packed experts compute around a product
 (`routes.Around`).
 
-SwiGLU between two layers, h = silu(g) * u with [g, u] = y of the first, is computed where it is
-quantized (`fuses_swiglu`): h, between their nodes, has a shape and a gradient but no values.
+SwiGLU between two layers, h = silu(g) * u with [g, u] = y of the first, times the weight of each
+row's route, is computed where it is quantized (`fuses_swiglu`): h, between their nodes, has a shape
+and a gradient but no values. The first layer's node returns the gradient of the weights, whose sum
+over columns is in the kernel that reads [g, u] and that of h: the rows that the last layer returns
+are not saved.
 
 The sum over a token's experts is part of the last layer's node (`reads_combined`), whose backward
-quantizes rows of the tokens' gradient times their weights.
+quantizes rows of the tokens' gradient.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..ops import norm, routing
+from ..ops import norm
 from ..tensor import torch_compat
 from .autograd import Differentiable, Gradients, Program, differentiated
 from .grouped import fuses_swiglu, reads_combined
 from .plan import GemmPlan
-from .routes import Around, Routes, combine, sum_of_copies, tokens_of
+from .routes import Around, Routes, combine, shares_of, sum_of_copies, tokens_of
 from .stacked_weights import StackedWeight
 
 
@@ -31,64 +33,72 @@ def experts(
     backward: Callable[..., Gradients],
     ends: Tensor,
     routes: Routes = (),
-    swiglu: Tensor | bool = False,
-) -> Program:
-    """Return the program of all experts.
+    swiglu: Sequence[Tensor] | bool = False,
+) -> Callable[..., Any]:
+    """Return the program of all experts, whose backward takes arguments of `backward` besides.
 
     forward, backward:  of `GroupedCall`, or of `grouped_ops.TracedCall`, in a graph being traced.
     ends:    the row after the last of each.
     routes:  by which `forward` reads x; empty: x has the rows that are multiplied.
-    swiglu:  True: the program returns h in place of y, which its node keeps last. A tensor:
-             [g, u], of which x is h.
+    swiglu:  [g, u] and weights of the rows, if x is h (`routes.Around`).
     """
     places = list(routes[1:])
-    # a node that refers to [g, u] would keep it while hooks offload it, or a checkpoint drops it
-    is_gated, returns_h = isinstance(swiglu, Tensor), swiglu is True
+    rows, shares = (None, None) if isinstance(swiglu, bool) else swiglu
 
     def program(x, weights, biases, dgrad) -> Differentiable:
-        rows = swiglu if is_gated else x
-        y, saved, weight = forward(rows, ends, weights, biases, dgrad, is_gated)
+        given = ends, weights, biases, dgrad, shares
+        y, saved, weight = forward(x if rows is None else rows, *given)
         is_x, read = [t is x for t in saved], None if weight is None else weight.read
         buffers = [t for t in saved if t is not x]
 
-        def gradients(dy, x, buffers, weights, needs, routed=()) -> Gradients:
-            gate_and_up = buffers.pop() if returns_h else None
+        def gradients(dy, x, buffers, weights, needs, *others) -> Gradients:
             back, remaining = buffers[: len(places)], iter(buffers[len(places) :])
             read_by_wgrad = [x if from_input else next(remaining) for from_input in is_x]
             stacked = None if read is None else StackedWeight([*remaining], read)
-            state = stacked, needs, gate_and_up, routed
-            dx, dw, db = backward(dy, read_by_wgrad, weights, *state)
+            dx, dw, db = backward(dy, read_by_wgrad, weights, stacked, needs, *others)
             return dx if dx is None or not back else sum_of_copies(dx, *back), dw, db
 
         buffers = [*places, *buffers, *([] if weight is None else weight.buffers)]
-        if returns_h:  # what is added to -0.0 stays as it is
-            buffers, y = [*buffers, y], y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
         return y, any(is_x), buffers, gradients
 
     return program
 
 
-def summed(program: Callable[..., Any], order: Tensor, back: Tensor, keeps: list[bool]) -> Program:
-    """Return the program of `experts` whose y is summed over each token's rows, of the weights of
-    routes in place of biases. keeps: for gradients of the rows, and of these."""
+def gated(program: Callable[..., Any], order: Tensor, back: Tensor) -> Program:
+    """Return the program of `experts` that returns h in place of y, of the weights of routes in
+    place of biases; its node keeps [g, u] and the rows' weights last."""
 
-    def of_tokens(x, weights, of_routes, dgrad) -> Differentiable:
-        rows, saves_x, buffers, of_rows = program(x, weights, (), dgrad)
-        tokens = tokens_of(order, back) if keeps[0] else None
-        factors = of_routes[0].reshape(-1).index_select(0, order).float() if keeps[0] else None
+    def of_h(x, weights, of_routes, dgrad) -> Differentiable:
+        y, saves_x, buffers, of_y = program(x, weights, (), dgrad)
+        shares = shares_of(of_routes[0], order)
+
+        def gradients(dh, x, buffers, weights, needs) -> Gradients:
+            # a node that refers to [g, u] would keep it while hooks offload it
+            *buffers, back, gate_and_up, shares = buffers
+            swiglu = gate_and_up, shares
+            dx, dw, dshares = of_y(dh, x, buffers, weights, needs, None, swiglu)
+            if dshares is not None:
+                dshares = dshares.index_select(0, back.reshape(-1)).view(back.shape)
+            return dx, dw, dshares
+
+        # what is added to -0.0 stays as it is
+        h = y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
+        return h, saves_x, [*buffers, back, y, shares], gradients
+
+    return of_h
+
+
+def summed(program: Callable[..., Any], order: Tensor, back: Tensor) -> Program:
+    """Return the program of `experts` that returns the sum of each token's rows."""
+
+    def of_tokens(*operands: Any) -> Differentiable:
+        rows, saves_x, buffers, of_rows = program(*operands)
 
         def gradients(dy, x, buffers, weights, needs) -> Gradients:
-            *buffers, tokens, factors, back, rows = buffers
-            dx = dw = d_routes = None
-            if needs[2]:
-                with torch_compat.tracing_if_watched():
-                    d_routes = routing.weights_backward(dy, rows, back)
-            if needs[0] or needs[1]:
-                dx, dw, _ = of_rows(dy, x, buffers, weights, (*needs[:2], False), (tokens, factors))
-            return dx, dw, d_routes
+            *buffers, order, back = buffers
+            return of_rows(dy, x, buffers, weights, needs, tokens_of(order, back))
 
-        kept = tokens, factors, back, rows if keeps[1] else None
-        return sum_of_copies(rows, back, of_routes[0]), saves_x, [*buffers, *kept], gradients
+        return sum_of_copies(rows, back), saves_x, [*buffers, order, back], gradients
 
     return of_tokens
 
@@ -103,32 +113,33 @@ def run_experts(
     routes: Routes,
     around: Around,
 ) -> Any:
-    """Return y of `experts` with its node; with swiglu=True (y without a gradient, h), or (y, None)
-    where the caller computes h of y.
+    """Return y of `experts` with its node; with swiglu=True ([g, u] and the rows' weights, without
+    gradients; h), or (y, None) where the caller computes h of y.
 
     call:    `GroupedCall`, or `grouped_ops.TracedCall`.
     plan:    of one product for all experts; None: there is none.
     """
-    swiglu, combined = around
-    returns_h, slot = swiglu is True, "input" if isinstance(swiglu, Tensor) else "grad_output"
+    swiglu, of_rows, of_routes = around
+    returns_h, slot = swiglu is True, "grad_output" if swiglu is True else "input"
     fuses = swiglu is not False and plan is not None and fuses_swiglu(plan, slot, x)
-    if isinstance(swiglu, Tensor) and not fuses:
-        x, swiglu = with_values(x, swiglu), False
-    elif returns_h and (biases or not fuses):
-        swiglu = False
+    if not (fuses or isinstance(swiglu, bool)):
+        x, swiglu = with_values(x, *swiglu), False
     program = experts(call.forward, call.backward, ends, routes, swiglu)
-    if combined and not biases and plan is not None and reads_combined(plan, x, combined[2]):
-        leaves = ((x, *weights), combined[2:]) if torch.is_grad_enabled() else ((), ())
-        need = [any(t.requires_grad for t in of_one) for of_one in leaves]
-        program = summed(program, combined[0], combined[1], need)
-        biases, combined = combined[2:], ()
-    y, *_, last = differentiated(program, x, len(weights), (*weights, *biases))
-    y = combine(y, *combined[1:]) if combined else y
-    return (last, y) if swiglu is True else (y, None) if returns_h else y
+    if returns_h and fuses and not biases:
+        program = gated(program, *of_rows)
+        h, *_, gate_and_up, shares = differentiated(program, x, len(weights), (*weights, of_routes))
+        return (gate_and_up, shares), h
+    sums = bool(of_rows) and not returns_h
+    if sums and of_routes is None and not biases and plan is not None and reads_combined(plan, x):
+        program, sums = summed(program, *of_rows), False
+    y = differentiated(program, x, len(weights), (*weights, *biases))[0]
+    y = combine(y, of_rows[1], of_routes) if sums else y
+    return (y, None) if returns_h else y
 
 
-def with_values(h: Tensor, gate_and_up: Tensor) -> Tensor:
+def with_values(h: Tensor, gate_and_up: Tensor, shares: Tensor) -> Tensor:
     """Return h, which is -0.0, with values and its gradient."""
     g, u = gate_and_up.chunk(2, -1)
     with torch_compat.tracing_if_watched():
-        return h + norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]
+        values = norm.activation(g, u, norm.ACTIVATIONS["swiglu"].kind)[0]
+        return h + (values * shares[:, None]).to(h.dtype)

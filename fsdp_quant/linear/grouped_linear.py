@@ -381,11 +381,12 @@ class GroupedLinear(HasWeight):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
             sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
-        swiglu, combined = around
-        rows = with_values(rows, swiglu) if isinstance(swiglu, Tensor) else rows
+        swiglu, of_rows, of_routes = around
+        rows = rows if isinstance(swiglu, bool) else with_values(rows, *swiglu)
         y = torch.cat(self._one_by_one(rows.split(sizes)))
-        y = combine(y, *combined[1:]) if combined else y
-        return (y, None) if swiglu is True else y
+        if swiglu is True:
+            return y, None
+        return combine(y, of_rows[1], of_routes) if of_rows else y
 
     def _plan_of_one(self, rows: Tensor) -> tuple[GemmPlan | None, str | None]:
         """Return the plan of one product for all experts; or None, and why there is none."""

@@ -44,7 +44,6 @@ class _Spec(NamedTuple):
     is_gathered:    a packed weight is codes.
     counts:         products return what they lost.
     save:           the backward needs x.
-    swiglu:         x is [g, u] of `routes.Around`; or `saved` ends with it, whose h has dy.
     """
 
     experts: int
@@ -55,7 +54,6 @@ class _Spec(NamedTuple):
     is_gathered: int
     counts: int
     save: int
-    swiglu: int = 0
 
     def weights(
         self,
@@ -103,7 +101,7 @@ class TracedCall(NamedTuple):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         keeps_weight: bool,
-        swiglu: bool,
+        shares: Tensor | None,
     ) -> tuple[Tensor, list[Tensor], None]:
         """`GroupedCall.forward`, which keeps no weight."""
         written = [t for t in (self.step, *self.factors) if t is not None]
@@ -111,9 +109,8 @@ class TracedCall(NamedTuple):
         read = [*written, *self.ids, *self.histories, *self.guards, *gathered]
         torch_compat.save_inputs(read, written, self.plan.weight if gathered else None)
         operands, biases = self._operands(weights, ROWWISE), list(biases)
-        spec = self.spec._replace(swiglu=int(swiglu))
-        state = self.plan.key, spec, self.step, self.ids, self.factors
-        y, *saved = _experts(x, self.tokens, ends, operands, biases, *state)
+        state = self.plan.key, self.spec, self.step, self.ids, self.factors
+        y, *saved = _experts(x, self.tokens, ends, operands, biases, shares, *state)
         self._record(saved, ("input", "weight"), self.guards[:1])
         saved = saved if self.spec.in_one else [ends]
         if self.spec.save and (self.plan.saves == "input" or not self.spec.in_one):
@@ -127,15 +124,13 @@ class TracedCall(NamedTuple):
         weights: Sequence[Tensor],
         weight: None,
         needs: tuple[bool, bool, bool],
-        swiglu: Tensor | None,
-        routed: Sequence[Tensor],
+        tokens: Tensor | None = None,
+        swiglu: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
             operands = self._operands(weights, COLUMNWISE)
-        saved = [*saved] if swiglu is None else [*saved, swiglu]
-        spec = self.spec._replace(swiglu=int(swiglu is not None))
-        state = self.plan.key, spec, list(needs), self.step, self.ids, self.factors
-        results = _experts_backward(dy, list(routed), saved, operands, *state)
+        state = self.plan.key, self.spec, list(needs), self.step, self.ids, self.factors
+        results = _experts_backward(dy, tokens, list(saved), operands, list(swiglu), *state)
         self._record(results, ("grad_output",), self.guards[1:])
         gradients = iter(results)
         dx, dw, db = (next(gradients) if need else None for need in needs)
@@ -253,11 +248,11 @@ def _by_slot(owners: Sequence[str], tensors: Sequence[Tensor]) -> BySlot:
     return of_input, of_weight, of_grad
 
 
-def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
+def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
     call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
     weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
-    y, saved, _ = call.forward(x, ends, weights, biases, False, bool(spec.swiglu), weight)
+    y, saved, _ = call.forward(x, ends, weights, biases, False, shares, weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
         shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec)
@@ -265,7 +260,7 @@ def _run_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factor
     return [y, *saved, *written]
 
 
-def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, factors):
+def _fake_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
     plan, spec = plan_of(plan).of_groups, _Spec(*spec)
     rows = (x if tokens is None else tokens).shape[0]
     outputs = [x.new_empty(rows, spec.n)]
@@ -278,22 +273,22 @@ def _fake_forward(x, tokens, ends, weights, biases, plan, spec, step, ids, facto
     return [*outputs, *_fake_written(x, spec, factors)]
 
 
-def _run_backward(dy, routed, saved, weights, plan, spec, needs, step, ids, factors):
+def _run_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, step, ids, factors):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
     call, written = _call_of(dy, plan, spec, step, ids, factors)
     weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
-    swiglu = saved.pop() if spec.swiglu else None
-    dx, dw, db = call.backward(dy, saved, weights, weight, needs, swiglu, routed)
+    dx, dw, db = call.backward(dy, saved, weights, weight, needs, tokens, swiglu)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
 
-def _fake_backward(dy, routed, saved, weights, plan, spec, needs, step, ids, factors):
+def _fake_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, step, ids, factors):
     spec = _Spec(*spec)
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
-    rows = (routed[0] if routed else dy).shape[0]
-    shapes = (rows, spec.k), (spec.experts, *matrix), (spec.experts, spec.n)
-    gradients = [dy.new_empty(shape) for shape, need in zip(shapes, needs) if need]
+    rows = (dy if tokens is None else tokens).shape[0]
+    last = torch.empty_like(swiglu[1]) if swiglu else dy.new_empty(spec.experts, spec.n)
+    made = dy.new_empty(rows, spec.k), dy.new_empty(spec.experts, *matrix), last
+    gradients = [t for t, need in zip(made, needs) if need]
     return [*gradients, *_fake_written(dy, spec, factors)]
 
 
@@ -346,13 +341,13 @@ def _shapes_of_codes(
 _STATE = "str plan, int[] spec, {}Tensor? step, Tensor[] ids, Tensor[] factors) -> Tensor[]"
 _experts = opaque.define(
     "experts(Tensor x, Tensor? tokens, Tensor ends, Tensor[] weights, Tensor[] biases, "
-    + _STATE.format(""),
+    "Tensor? shares, " + _STATE.format(""),
     _run_forward,
     _fake_forward,
 )
 _experts_backward = opaque.define(
-    "experts_backward(Tensor dy, Tensor[] routed, Tensor[] saved, Tensor[] weights, "
-    + _STATE.format("bool[] needs, "),
+    "experts_backward(Tensor dy, Tensor? tokens, Tensor[] saved, Tensor[] weights, "
+    "Tensor[] swiglu, " + _STATE.format("bool[] needs, "),
     _run_backward,
     _fake_backward,
 )
@@ -363,10 +358,12 @@ def _flops(x: Sequence[int], spec: Sequence[int], products: int = 1) -> int:
 
 
 register_flop_formula(torch.ops.fsdp_quant.experts)(
-    lambda x, tokens, ends, weights, biases, plan, spec, *rest, **options: _flops(tokens or x, spec)
+    lambda x, tokens, ends, weights, biases, shares, plan, spec, *rest, **options: _flops(
+        tokens or x, spec
+    )
 )
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
-    lambda dy, routed, saved, weights, plan, spec, needs, *rest, **options: _flops(
-        routed[0] if routed else dy, spec, sum(needs[:2])
+    lambda dy, tokens, saved, weights, swiglu, plan, spec, needs, *rest, **options: _flops(
+        tokens or dy, spec, sum(needs[:2])
     )
 )

@@ -42,7 +42,7 @@ from ..linear.bad_splits import BAD_SPLITS
 from ..linear.grouped import fuses_swiglu
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
-from ..linear.routes import ALONE, Around, Routes, combine, dispatch
+from ..linear.routes import ALONE, Around, Routes, combine, dispatch, shares_of, sorted_by_expert
 from ..ops import opaque
 from ..ops.norm import ACTIVATIONS
 from ..ops.reference import known
@@ -224,7 +224,7 @@ class _Defined(nn.Module):
         if self.bias is not None:
             products = [y + bias for y, bias in zip(products, self.bias)]
         y = torch.cat(products)
-        return combine(y, *around.combined[1:]) if around.combined else y
+        return combine(y, around.routes[1], around.weights) if around.routes else y
 
 
 def _is_same(
@@ -436,28 +436,27 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
         )
     (first, last), copies = self.packed_parts, top_k_index.shape[-1]
     experts = len(getattr(self, f"{first}_product").weight)
-    gate = self._apply_gate if self.has_gate else self.act_fn
-    # indices that no expert has sort last; 16 bits take a quarter of the passes of 64
-    most, keys = torch.iinfo(top_k_index.dtype).max, torch.int16 if experts < 2**15 else torch.int32
-    chosen = top_k_index.reshape(-1).bitwise_and(most).clamp_max(min(experts, most))
-    chosen, order = chosen.to(keys).sort(stable=True)
-    numbers = torch.arange(experts, dtype=keys, device=chosen.device)
-    ends = torch.searchsorted(chosen, numbers, right=True).int()
-    places = torch.arange(len(order), dtype=torch.int64, device=order.device)
-    back = torch.empty_like(order).index_copy(0, order, places).view(-1, copies)
+    ends, routes = sorted_by_expert(top_k_index, experts)
+    weights = top_k_weights[:, :copies]
     products = [getattr(self, f"{part}_product") for part in self.packed_parts]
-    is_swiglu = gate_of(self) == self.packed_kind.swiglu
     is_observed = any(map(torch_compat.has_hooks, products))  # hooks see values
+    is_swiglu = gate_of(self) == self.packed_kind.swiglu and products[1].bias is None
     fuses = is_swiglu and not is_observed
-    combined = () if is_observed else (order, back, top_k_weights)
-    y = _product(self, first, hidden_states, ends, (order, back), Around(fuses))
-    gate_and_up, hidden = y if fuses else (y, None)
-    around = Around(False if hidden is None else gate_and_up, combined)
-    if hidden is None:  # of the bits of kernels
-        by_kernel = is_swiglu and is_observed and products[0].fuses_swiglu(y)
-        hidden = activate(y, None, SWIGLU, packed=True)[0] if by_kernel else gate(gate_and_up)
-    y = _product(self, last, hidden, ends, (), around)
-    return (y if combined else combine(y, back, top_k_weights)).to(hidden_states.dtype)
+    around = Around(True, routes, weights) if fuses else ALONE
+    made = _product(self, first, hidden_states, ends, routes, around)
+    y, hidden = made if fuses else (made, None)
+    if hidden is not None:
+        around = Around(y, routes)
+    elif is_swiglu and is_observed and products[0].fuses_swiglu(y):  # the bits of kernels
+        shares = shares_of(weights, routes[0])
+        hidden = activate(y, None, SWIGLU, packed=True)[0]
+        hidden, around = (hidden * shares[:, None]).to(hidden.dtype), Around(False, routes)
+    else:
+        hidden = (self._apply_gate if self.has_gate else self.act_fn)(y)
+        around = Around(False, routes, weights)
+    y = _product(self, last, hidden, ends, (), ALONE if is_observed else around)
+    y = combine(y, routes[1], around.weights) if is_observed else y
+    return y.to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

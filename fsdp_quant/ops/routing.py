@@ -5,7 +5,6 @@ if there is one for the tensors.
     combine            out[t] = sum over j of weights[t, j] * rows[back[t, j]]
     combine_backward   drows[back[t, j]] = weights[t, j] * dout[t]
                        dweights[t, j]    = sum over columns of rows[back[t, j]] * dout[t]
-    weights_backward   dweights alone, before they are rounded
 
     rows, drows        [T * k, N], sorted by expert
     back               int64 [T, k]: each row once
@@ -61,7 +60,7 @@ def reference_combine(rows: Tensor, back: Tensor, weights: Tensor | None) -> Ten
 
 
 def combine_backward(
-    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor
+    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(drows in the dtype of dout; dweights in that of the weights, None without rows)."""
     if _has_kernel(dout, weights):
@@ -70,7 +69,7 @@ def combine_backward(
 
 
 @opaque.operator(
-    "reference_combine_backward(Tensor dout, Tensor? rows, Tensor back, Tensor weights) -> "
+    "reference_combine_backward(Tensor dout, Tensor? rows, Tensor back, Tensor? weights) -> "
     "Tensor[]",
     lambda dout, rows, back, weights: [
         dout.new_empty(back.numel(), dout.shape[1]),
@@ -79,28 +78,13 @@ def combine_backward(
     results=2,
 )
 def reference_combine_backward(
-    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor
+    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     d, drows = _wide(dout), dout.new_empty(back.numel(), dout.shape[1])
     for j, places in enumerate(back.unbind(1)):
-        drows.index_copy_(0, places, (d * weights[:, j, None].to(d.dtype)).to(drows.dtype))
-    if rows is None:
+        values = d if weights is None else d * weights[:, j, None].to(d.dtype)
+        drows.index_copy_(0, places, values.to(drows.dtype))
+    if rows is None or weights is None:
         return drows, None
-    return drows, reference_weights_backward(dout, rows, back).to(weights.dtype)
-
-
-def weights_backward(dout: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    """dweights [T, k], in fp32 (in fp64 of fp64)."""
-    if _has_kernel(dout, None):
-        return native.weights_backward(dout, rows, back)
-    return reference_weights_backward(dout, rows, back)
-
-
-@opaque.operator(
-    "reference_weights_backward(Tensor dout, Tensor rows, Tensor back) -> Tensor",
-    lambda dout, rows, back: _wide(dout).new_empty(back.shape),
-)
-def reference_weights_backward(dout: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    d = _wide(dout)
     dots = [(rows.index_select(0, places).to(d.dtype) * d).sum(1) for places in back.unbind(1)]
-    return torch.stack(dots, 1)
+    return drows, torch.stack(dots, 1).to(weights.dtype)

@@ -124,7 +124,7 @@ FAKES = {
     ),
     "combine": lambda rows, back, weights: rows.new_empty((back.shape[0], rows.shape[1])),
     "combine_backward": lambda dout, rows, back, weights: (
-        dout.new_empty((0 if weights is None else back.numel(), dout.shape[1])),
+        dout.new_empty((back.numel(), dout.shape[1])),
         dout.new_empty(
             0 if rows is None else back.shape,
             dtype=torch.float32 if weights is None else weights.dtype,

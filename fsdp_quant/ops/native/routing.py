@@ -17,13 +17,9 @@ def combine(rows: Tensor, back: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def combine_backward(
-    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor
+    dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return drows, and dweights, which is None without rows."""
     operands = map(contiguous_aligned, (dout, rows, back, weights))
     drows, dweights = _ops.combine_backward(*operands)
     return drows, None if rows is None else dweights
-
-
-def weights_backward(dout: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    return _ops.combine_backward(*map(contiguous_aligned, (dout, rows, back)), None)[1]

@@ -41,7 +41,7 @@ def grouped_step(
     wrong: Tensor | None,
     tag: int,
     order: Tensor | None = None,
-    swiglu: bool = False,
+    shares: Tensor | None = None,
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """Return y of x [tokens, K], its groups (`token_groups`), and the codes that the backward
     saves. See csrc/step/grouped.cpp.
@@ -53,11 +53,11 @@ def grouped_step(
     ids:     int64 [3] per group, if something is rounded stochastically (`random_key`).
     bias:    [E, N], added to the fp32 sums of codes before they are rounded to bf16.
     order:   int64 [tokens], the row of x of each token; None: x has the tokens.
-    swiglu:  x is [g, u] [tokens, 2 K]; silu(g) * u is multiplied.
+    shares:  fp32 [tokens]; x is [g, u] [tokens, 2 K], and silu(g) * u times these is multiplied.
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     operands = rows_of(x), ends, weight.data, weight.scale, plan, call.save, call.guard
-    state = call.factors[0], call.histories[0], call.step, ids, order, swiglu
+    state = call.factors[0], call.histories[0], call.step, ids, order, shares
     y, tables, *saved = _ops.grouped_step(*operands, contiguous_aligned(bias), wrong, tag, *state)
     return y, TokenGroups(tables, ends.shape[0]), saved
 
@@ -71,22 +71,22 @@ def grouped_step_backward(
     call: StepCall,
     ids: Sequence[Tensor],
     transposes: bool = False,
-    swiglu: Tensor | None = None,
-    routed: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """Return dx [tokens, K] and dw [E, N, K]. dx is empty without `weight`, dw without `saved`.
+    swiglu: Sequence[Tensor] = (),
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx [tokens, K], dw [E, N, K] and the gradient of shares [tokens]. dx is empty without
+    `weight`, dw without `saved`, the last without `swiglu`.
 
     weight:      the columnwise operand of the weights.
     saved:       the tensors that the forward saved of x.
     transposes:  dw is [E, K, N].
-    swiglu:      [g, u] [tokens, N], if dy is the gradient of silu(g) * u.
-    routed:      `order`, int64 [tokens], and fp32 [tokens]: the gradients are rows `order` of dy
-                 times these, rounded; empty: dy.
+    swiglu:      [g, u] [tokens, N] and shares, if dy is the gradient of silu(g) * u times these.
+    order:       int64 [tokens]: the gradients are these rows of dy; None: dy.
     """
     data, scale = (None, None) if weight is None else weight[:2]
     operands = rows_of(dy), groups.tables, groups.groups, data, scale, saved, plan, call.guard
     state = call.factors[0], call.factors[2], call.histories[2], call.step, ids, transposes, swiglu
-    return _ops.grouped_step_backward(*operands, *state, *routed)
+    return _ops.grouped_step_backward(*operands, *state, order)
 
 
 class OperandSpec(NamedTuple):
