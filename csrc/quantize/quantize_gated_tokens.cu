@@ -18,22 +18,22 @@ struct GradientSmem {
 };
 
 // dg (to p) and du (to smem.g) of 8 columns of u, from `col`, and `rows` rows from `row0`; rows behind them repeat the last. u is
-// copied to `us`. Whole warps call it. dots: receives the sums over h * dh of the rows, of all that `count`; null: nothing.
-__device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSmem& smem, Copies& us, const Launch<1>& launch,
-                                              int32_t row0, int32_t col, int32_t rows, bool counts, float* dots) {
+// copied to `us`. sums: of h * dh of each row.
+__device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSmem& smem, Copies& us, float (&sums)[8],
+                                              const Launch<1>& launch, int32_t row0, int32_t col, int32_t rows) {
   using Values = Eight<__nv_bfloat16>;
-  const int n = threadIdx.x, chunk = n & 15;
+  const int n = threadIdx.x;
   const TensorArgs& t = launch.tensors[0];
-  const auto* const g = static_cast<const __nv_bfloat16*>(t.x) + row0 * static_cast<int64_t>(t.row_stride) + col;
+  const auto* const g = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + col;
   const auto* const dh = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col;
   const auto row = [&](int k) { return min(k, rows - 1); };
   const auto copy = [&](int k) {
-    ptx::copy_async_16(&us[k % kAhead][n], g + t.cols / 2 + row(k) * static_cast<int64_t>(t.row_stride));
+    ptx::copy_async_16(&us[k % kAhead][n], g + t.cols / 2 + row(k) * t.row_stride);
     ptx::copy_async_16(&smem.dh[k % kAhead][n], dh + row(k) * launch.up_stride);
   };
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    ptx::copy_async_16(&smem.g[k][n], g + row(k) * static_cast<int64_t>(t.row_stride));
+    ptx::copy_async_16(&smem.g[k][n], g + row(k) * t.row_stride);
     if (k < kAhead) copy(k);
   }
 #pragma unroll 1  // unrolled, parts of dg would wait in more registers than there are
@@ -44,18 +44,14 @@ __device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSme
       Values of_g, of_u, of_h;
       of_g.set(0, smem.g[first + k][n]), of_u.set(0, us[k][n]), of_h.set(0, smem.dh[k][n]);
       if (first == 0) copy(kAhead + k);
-      float a[8], slope[8], up[8], d[8];
+      float a[8], slope[8], up[8], d[8], along = 0.0f;
       of_g.widen(a), of_u.widen(up), of_h.widen(d);
+      const float weight = __ldg(launch.row_weights + row0 + row(first + k));
 #pragma unroll
       for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, Activation::kSilu>(a[i], a[i], slope[i]);
       round_all<__nv_bfloat16>(a);
-      float h[8], along = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) h[i] = a[i] * up[i];
-      round_all<__nv_bfloat16>(h);
-      const float weight = __ldg(launch.row_weights + row0 + row(first + k));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) along = fmaf(h[i], d[i], along), d[i] *= weight;
+      for (int i = 0; i < 8; ++i) along = fmaf(__bfloat162float(__float2bfloat16_rn(a[i] * up[i])), d[i], along), d[i] *= weight;
       round_all<__nv_bfloat16>(d);
 #pragma unroll
       for (int i = 0; i < 8; ++i) up[i] *= d[i];
@@ -66,10 +62,7 @@ __device__ __forceinline__ void load_gradient(RegisterTile<BF16>& p, GradientSme
 #pragma unroll
       for (int i = 0; i < 4; ++i) p.w[k][i] = p.w[kAhead + k][i], p.w[kAhead + k][i] = dg.w[i];
       smem.g[first + k][n] = make_uint4(du.w[0], du.w[1], du.w[2], du.w[3]);
-      if (!counts) along = 0.0f;
-#pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) along += __shfl_xor_sync(0xFFFFFFFFu, along, lanes);
-      if (dots != nullptr && chunk == 0 && first + k < rows) dots[first + k] = along;
+      sums[first + k] = along;
     }
   }
 }
@@ -93,14 +86,13 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_gradient_kernel(const __gr
   const EncodingBuffers& col_buffers = t.buffers[1];
   row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
 
-  const int32_t half = t.cols / 2, col0 = tile.col0 + at.col(), rows = col0 < t.cols ? source.y - at.row() : 0;
+  const int32_t half = t.cols / 2, col0 = tile.col0 + at.col(), lines = source.y - at.row(), rows = col0 < t.cols ? lines : 0;
   RegisterTile<BF16> p = {};
-  if (at.warp * 16 < source.y) {  // threads outside read the last row, or the last columns
-    const int32_t of_rows = max(min(source.y - at.row(), 8), 1), in_half = min(col0 < half ? col0 : col0 - half, half - 8);
-    const int32_t row0 = source.x + min(at.row(), source.y - 1);
-    float* const column = launch.row_dots + tile.col0 / kTile * static_cast<int64_t>(t.rows);
-    float* const dots = tile.col0 < half && at.row() < source.y ? column + row0 : nullptr;
-    load_gradient(p, of_gradient, reinterpret_cast<Copies&>(smem.codes), launch, row0, in_half, of_rows, col0 < half, dots);
+  auto& sums = reinterpret_cast<float(&)[kThreads][8]>(static_cast<TileSmem&>(smem));
+  static_assert(sizeof(sums) <= sizeof(TileSmem));
+  if (rows > 0) {
+    load_gradient(p, of_gradient, reinterpret_cast<Copies&>(smem.codes), sums[threadIdx.x], launch, source.x + at.row(),
+                  col0 < half ? col0 : col0 - half, rows);
   }
   if (rows < 8) {
 #pragma unroll
@@ -108,6 +100,14 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_gradient_kernel(const __gr
       if (k >= rows) p.w[k][0] = p.w[k][1] = p.w[k][2] = p.w[k][3] = 0, of_gradient.g[k][threadIdx.x] = {};
     }
   }
+  __syncwarp();
+  if (tile.col0 < half && at.chunk < min(lines, 8)) {
+    const float(*const first)[8] = sums + (threadIdx.x - at.chunk);
+    float sum = 0.0f;
+    for (int i = 0; i < 16 && tile.col0 + 8 * i < half; ++i) sum += first[i][at.chunk];
+    launch.row_dots[tile.col0 / kTile * static_cast<int64_t>(t.rows) + source.x + at.row() + at.chunk] = sum;
+  }
+  __syncthreads();
   const auto take_du = [&] {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {

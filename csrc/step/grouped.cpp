@@ -104,17 +104,16 @@ std::vector<at::Tensor> grouped_step(
   return result;
 }
 
-// Returns dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty if not needed. weight: the stacked columnwise operand
-// (values: [E, N, K]), for dx; saved: codes and scales of x, or x, for dw. factors: of x. turned: dw is [E, K, N].
-// swiglu: [g, u] and shares, if dy is the gradient of silu(g) * u times shares [tokens, N / 2]; the gradient of shares, fp32
-// [tokens], is returned too, else it is empty. order: the gradients are rows `order` of dy.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_step_backward(
+// Returns dx [tokens, K] of dy [tokens, N] (empty without weight), the gradient of shares, fp32 [tokens] (empty without swiglu),
+// and, if it `keeps` them, the columnwise codes of the gradients, for dw. weight: the stacked columnwise operand (values: [E, N,
+// K]). swiglu: [g, u] and shares, if dy is the gradient of silu(g) * u times shares [tokens, N / 2]. order: the gradients are rows
+// `order` of dy.
+std::vector<at::Tensor> grouped_dgrad(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
-    at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
-    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned, at::TensorList swiglu,
-    const MaybeTensor& order) {
+    bool keeps, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList histories, const MaybeTensor& step,
+    at::TensorList ids, at::TensorList swiglu, const MaybeTensor& order) {
   check_cuda(dy, "dy");
-  const auto call = grouped_call_of(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
+  const auto call = grouped_call_of(plan, true, step, ids, guard, {}, factors, {}, histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(dy.device());
   const at::Tensor rows = order.has_value() ? aligned_rows(matrix(dy)) : matrix(dy);
@@ -130,44 +129,55 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_step_backward(
                         (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),
                     "swiglu and order are of gradients that are quantized");
   TORCH_CHECK_VALUE(!order.has_value() || call->plan->saves == Saves::kCodes, "order is of gradients alone: x is saved as codes");
-  Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.empty() ? rows : matrix(swiglu[0]), weight.has_value(),
-                                    !saved.empty(), {}, {swiglu.empty() ? nullptr : &gated, &tokens});
-  at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
-  if (!saved.empty()) {
-    Encoded x;
-    if (call->plan->saves == Saves::kCodes) {
-      size_t at = 0;
-      x = next_encoded(saved.vec(), at, r[kInput][kColumnwise]);
-    } else if (r[kInput][kColumnwise].is_quantized()) {
-      x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, {nullptr, &tokens})[kColumnwise];
-    }
-    const Encoded& d = encoded[kColumnwise];
-    if (!r[kGradOutput][kColumnwise].is_quantized()) {  // values
-      TORCH_CHECK_NOT_IMPLEMENTED(!x.data.defined(), "values are multiplied by values");
-      const at::Tensor a = turned ? matrix(saved[0]) : rows, b = turned ? rows : matrix(saved[0]);
-      dw = at::_grouped_mm(aligned_rows(a).t(), aligned_rows(b), ends_of(tables, groups));
-    } else {
-      GemmOperand a = grouped_operand(r[kGradOutput][kColumnwise], d), b = grouped_operand(r[kInput][kColumnwise], x);
-      if (turned) std::swap(a, b);
-      dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
-      k_grouped_gemm(dw, a, b, tokens.padded, groups, false, nullptr, 0);
-      record_error(*call, kWgrad, a, b, kProbedStepsOfGroups, tokens.padded + groups);  // tiles after the last group are not written
-    }
-    count(plan, kSlots * kDirections + kWgrad, groups);
-  }
-  encoded[kColumnwise] = {};
+  const Encodings encoded = quantize_slot(*call, kGradOutput, swiglu.empty() ? rows : matrix(swiglu[0]), weight.has_value(), keeps, {},
+                                          {swiglu.empty() ? nullptr : &gated, &tokens});
+  at::Tensor dx = new_empty(dy, {0}, dy.scalar_type());
   if (weight.has_value()) {
-    const Encoded& d = encoded[kRowwise];
     const OperandSpec &of_dy = r[kGradOutput][kRowwise], &of_weight = r[kWeight][kColumnwise];
     const bool coded = of_dy.is_quantized();
-    const GemmOperand a = coded ? grouped_operand(of_dy, d) : GemmOperand{rows};
+    const GemmOperand a = coded ? grouped_operand(of_dy, encoded[kRowwise]) : GemmOperand{rows};
     const GemmOperand b = {coded ? *weight : weight->transpose(1, 2), weight_scale,
                            of_weight.decodes() ? kScaledValues : of_weight.kind};
     dx = m_grouped_product(a, b, {}, tables, tokens);
     record_error(*call, kDgrad, a, b, kProbedStepsOfGroups);
     count(plan, kSlots * kDirections + kDgrad, groups);
   }
-  return {dx, dw, gated.dots.defined() ? gated.dots.sum(0) : new_empty(dy, {0}, at::kFloat)};
+  std::vector<at::Tensor> result = {dx, gated.dots.defined() ? gated.dots.sum(0) : new_empty(dy, {0}, at::kFloat)};
+  if (keeps && r[kGradOutput][kColumnwise].is_quantized()) append(result, r[kGradOutput][kColumnwise], encoded[kColumnwise]);
+  return result;
+}
+
+// Returns dw [E, N, K] of dy [tokens, N], or of its columnwise codes, and of `saved`: codes and scales of x, or x. turned: dw is
+// [E, K, N].
+at::Tensor grouped_wgrad(const at::Tensor& dy, at::TensorList codes, const at::Tensor& tables, int64_t groups, at::TensorList saved,
+                         int64_t plan, const MaybeTensor& guard, at::TensorList factors, const MaybeTensor& step, at::TensorList ids,
+                         bool turned) {
+  check_cuda(dy, "dy");
+  const auto call = grouped_call_of(plan, true, step, ids, guard, factors, {}, {}, {});
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(dy.device());
+  const TokenTables tokens = tables_of(tables, groups, matrix(dy));
+  const OperandSpec(&r)[kSlots][kDirections] = call->plan->operand_specs;
+  size_t at = 0, of_dy = 0;
+  Encoded x;
+  if (call->plan->saves == Saves::kCodes) {
+    x = next_encoded(saved.vec(), at, r[kInput][kColumnwise]);
+  } else if (r[kInput][kColumnwise].is_quantized()) {
+    x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, {nullptr, &tokens})[kColumnwise];
+  }
+  count(plan, kSlots * kDirections + kWgrad, groups);
+  if (!r[kGradOutput][kColumnwise].is_quantized()) {  // values
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.data.defined(), "values are multiplied by values");
+    const at::Tensor rows = matrix(dy), a = turned ? matrix(saved[0]) : rows, b = turned ? rows : matrix(saved[0]);
+    return at::_grouped_mm(aligned_rows(a).t(), aligned_rows(b), ends_of(tables, groups));
+  }
+  const Encoded d = next_encoded(codes.vec(), of_dy, r[kGradOutput][kColumnwise]);
+  GemmOperand a = grouped_operand(r[kGradOutput][kColumnwise], d), b = grouped_operand(r[kInput][kColumnwise], x);
+  if (turned) std::swap(a, b);
+  const at::Tensor dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
+  k_grouped_gemm(dw, a, b, tokens.padded, groups, false, nullptr, 0);
+  record_error(*call, kWgrad, a, b, kProbedStepsOfGroups, tokens.padded + groups);  // tiles after the last group are not written
+  return dw;
 }
 
 }  // namespace
@@ -180,10 +190,14 @@ void register_grouped(torch::Library& m) {
       "Tensor? order, Tensor? shares=None) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
-      "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
-      "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids, "
-      "bool turned, Tensor[] swiglu, Tensor? order=None) -> (Tensor, Tensor, Tensor)",
-      torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
+      "grouped_dgrad(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, bool keeps, int plan, "
+      "Tensor? guard, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids, Tensor[] swiglu, Tensor? order) "
+      "-> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_dgrad));
+  m.def(
+      "grouped_wgrad(Tensor dy, Tensor[] codes, Tensor tables, int groups, Tensor[] saved, int plan, Tensor? guard, "
+      "Tensor[] factors, Tensor? step, Tensor[] ids, bool turned) -> Tensor",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_wgrad));
 }
 
 }  // namespace fsdp_quant::step

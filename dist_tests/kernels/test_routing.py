@@ -128,9 +128,9 @@ def test_quantizers_read_tokens_by_routes(name: str, kind: str):
 
 
 @pytest.mark.parametrize("name", BY_ROUTES)
-def test_quantizers_weight_gradients_of_tokens(name: str):
-    """If false, a kernel that quantizes gradients times their weights has other bits than one that
-    is given the products, or the weights' own gradients are others."""
+def test_quantizers_read_gradients_of_tokens(name: str):
+    """If false, a kernel that quantizes gradients by their routes has other bits than one that is
+    given a copy for each."""
     torch.compiler.reset()
     want = multiplied(name, "few", True, device="cuda", size=4, sums=False)
     for compiled in (False, True):

@@ -991,24 +991,22 @@ class Operators:
             self.grouped_gemm(out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, bias=bias)
         return out
 
-    def grouped_step_backward(
+    def grouped_dgrad(
         self,
         dy,
         tables,
         groups,
         weight,
         weight_scale,
-        saved,
+        keeps,
         plan,
         guard,
         factors,
-        grad_factors,
-        grad_histories,
+        histories,
         step,
         ids,
-        turned,
         swiglu,
-        order=None,
+        order,
     ):
         if order is not None:
             spec = self.plans[plan]
@@ -1016,70 +1014,50 @@ class Operators:
             refuse(order.dtype is not torch.int64, "order")
             self.calls.append(Call("routed", dy.data_ptr()))
             dy = dy.index_select(0, order)
-        dshares = dy.new_empty(0, dtype=torch.float32)
+        dx, dshares = dy.new_empty(0), dy.new_empty(0, dtype=torch.float32)
         if len(swiglu):
             swiglu, shares = swiglu
             refuse(shares.dtype is not torch.float32 or shares.shape != dy.shape[:1], "shares")
             refuse(not all(s.side for s in self.plans[plan].slots[2]), "gradients are quantized")
-            self.calls.append(
-                Call("swiglu_backward", dy.data_ptr(), weight is not None, len(saved) > 0)
-            )
+            self.calls.append(Call("swiglu_backward", dy.data_ptr(), weight is not None, keeps))
             kind, halves = norm.ACTIVATIONS["swiglu"].kind, swiglu.chunk(2, -1)
             dshares = (norm.reference_activation(*halves, kind).float() * dy).sum(1)
             dy = (dy * shares[:, None]).to(dy.dtype)
             dy = torch.cat(norm.reference_activation_backward(dy, *halves, kind), -1)
-        operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
-        dx = dw = dy.new_empty(0)
-        of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)
-        made = self._tokens(
-            dy,
-            plan,
-            2,
-            weight is not None,
-            len(saved) > 0,
-            guard,
-            tables,
-            groups,
-            grad_factors,
-            step,
-            ids,
-            grad_histories,
-        )
-        if len(saved):
-            x = (
-                saved
-                if not (self.plans[plan].saves_input and operand_specs[0][1].side)
-                else self._tokens(
-                    saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids
-                )
-            )
-            if of_cols:
-                a = self._multiplied(
-                    operand_specs[2][1], made[-self._fields(operand_specs[2][1]) :]
-                )
-                b = self._multiplied(operand_specs[0][1], x)
-                a, b = (b, a) if turned else (a, b)
-                dw = dy.new_empty(groups, len(a[0]), len(b[0]))
-                self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
-                self._watch(plan, 2, guard, step, a, b, True)
-            else:
-                self.calls.append(Call("_grouped_mm", dy.data_ptr()))
-                parts = itertools.pairwise(at.offsets.tolist())
-                a, b = (x[0], dy) if turned else (dy, x[0])
-                dw = torch.stack(
-                    [torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts]
-                )
-            self.counts[plan][8] += groups
+        of_rows, of_cols = self.plans[plan].slots[2]
+        wanted, of_step = (weight is not None, keeps), (factors, step, ids, histories)
+        made = self._tokens(dy, plan, 2, *wanted, guard, tables, groups, *of_step)
         if weight is not None:
-            a = self._multiplied(
-                operand_specs[2][0], made[: self._fields(operand_specs[2][0])] or [dy]
-            )
-            weight = weight if of_rows else weight.transpose(1, 2)
-            kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
+            a = self._multiplied(of_rows, made[: self._fields(of_rows)] or [dy])
+            weight = weight if of_rows.side else weight.transpose(1, 2)
+            of_weight = self.plans[plan].slots[1][1]
+            kind = 8 if self._decodes(of_weight) else of_weight.kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables)
             self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind), True)
             self.counts[plan][7] += groups
-        return dx, dw, dshares
+        return [dx, dshares, *(made[-self._fields(of_cols) :] if keeps and of_cols.side else [])]
+
+    def grouped_wgrad(
+        self, dy, codes, tables, groups, saved, plan, guard, factors, step, ids, turned
+    ):
+        of_x, of_dy = self.plans[plan].slots[0][1], self.plans[plan].slots[2][1]
+        at, of_step = native.TokenGroups(tables, groups), (factors, step, ids)
+        self.counts[plan][8] += groups
+        if self.plans[plan].saves_input and of_x.side:
+            saved = self._tokens(saved[0], plan, 0, False, True, guard, tables, groups, *of_step)
+        if not of_dy.side:
+            self.calls.append(Call("_grouped_mm", dy.data_ptr()))
+            parts = itertools.pairwise(at.offsets.tolist())
+            a, b = (saved[0], dy) if turned else (dy, saved[0])
+            return torch.stack(
+                [torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts]
+            )
+        a, b = self._multiplied(of_dy, codes), self._multiplied(of_x, saved)
+        a, b = (b, a) if turned else (a, b)
+        dw = dy.new_empty(groups, len(a[0]), len(b[0]))
+        self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
+        self._watch(plan, 2, guard, step, a, b, True)
+        return dw
 
     def _gathered(self, x, sources):
         gathered = x.new_zeros(128 * len(sources), x.shape[1])

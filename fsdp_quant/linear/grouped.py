@@ -282,11 +282,14 @@ class GroupedCall(NamedTuple):
             dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
             dx = None if operand is None else self._dgrad(dy, operand, groups)
         else:
-            codes, number = codes if need_w else [], self._number(dy)
-            dx, dw, dshares = native.grouped_step_backward(
-                dy, groups, operand, codes, number, self.call, self.ids, transposes, swiglu, tokens
-            )
-            dx, dw = dx if need_x else None, dw if need_w else None
+            of_call = self._number(dy), self.call, self.ids
+            of_dy = dy, groups, operand, need_w, *of_call, swiglu, tokens
+            dx, dshares, codes_of_dy = native.grouped_dgrad(*of_dy)
+            dx, dw = dx if need_x else None, None
+            del of_dy, operand, weight  # codes of weights, before dw is allocated
+            if need_w:
+                of_dw = groups, codes, *of_call, transposes
+                dw = native.grouped_wgrad(dy, codes_of_dy, *of_dw)
         dw = dw.mT if dw is not None and transposes else dw
         if not need_b:
             return dx, dw, None

@@ -62,31 +62,46 @@ def grouped_step(
     return y, TokenGroups(tables, ends.shape[0]), saved
 
 
-def grouped_step_backward(
+def grouped_dgrad(
     dy: Tensor,
     groups: TokenGroups,
     weight: Operand | None,
+    keeps: bool,
+    plan: int,
+    call: StepCall,
+    ids: Sequence[Tensor],
+    swiglu: Sequence[Tensor] = (),
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return dx [tokens, K], the gradient of shares [tokens], and, if it `keeps` them, the
+    columnwise codes of the gradients. dx is empty without `weight`, the second without `swiglu`.
+
+    weight:  the columnwise operand of the weights.
+    swiglu:  [g, u] [tokens, N] and shares, if dy is the gradient of silu(g) * u times these.
+    order:   int64 [tokens]: the gradients are these rows of dy; None: dy.
+    """
+    operands = rows_of(dy), groups.tables, groups.groups, *(weight or (None, None))[:2], keeps, plan
+    state = call.guard, call.factors[2], call.histories[2], call.step, ids, swiglu, order
+    dx, dshares, *codes = _ops.grouped_dgrad(*operands, *state)
+    return dx, dshares, codes
+
+
+def grouped_wgrad(
+    dy: Tensor,
+    codes: Sequence[Tensor],
+    groups: TokenGroups,
     saved: Sequence[Tensor],
     plan: int,
     call: StepCall,
     ids: Sequence[Tensor],
     transposes: bool = False,
-    swiglu: Sequence[Tensor] = (),
-    order: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx [tokens, K], dw [E, N, K] and the gradient of shares [tokens]. dx is empty without
-    `weight`, dw without `saved`, the last without `swiglu`.
+) -> Tensor:
+    """Return dw [E, N, K], or [E, K, N] if it `transposes`.
 
-    weight:      the columnwise operand of the weights.
-    saved:       the tensors that the forward saved of x.
-    transposes:  dw is [E, K, N].
-    swiglu:      [g, u] [tokens, N] and shares, if dy is the gradient of silu(g) * u times these.
-    order:       int64 [tokens]: the gradients are these rows of dy; None: dy.
+    codes:  of dy, from `grouped_dgrad`. saved: the tensors that the forward saved of x.
     """
-    data, scale = (None, None) if weight is None else weight[:2]
-    operands = rows_of(dy), groups.tables, groups.groups, data, scale, saved, plan, call.guard
-    state = call.factors[0], call.factors[2], call.histories[2], call.step, ids, transposes, swiglu
-    return _ops.grouped_step_backward(*operands, *state, order)
+    operands = rows_of(dy), codes, groups.tables, groups.groups, saved, plan, call.guard
+    return _ops.grouped_wgrad(*operands, call.factors[0], call.step, ids, transposes)
 
 
 class OperandSpec(NamedTuple):
