@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .migration import answers_keywords
-from .ops import opaque
+from .ops import native, opaque
 from .ops.product_error import is_probed
 from .recipe import Recipe, as_recipe, identity
 from .tensor import torch_compat
@@ -132,6 +132,7 @@ class StepState:
     """The current step on the host, and a copy per (device, token offset) in use.
 
     ahead:            graphs have counted steps on their device that the host has not read.
+    graphs_count:     a graph counts steps, so the host knows none for certain from now on.
     calls:            how many calls of models that count steps are running.
     counted_by_hand:  `begin_step` counts the steps of all models.
     is_graphed:       `fq.graphed` captures a whole step.
@@ -143,15 +144,12 @@ class StepState:
 
     def __init__(self):
         self._step, self.ahead, self.calls = 0, False, 0
-        self.seed, self.micro_batch = 0, 0
-        self.counted_by_hand = self.unseen = self.is_graphed = False
-        self.weight_events = 0
+        self.seed = self.micro_batch = self.weight_events = 0
+        self.counted_by_hand = self.unseen = self.is_graphed = self.graphs_count = False
         self.restarted = -1, False
-        self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._copies: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
         # of reductions in the running step (`ops.gradient_codes.gradient_keys`)
-        self._counts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._counts: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         # copies that must outlive their readers: those of the default offset, and those in graphs
         self._kept: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -256,11 +254,19 @@ class StepState:
         replay."""
         for tensor in self._copies.values():
             tensor[_STEP].add_(1)
+        self.expect_counts_of_graphs()
         self.ahead = True
+
+    @torch.compiler.assume_constant_result
+    def expect_counts_of_graphs(self) -> None:
+        """Launch the underflow check in every step from now on. A trace runs it."""
+        self.graphs_count = True
+        native.set_probed(True)
 
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
         with torch_compat.outside_modes():
+            native.set_probed(self.graphs_count or is_probed(self.step))
             for (_, offset), tensor in list(self._copies.items()):
                 # .data does not count a version: the backward of a compiled graph saved this
                 # tensor, and reads the step that is current when it runs

@@ -19,7 +19,7 @@ namespace fsdp_quant {
 using MaybeTensor = std::optional<at::Tensor>;
 
 // Tag of operators that compiled graphs may contain: the schema lists all mutations, results alias no input, a fake exists,
-// and the operator neither synchronizes nor reads host state.
+// and the operator neither synchronizes nor reads host state that results depend on.
 inline std::vector<at::Tag> compliant() { return {at::Tag::pt2_compliant_tag}; }
 
 inline void check_cuda(const at::Tensor& t, const char* name) {
@@ -53,6 +53,13 @@ inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef sizes, at::S
     result.fill_(floating ? at::Scalar(NAN) : at::Scalar(dtype == at::kByte ? 255 : -1));
   }
   return result;
+}
+
+// Whether a CUDA graph records what is launched on the stream.
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 inline bool is_aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

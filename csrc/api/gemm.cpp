@@ -3,6 +3,7 @@
 #include "api/gemm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -205,6 +206,9 @@ void gemm_out(
 
 namespace {
 
+// Whether the step on the devices may be probed, as far as the host knows. Of the process, as steps are.
+std::atomic<bool> may_be_probed = true;
+
 CountedOperand counted_operand(
     const at::Tensor& x, const MaybeTensor& scale, int64_t kind, int64_t counted, const char* name) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kByte && x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3), name, " is ",
@@ -245,6 +249,8 @@ void product_error(
   TORCH_CHECK_VALUE(product >= 0 && product < 3, "product is ", product, "; wanted 0 to 2");
   if (a.numel() == 0 || b.numel() == 0) return;
   const c10::cuda::CUDAGuard device(a.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  if (!may_be_probed && !is_capturing(stream)) return;  // the step of a replay is another one
   ProductError p = {};
   p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 15, "a");
   p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in linear/plan.py
@@ -252,7 +258,7 @@ void product_error(
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   p.k = a.size(-1), p.k_end = k_end, p.every = every, p.step = step.const_data_ptr<int64_t>() + 1;
   p.sums = guard.mutable_data_ptr<float>() + 2 * product;
-  check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");
+  check_launch(launch_product_error(p, stream), "product_error");
 }
 
 void register_gemm(torch::Library& m) {
@@ -264,6 +270,7 @@ void register_gemm(torch::Library& m) {
                                                  const at::Tensor& step, const at::Tensor& guard, int64_t product) {
         product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product);
       }), compliant());
+  m.def("set_probed(bool probed) -> ()", [](bool probed) { may_be_probed = probed; });
   m.def("gemm_takes(int a_kind, int b_kind, int major, int minor) -> bool", gemm_takes);
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "

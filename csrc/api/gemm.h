@@ -23,7 +23,7 @@ at::Tensor gemm(
 
 // Add to guard[product] (guard: [3, 2]) the error of a GEMM due to shared exponents and that of its formats, as mean squares;
 // see gemm/product_error.h. counted: how codes of a are counted | those of b << 4. Matrices [E, outer, k] count as one.
-// k_end: of the k that is written, on the device; null: all.
+// k_end: of the k that is written, on the device; null: all. Outside of captures launches in steps that `set_probed` allows.
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
     int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product,

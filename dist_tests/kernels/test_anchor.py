@@ -563,3 +563,28 @@ def test_a_guard_of_another_kind_is_refused():
         with pytest.raises(ValueError, match=text):
             native.product_error(*arguments)
     assert guard.count_nonzero() == 0
+
+
+def test_steps_that_the_host_knows_not_to_be_probed_launch_nothing():
+    """If false, the host launches kernels that return at once, or a capture looks at no step."""
+    data = torch.ones(64, 96, dtype=torch.uint8, device=expected.DEVICE)  # subnormal
+    fmt = Format("operand", ELEMENT_OF["e4m3"], (1, None), "fp32")
+    a = native.Operand(data, torch.ones(64, device=expected.DEVICE), fmt)
+    step = torch.zeros(5, dtype=torch.int64, device=expected.DEVICE)
+    guard, graph = torch.zeros(3, 2, device=expected.DEVICE), torch.cuda.CUDAGraph()
+
+    def counted() -> bool:
+        native.product_error(a, a, (1, 1), step, guard.zero_(), 0)
+        return bool(guard.any())
+
+    assert counted()
+    native.set_probed(False)
+    try:
+        assert not counted()
+        with torch.cuda.graph(graph):
+            native.product_error(a, a, (1, 1), step, guard, 0)
+    finally:
+        native.set_probed(True)
+    assert not guard.any()
+    graph.replay()
+    assert guard.any() and counted()

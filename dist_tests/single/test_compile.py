@@ -37,6 +37,8 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.linear.program import in_graph
 from fsdp_quant.ops import native
+from fsdp_quant.ops.product_error import PROBED_STEPS, SETTLED_STEPS
+from fsdp_quant.tensor import torch_compat
 from fsdp_quant.tensor.quantized_tensor import stable_text
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -494,6 +496,73 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
             "the backward takes the amax of a weight again, or the forward none"
         )
     assert graphs() == 2
+
+
+class Checked:
+    """A compiled net that the underflow check watches, by blocks or as a whole."""
+
+    def __init__(self, gpu: hopper.Operators, whole: bool):
+        self.gpu = gpu
+        self.model = net(RECIPES["mxfp8"], d=48, hidden=64, dtype=BF16, bias=False)
+        options = {"fullgraph": True, "backend": "aot_eager"}
+        self.call = torch.compile(self.model, **options) if whole else compiled(self.model)
+
+    def launches(self, grad: bool = True) -> int:
+        """Run a step, or an evaluation, and return how often it launched the check."""
+        before = self.gpu.count("product_error")
+        x = values(64, 48, dtype=BF16).requires_grad_(grad)
+        with torch.set_grad_enabled(grad):
+            y = self.call(x)
+        if grad:
+            y.sum().backward()
+        return self.gpu.count("product_error") - before
+
+
+def test_compiled_steps_launch_the_underflow_check_in_probed_ones():
+    """If false, the host of each compiled step launches kernels that return at once."""
+    STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+    STEP.publish()
+    with hopper.emulated() as gpu:
+        one = Checked(gpu, whole=False)
+        launches = [one.launches() for _ in range(PROBED_STEPS + 1)]
+        assert launches == [9, *[0] * (PROBED_STEPS - 1), 9], "of three layers' three products"
+        for step, probed in ((5, 0), (2 * PROBED_STEPS, 1), (SETTLED_STEPS + PROBED_STEPS, 0)):
+            for micro_batch in range(2):
+                fq.begin_step(step, micro_batch)
+                assert one.launches() == 9 * probed
+                assert one.launches(grad=False) == 3 * probed, "an evaluation in the step"
+
+
+def test_steps_that_the_device_counts_launch_the_underflow_check():
+    """If false, graphs that count steps are never looked at, where another model of the process, or
+    a reader of the step, has told the host a step that is not probed."""
+    STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+    STEP.publish()
+    with hopper.emulated() as gpu:
+        other, whole = Checked(gpu, whole=False), Checked(gpu, whole=True)
+        assert [other.launches() for _ in range(3)] == [9, 0, 0]
+        for _ in range(PROBED_STEPS + 1):  # the emulation asserts that no probed step is hidden
+            assert whole.launches() == 9
+            assert STEP.step == fq.state_dict(whole.model)["step"] - 1
+        other.launches()
+        assert whole.launches() == 9
+
+
+def test_a_captured_step_holds_the_underflow_check(monkeypatch):
+    """If false, replays of a capture in a step that is not probed look at no step."""
+    STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+    STEP.publish()
+    with hopper.emulated() as gpu:
+        one = Checked(gpu, whole=False)
+        assert [one.launches() for _ in range(3)] == [9, 0, 0]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_compat, "is_captured", lambda x: True)
+            STEP.calls += 1  # as inside a call of the model
+            assert one.model[0](values(64, 48, dtype=BF16)).shape == (64, 48)  # a part
+            STEP.calls -= 1
+            assert (gpu.count("product_error"), STEP.graphs_count) == (12, False)
+            assert one.launches() == 9  # a whole step, which replays count
+        assert STEP.graphs_count and one.launches() == 9
 
 
 def test_cached_graphs_know_no_weight():

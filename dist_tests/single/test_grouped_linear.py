@@ -1055,7 +1055,7 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(
 def test_what_graphs_of_experts_count_and_find_wrong():
     """If false, the guard does not see products of compiled experts, or wrong splits train in
     silence."""
-    with hopper.emulated():
+    with hopper.emulated() as gpu:
         module = grouped(recipes.mxfp8(), True, False, dtype=torch.bfloat16, sizes=(64, 48))
         first, counts = module._linears[0], []
         for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
@@ -1069,6 +1069,10 @@ def test_what_graphs_of_experts_count_and_find_wrong():
             for g in guards:
                 g.zero_()
         assert counts[0].any() and torch.equal(*counts)
+        launched = gpu.count("product_error")
+        fq.begin_step(PROBED_STEPS + 1)
+        call(values(64, 64).requires_grad_(), torch.tensor([16, 16, 48, 64])).sum().backward()
+        assert gpu.count("product_error") == launched > 0, "kernels that return at once"
         torch.compile(module, backend="aot_eager")(values(64, 64), torch.tensor([16, 16, 48, 60]))
         with pytest.raises(
             ValueError, match="experts of a compiled graph.*did not end at its 64 rows"

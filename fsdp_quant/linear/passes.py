@@ -302,6 +302,7 @@ class TrainingSteps:
         self.has_run = self.by_pieces = True
         if self.is_by_hand:  # `begin_step` rolls
             return
+        STEP.expect_counts_of_graphs()
         step, is_open = self.counts_on(device).split(1)
         for histories in self.history_groups:
             for target, values in AmaxHistory.advanced_group(histories, unchanged=is_open == 0):

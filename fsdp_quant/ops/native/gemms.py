@@ -32,10 +32,8 @@ def operand_code(fmt: Format) -> int:
     """Return the integer that stands for a GEMM operand of this format: element | scaling << 3."""
     if not fmt.is_quantized:
         return 0
-    return (
-        ELEMENTS[fmt.element.name]
-        | (_BYTE_SCALINGS.get(fmt.scale) or _SCALINGS[fmt.scale, fmt.block]) << 3
-    )
+    scaling = _BYTE_SCALINGS.get(fmt.scale) or _SCALINGS[fmt.scale, fmt.block]
+    return ELEMENTS[fmt.element.name] | scaling << 3
 
 
 class Operand(NamedTuple):
@@ -61,12 +59,9 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
     elif data.stride(0) % 16 or data.storage_offset() % 16:
         data = data.clone(memory_format=torch.contiguous_format)
     if pad_outer and scale is not None and o.fmt.has_fp32_scales and o.fmt.block[0] == 1:
-        if o.fmt.block[1] is None:
-            scale = F.pad(scale, (0, pad_outer))
-        else:
-            scale = F.pad(
-                scale.view(-1, round_up(outer, 4))[:, :outer], (0, pad_outer)
-            ).contiguous()
+        if o.fmt.block[1] is not None:
+            scale = scale.view(-1, round_up(outer, 4))[:, :outer]
+        scale = F.pad(scale, (0, pad_outer)).contiguous()
     if scale is not None and scale.storage_offset() * scale.element_size() % 16:
         scale = scale.clone()
     return Operand(data, scale, o.fmt)
@@ -82,10 +77,14 @@ def product_error(
     step:     int64 [5] (`context.STEP_FIELDS`).
     guard:    fp32 [3, 2].
     """
-    codes = operand_code(a.fmt), operand_code(b.fmt)
-    _ops.product_error(
-        a.data, b.data, a.scale, b.scale, *codes, packed_counts(counted), step, guard, product
-    )
+    pair = a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt)
+    _ops.product_error(*pair, packed_counts(counted), step, guard, product)
+
+
+def set_probed(probed: bool) -> None:
+    """Launch `product_error` from now on, or in captures alone: no device's step is probed."""
+    if hasattr(_ops, "set_probed"):
+        _ops.set_probed(probed)
 
 
 def packed_counts(counted: tuple[int, int]) -> int:

@@ -118,13 +118,9 @@ def anchor_shape(rows: int, cols: int, columnwise: bool, run: int) -> tuple[int,
     lines, length = (cols, rows) if columnwise else (rows, cols)
     if run == OF_TILE:
         return ceil_div(lines, TILE), round_up(ceil_div(length, TILE), 4)
-    return (
-        (1,)
-        if run == OF_TENSOR
-        else (lines,)
-        if run == 0
-        else (ceil_div(length, run), round_up(lines, 4))
-    )
+    if run in (OF_TENSOR, 0):
+        return (1,) if run == OF_TENSOR else (lines,)
+    return ceil_div(length, run), round_up(lines, 4)
 
 
 def anchor_codes(

@@ -285,11 +285,9 @@ def random_key(
 
     after:  a tensor on which the key depends; in a graph this keeps the key in the backward.
     """
-    return (
-        _ops.random_key(step, ids, slot, rows)
-        if after is None
-        else _ops.random_key.after(step, ids, slot, rows, after)
-    )
+    if after is None:
+        return _ops.random_key(step, ids, slot, rows)
+    return _ops.random_key.after(step, ids, slot, rows, after)
 
 
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
