@@ -73,8 +73,7 @@ struct Constant {
   static constexpr auto value = Value;
 };
 
-// act(x) * up, rounded as the separate operations: bf16, columns in eights, 16-byte aligned rows. One launch takes 282 us,
-// separate activation and quantize 440 (8192 x 14336, 1x128 blocks in both directions, H100).
+// act(x) * up, rounded as the separate operations: bf16, columns in eights, 16-byte aligned rows.
 template <Activation A>
 struct LoadGated {
   using Value = BF16;
@@ -86,8 +85,6 @@ template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
 // bf16 rows gathered by the launch's `sources`, and by `order` if there is one: experts that share a token find it in L2.
-// Separate zeros, index_copy and index_select took 1.9 ms of a step of 64 experts whose GEMMs take 3.5 (H200, 1024 tokens
-// each, weights [4096, 2048]).
 struct LoadTokens : LoadBF16 {};
 
 // SwiGLU of grouped tokens, silu(g) * u of x and `up`, times `row_weights`, rounded as the separate operations: bf16, columns in

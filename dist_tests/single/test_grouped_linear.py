@@ -626,10 +626,10 @@ def test_biases_of_a_wider_dtype_are_not_rounded_first(name: str, packed: bool):
 
 
 def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:
-    """What a step calls, in order: fprop, wgrad, dgrad."""
+    """What a step calls, in order: fprop, dgrad, wgrad."""
     plan = module.common_plan
     of_codes = {p.name: plan.operand(*p.a).is_quantized for p in PRODUCTS}
-    names = {"fprop": "grouped_gemm", "wgrad": "grouped_gemm_wgrad", "dgrad": "grouped_gemm"}
+    names = {"fprop": "grouped_gemm", "dgrad": "grouped_gemm", "wgrad": "grouped_gemm_wgrad"}
     made = [name if of_codes[product] else "_grouped_mm" for product, name in names.items()]
     return [] if bias and not of_codes["fprop"] else made
 
