@@ -26,7 +26,7 @@ SECTIONS = {
     "`fully_shard` and tensor parallelism": ["gathered_bytes", "tensor_parallel"],
     "Experts": ["qwen3_moe", "expert_parallel"],
     "Fine-tuning": ["lora", "qat"],
-    "Convergence": ["pretrain_1b", "pretrain_350m", "pretrain", "learning"],
+    "Convergence": ["pretrain_1b", "pretrain_350m", "pretrain", "pretrain_moe", "learning"],
     "Kernels": ["gemm"],
 }
 
