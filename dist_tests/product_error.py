@@ -42,7 +42,7 @@ class _Exact(NamedTuple):
 def _exact_blocks(element: Element, own_error: float) -> _Exact:
     """Of blocks with e8m0 scales: exact while their least step is on the grid of e4m3. The largest
     magnitude of the next smaller blocks is at most one code below `least`."""
-    below = 2.0**-10 / element.least_step
+    below = 2.0 ** (-10 - element.emin + element.mantissa)
     return _Exact(
         32,
         int(cast_codes(torch.tensor(element.max * below, dtype=torch.float32, device="cpu"), E4M3))
@@ -125,7 +125,7 @@ def _energies(
     rows = [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers]
     lines = torch.tensor(rows, dtype=torch.int64, device=data.device)
     values = decode_codes(data[lines], fmt, data.shape[1])
-    step = torch.full_like(values, fmt.element.least_step)
+    step = torch.full_like(values, 2.0 ** (fmt.element.emin - fmt.element.mantissa))
     if fmt.block[1] is not None and scale is not None:
         along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
         values, step = values * along, step * along

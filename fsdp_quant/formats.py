@@ -143,11 +143,6 @@ class Element:
         blocks below the largest."""
         return 0 if self.operand is self else math.floor(math.log2(self.operand.max / self.max))
 
-    @property
-    def least_step(self) -> float:
-        """The distance between its smallest numbers."""
-        return 2.0 ** (self.emin - self.mantissa)
-
 
 # (codes, bytes) of a container, by bits per code: the fewest whole bytes that whole codes fill, the
 # first in the lowest bits.

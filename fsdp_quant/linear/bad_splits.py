@@ -48,10 +48,9 @@ _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first
 def bad_splits_flag() -> Tensor:
     """int64 [1] of the host that devices write: tag << 32 | rows of the last malformed call."""
     if not _WRONG:
+        of_host = {"dtype": torch.int64, "device": "cpu", "pin_memory": torch.cuda.is_available()}
         with torch_compat.outside_modes():
-            flag = torch.zeros(
-                1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
-            )
+            flag = torch.zeros(1, **of_host)
         # the latter is read in no time
         _WRONG.append((flag, ctypes.c_int64.from_address(flag.data_ptr())))
     return _WRONG[0][0]

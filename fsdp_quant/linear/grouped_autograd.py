@@ -4,9 +4,7 @@
 
 SwiGLU between two layers, h = silu(g) * u with [g, u] = y of the first, times the weight of each
 row's route, is computed where it is quantized (`fuses_swiglu`): h, between their nodes, has a shape
-and a gradient but no values. The first layer's node returns the gradient of the weights, whose sum
-over columns is in the kernel that reads [g, u] and that of h: the rows that the last layer returns
-are not saved.
+and a gradient but no values. The first layer's node returns the gradient of the weights.
 
 The sum over a token's experts is part of the last layer's node (`reads_combined`), whose backward
 quantizes rows of the tokens' gradient.

@@ -358,12 +358,8 @@ def _flops(x: Sequence[int], spec: Sequence[int], products: int = 1) -> int:
 
 
 register_flop_formula(torch.ops.fsdp_quant.experts)(
-    lambda x, tokens, ends, weights, biases, shares, plan, spec, *rest, **options: _flops(
-        tokens or x, spec
-    )
+    lambda x, tokens, *rest, **options: _flops(tokens or x, rest[5])
 )
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
-    lambda dy, tokens, saved, weights, swiglu, plan, spec, needs, *rest, **options: _flops(
-        tokens or dy, spec, sum(needs[:2])
-    )
+    lambda dy, tokens, *rest, **options: _flops(tokens or dy, rest[4], sum(rest[5][:2]))
 )

@@ -172,9 +172,8 @@ class GemmPlan:
 
     # Weights are anchored from codes (which rounds subnormals twice), so that gathered and
     # unsharded weights give the same bits. Activations are rounded once, against the anchor. From
-    # values, one kernel rounds twice (`Work::kOfCodes`) against the tensor's amax: 3.4 ms of a step
-    # of 6 layers of Llama; moving codes measured 4.7 ms, at clocks a tenth lower (H200). Experts
-    # have no exponents per tensor: tokens that are sent as codes would be rounded twice where they
+    # values, one kernel rounds twice (`Work::kOfCodes`) against the tensor's amax. Experts have no
+    # exponents per tensor: tokens that are sent as codes would be rounded twice where they
     # become subnormal, so a rank's gradients would differ from the bits of one process.
     def on(self, dtype: torch.dtype, device: Place) -> GemmPlan:
         """Return this plan for `dtype` activations on `device` that neither ranks nor groups of

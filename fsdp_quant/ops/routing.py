@@ -26,14 +26,9 @@ from . import native, opaque
 
 
 def _has_kernel(values: Tensor, weights: Tensor | None) -> bool:
-    bf16 = torch.bfloat16
-    return (
-        native.is_available_for(values)
-        and values.dtype is bf16
-        and values.shape[-1] % 8 == 0
-        and values.numel() > 0
-        and (weights is None or weights.dtype in (bf16, torch.float32))
-    )
+    fits = values.dtype is torch.bfloat16 and values.shape[-1] % 8 == 0 and values.numel() > 0
+    fits &= weights is None or weights.dtype in (torch.bfloat16, torch.float32)
+    return fits and native.is_available_for(values)
 
 
 def _wide(x: Tensor) -> Tensor:
