@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
@@ -151,6 +152,7 @@ def test_other_scales_are_of_values(name: str):
 
 def test_hooks_see_values():
     """If false, a hook of a product is given zeros, or changes the bits of a step."""
+    torch.compiler.reset()
     with hopper.emulated() as operators:
         experts, seen = experts_of(fq.recipes.mxfp8()), []
         want = run(experts)
@@ -158,10 +160,32 @@ def test_hooks_see_values():
         with experts.down_proj_product.register_forward_hook(
             lambda module, args, y: seen.append(args[0].detach())
         ):
-            assert_same(run(experts), want, "observed")
+            for call in (experts, torch.compile(experts, backend="aot_eager")):
+                assert_same(run(experts, call), want, "observed")
+                assert counts(operators) == (0, 0)
+                hidden = seen.pop()
+                assert hidden.shape == (TOKENS * COPIES, 32) and hidden.abs().amax() > 0
+
+
+def test_a_loop_over_experts_has_the_bits_of_one_product():
+    """If false, selective checkpointing, or weight gradients that wait, train another model."""
+    torch.compiler.reset()
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with hopper.emulated() as operators:
+        experts = experts_of(fq.recipes.fp8_block())
+        want = run(experts)
+        assert counts(operators) == (1, 1)
+        got = run(
+            experts, lambda *x: checkpoint(experts, *x, use_reentrant=False, context_fn=policy)
+        )
+        assert_same(got, want, "checkpointed")
+        for part in ("gate_up_proj", "down_proj"):
+            getattr(experts, f"{part}_product").delay_wgrad_compute = True
+        for call in (experts, torch.compile(experts, backend="aot_eager")):
+            got = run(experts, call)
+            for name in ("y", "dx", "dweights"):
+                assert_same_bytes(got[name], want[name], f"delayed: {name}")
         assert counts(operators) == (0, 0)
-        (hidden,) = seen
-        assert hidden.shape == (TOKENS * COPIES, 32) and hidden.abs().amax() > 0
 
 
 def test_another_gate_is_the_modules_own():

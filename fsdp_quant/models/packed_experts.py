@@ -39,9 +39,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..linear.bad_splits import BAD_SPLITS
-from ..linear.grouped import fuses_swiglu
+from ..linear.grouped import fuses_swiglu, unsupported_reason
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
+from ..linear.plan import plan_of
 from ..linear.routes import ALONE, Around, Routes, combine, dispatch, shares_of, sorted_by_expert
 from ..ops import opaque
 from ..ops.norm import ACTIVATIONS
@@ -82,10 +83,12 @@ class ExpertProduct(GroupedLinear):
         last = len(self.weight) - 1
         return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
 
-    @opaque.eager_only
     def fuses_swiglu(self, rows: Tensor) -> bool:
-        plan = self._plan_of_one(rows)[0]
-        return plan is not None and self.bias is None and fuses_swiglu(plan, "grad_output", rows)
+        """Whether kernels quantize SwiGLU of rows [M, N] where nobody sees values."""
+        key, fits = self.first.plan_here(rows.device).key, self._goes_into_graphs
+        shape = len(self.layers), self.first.out_features, self.first.in_features
+        is_planned = fits and self.bias is None
+        return is_planned and _fuses_swiglu(key, rows.dtype, rows.device, shape)
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         if self.is_routed and sum(sizes) != rows:
@@ -95,6 +98,13 @@ class ExpertProduct(GroupedLinear):
                 "out before the experts are called"
             )
         return super()._checked(sizes, rows)
+
+
+@torch.compiler.assume_constant_result
+def _fuses_swiglu(key: str, dtype: torch.dtype, device: torch.device, shape: tuple) -> bool:
+    plan, rows = plan_of(key).of_groups, torch.empty(0, dtype=dtype, device=device)
+    is_one = unsupported_reason(plan, dtype, device, shape) is None
+    return is_one and fuses_swiglu(plan, "grad_output", rows)
 
 
 class Kind(NamedTuple):
@@ -447,9 +457,9 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     y, hidden = made if fuses else (made, None)
     if hidden is not None:
         around = Around(y, routes)
-    elif is_swiglu and is_observed and products[0].fuses_swiglu(y):  # the bits of kernels
+    elif is_swiglu and products[0].fuses_swiglu(y):  # the bits of kernels
         shares = shares_of(weights, routes[0])
-        hidden = activate(y, None, SWIGLU, packed=True)[0]
+        hidden = activate(*y.chunk(2, -1), SWIGLU)[0]
         hidden, around = (hidden * shares[:, None]).to(hidden.dtype), Around(False, routes)
     else:
         hidden = (self._apply_gate if self.has_gate else self.act_fn)(y)
