@@ -188,6 +188,20 @@ def test_a_loop_over_experts_has_the_bits_of_one_product():
         assert counts(operators) == (0, 0)
 
 
+def test_torch_func_differentiates_experts():
+    """If false, torch.func refuses experts, or has other gradients than a backward."""
+    with hopper.emulated():
+        experts = experts_of(fq.recipes.mxfp8())
+        want, (x, index, weights) = run(experts), inputs()
+        y, pullback = torch.func.vjp(lambda x, w: experts(x, index, w), x, weights)
+        dx, dweights = pullback(
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        )
+        assert_same_bytes(y, want["y"])
+        assert_same_bytes(dweights, want["dweights"])
+        assert (dx - want["dx"]).norm() < 0.02 * want["dx"].norm()  # SiLU is torch's
+
+
 def test_another_gate_is_the_modules_own():
     """If false, experts with another gate compute SwiGLU."""
     plain = next(m for m in tiny("gpt_oss").modules() if "Experts" in type(m).__name__)

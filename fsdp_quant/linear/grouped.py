@@ -42,7 +42,7 @@ from .autograd import Gradients
 from .bad_splits import bad_splits_flag
 from .call import BySlot, Call
 from .operands import buffers_of, lies_transposed
-from .plan import PRODUCTS, GemmPlan, Product, Resolved
+from .plan import PRODUCTS, GemmPlan, Product, Resolved, plan_of
 from .stacked_weights import StackedWeight, read_as, stacked, stacked_weight
 
 # Which plans one grouped GEMM computes #
@@ -135,13 +135,12 @@ def _spans_experts(
 ) -> bool:
     """Return whether a scale serves tokens of two experts. Scales that leave the contraction are
     computed and read per group."""
-    fmt, (_, run) = plan.operand(slot, direction), read_as(plan, slot, direction, layouts).block
-    if not fmt.is_quantized or fmt.scale_leaves_contraction:
-        return False
-    if fmt.tensor_scale and fmt.block[0] == 1:
+    fmt, (outer, run) = plan.operand(slot, direction), read_as(plan, slot, direction, layouts).block
+    is_of_lines = fmt.tensor_scale and fmt.block[0] == 1
+    if is_of_lines or not fmt.is_quantized or fmt.scale_leaves_contraction:
         return False
     if direction is ROWWISE:
-        return read_as(plan, slot, direction, layouts).block[0] != 1
+        return outer != 1
     return run != native.TILE and not (decodes and native.TILE % (run or 1) == 0)
 
 
@@ -160,6 +159,14 @@ def fuses_swiglu(plan: GemmPlan, slot: str, x: Tensor) -> bool:
     return bool(read) and all(
         f.is_quantized and f.element.bits == 8 and f.block in blocks for f in read
     )
+
+
+@torch.compiler.assume_constant_result
+def may_fuse_swiglu(key: str, dtype: torch.dtype, device: torch.device, shape: tuple) -> bool:
+    """Return whether one product for all experts of this plan quantizes gradients of SwiGLU."""
+    plan, x = plan_of(key).of_groups, torch.empty(0, dtype=dtype, device=device)
+    is_one = unsupported_reason(plan, dtype, device, shape) is None
+    return is_one and fuses_swiglu(plan, "grad_output", x)
 
 
 def reads_combined(plan: GemmPlan, x: Tensor) -> bool:

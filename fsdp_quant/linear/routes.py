@@ -77,9 +77,12 @@ def sum_of_copies(rows: Tensor, back: Tensor, weights: Tensor | None = None) -> 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(back)
+    def forward(x, order, back):
         return x.index_select(0, tokens_of(order, back))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx, drows):
@@ -89,9 +92,13 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, back, weights):
-        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, back, weights)
+    def forward(rows, back, weights):
         return sum_of_copies(rows, back, weights)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        rows, back, weights = inputs
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, back, weights)
 
     @staticmethod
     def backward(ctx, dy):

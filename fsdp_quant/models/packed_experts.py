@@ -39,10 +39,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..linear.bad_splits import BAD_SPLITS
-from ..linear.grouped import fuses_swiglu, unsupported_reason
+from ..linear.grouped import may_fuse_swiglu
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
-from ..linear.plan import plan_of
 from ..linear.routes import ALONE, Around, Routes, combine, dispatch, shares_of, sorted_by_expert
 from ..ops import opaque
 from ..ops.norm import ACTIVATIONS
@@ -85,10 +84,10 @@ class ExpertProduct(GroupedLinear):
 
     def fuses_swiglu(self, rows: Tensor) -> bool:
         """Whether kernels quantize SwiGLU of rows [M, N] where nobody sees values."""
-        key, fits = self.first.plan_here(rows.device).key, self._goes_into_graphs
-        shape = len(self.layers), self.first.out_features, self.first.in_features
-        is_planned = fits and self.bias is None
-        return is_planned and _fuses_swiglu(key, rows.dtype, rows.device, shape)
+        first, fits = self.first, self._goes_into_graphs and self.bias is None
+        shape = len(self.layers), first.out_features, first.in_features
+        key = first.plan_here(rows.device).key
+        return fits and may_fuse_swiglu(key, rows.dtype, rows.device, shape)
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         if self.is_routed and sum(sizes) != rows:
@@ -98,13 +97,6 @@ class ExpertProduct(GroupedLinear):
                 "out before the experts are called"
             )
         return super()._checked(sizes, rows)
-
-
-@torch.compiler.assume_constant_result
-def _fuses_swiglu(key: str, dtype: torch.dtype, device: torch.device, shape: tuple) -> bool:
-    plan, rows = plan_of(key).of_groups, torch.empty(0, dtype=dtype, device=device)
-    is_one = unsupported_reason(plan, dtype, device, shape) is None
-    return is_one and fuses_swiglu(plan, "grad_output", rows)
 
 
 class Kind(NamedTuple):
@@ -444,11 +436,10 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
             "experts that transformers spreads over ranks are not multiplied here; pass "
             "skip='experts'"
         )
-    (first, last), copies = self.packed_parts, top_k_index.shape[-1]
-    experts = len(getattr(self, f"{first}_product").weight)
-    ends, routes = sorted_by_expert(top_k_index, experts)
-    weights = top_k_weights[:, :copies]
+    first, last = self.packed_parts
     products = [getattr(self, f"{part}_product") for part in self.packed_parts]
+    ends, routes = sorted_by_expert(top_k_index, len(products[0].weight))
+    weights = top_k_weights[:, : top_k_index.shape[-1]]
     is_observed = any(map(torch_compat.has_hooks, products))  # hooks see values
     is_swiglu = gate_of(self) == self.packed_kind.swiglu and products[1].bias is None
     fuses = is_swiglu and not is_observed
@@ -465,8 +456,7 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
         hidden = (self._apply_gate if self.has_gate else self.act_fn)(y)
         around = Around(False, routes, weights)
     y = _product(self, last, hidden, ends, (), ALONE if is_observed else around)
-    y = combine(y, routes[1], around.weights) if is_observed else y
-    return y.to(hidden_states.dtype)
+    return (combine(y, routes[1], around.weights) if is_observed else y).to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
