@@ -155,8 +155,7 @@ class StepState:
 
     @property
     def step(self) -> int:
-        """Return the step that began last, 0 before the first one. Waits for the device if graphs
-        count there."""
+        """Return the step that began last, or 0. Waits for the device if graphs count there."""
         if self.ahead:
             self._step, self.ahead = max(int(t[_STEP]) for t in self._kept.values()), False
         return self._step
@@ -208,8 +207,7 @@ class StepState:
         return tensor
 
     def prepare(self, device: torch.device) -> Tensor:
-        """Create the step's tensor for graphs on `device` (`in_graph`), and return that of the
-        default offset."""
+        """Create the step's tensor for graphs on `device`; return that of the default offset."""
         if torch_compat.is_fake() or device.type == "meta":  # no graph has them
             return self.on(device)
         tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _THREAD.contexts
@@ -250,8 +248,7 @@ class StepState:
         return any(map(torch_compat.is_captured, self._copies.values()))
 
     def count_on_devices(self) -> None:
-        """Add one to the step on every device. A CUDA graph that captures it adds one per
-        replay."""
+        """Add one to the step on every device, as each replay of a graph that captures this."""
         for tensor in self._copies.values():
             tensor[_STEP].add_(1)
         self.expect_counts_of_graphs()

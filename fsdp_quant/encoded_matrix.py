@@ -236,14 +236,12 @@ class EncodedMatrix:
         return values[: self.shape[0], : self.shape[1]].to(dtype)
 
     def operand(self) -> Tensor:
-        """Decoded values as a GEMM reads them: fp32 (identity: its own dtype) [outer,
-        contraction]."""
+        """Decoded values [outer, contraction] as a GEMM reads them: fp32 (identity: its dtype)."""
         values = self.decode()
         return values if self.direction is ROWWISE else values.t()
 
     def operand_rows(self: _Matrix, start: int, length: int) -> _Matrix | None:
-        """Rows [start, start + length) of a rowwise operand, or None if other rows share a
-        scale."""
+        """Rows [start, start + length) of a rowwise operand; None if others share a scale."""
         scale, dim = self.scale, 0
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None

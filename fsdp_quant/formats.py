@@ -374,8 +374,7 @@ class Format:
 
     @property
     def scale_leaves_contraction(self) -> bool:
-        """The scale spans the whole contraction, so it may multiply the product instead of the
-        operand."""
+        """The scale spans the contraction, so it may multiply the product, not the operand."""
         return self.is_quantized and self.block[1] is None
 
     @property
@@ -419,16 +418,14 @@ class Format:
         return round_up(rows, ROTATION_BLOCK), cols
 
     def row_bytes(self, cols: int, dtype: torch.dtype) -> int:
-        """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element
-        only."""
+        """Bytes of one compact row of `cols` codes; the identity element alone reads `dtype`."""
         if not self.is_quantized:
             return cols * dtype.itemsize
         codes, size = self.element.packing
         return ceil_div(cols, codes) * size
 
     def scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int] | None:
-        """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without
-        scales."""
+        """[block rows, block cols] of the scales of a [rows, cols] tensor; None: it has none."""
         if self.scale == "none":
             return None
         (rows, cols), (b0, b1) = self.padded_shape(shape, direction), self.dims(direction)

@@ -315,8 +315,7 @@ class _Study:
         return gap if math.isfinite(gap) else math.inf
 
     def _errors(self, tried: Sequence[Mapping[str, tuple[str, str]]]) -> list[float]:
-        """Relative error of the gradient of all parameters over all batches, per entry of
-        `tried`."""
+        """Relative error of the gradient of all parameters and batches, per entry of `tried`."""
         noise, signal = [0.0] * len(tried), 0.0
         for batch in self.batches:
             exact = self._gradient({}, batch)

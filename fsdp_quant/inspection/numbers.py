@@ -203,8 +203,7 @@ def _scale_range(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
 def _sampled(
     x: Tensor, storages: dict[Direction, Storage]
 ) -> tuple[Tensor, dict[Direction, Storage]]:
-    """Select the same groups of rows of x and of its storages: about `MOST_ELEMENTS` values, or
-    all."""
+    """Select the same groups of rows of x and its storages: all, or about `MOST_ELEMENTS`."""
     rows, cols = x.shape
     row0 = next(iter(storages.values())).row0
     group = math.lcm(*(s.fmt.row_alignment(d) for d, s in storages.items()))

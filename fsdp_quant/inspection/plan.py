@@ -114,8 +114,7 @@ class ModelPlan:
         return sum(forward for forward, _ in pairs), sum(backward for _, backward in pairs)
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
-        """Sum the bytes of all gathers of one forward and backward, with parameters that are not
-        quantized."""
+        """Sum the bytes of a forward's and backward's gathers, of unquantized parameters too."""
         pairs = self.gathered_bytes, self.other_bytes
         return sum(f * forward + b * backward for f, b in pairs)
 
@@ -126,8 +125,7 @@ class ModelPlan:
         return sum(self.gathered_bytes) / self.weight_elements if self.weight_elements else 0.0
 
     def equal_gemms(self) -> list[tuple[GemmRow, list[str]]]:
-        """Return the first row of each group of rows that differ in their module only, and the
-        modules."""
+        """Return the first row of each group of rows that differ in their module, and these."""
         groups: dict[GemmRow, tuple[GemmRow, list[str]]] = {}
         for row in self.gemms:
             groups.setdefault(replace(row, module=""), (row, []))[1].append(row.module)

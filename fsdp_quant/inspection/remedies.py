@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name problems of a machine and their remedies: the last lines of `python -m fsdp_quant
-doctor`."""
+"""Name problems of a machine and remedies: the last lines of `python -m fsdp_quant doctor`."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class Report:
 
 
 def quantizers() -> dict[str, Quantizer]:
-    """Return every format that kernels encode, and every option that changes its bytes, by
-    name."""
+    """Return, by name, every format that kernels encode, and options that change its bytes."""
     chosen = []
     for fmt in FORMATS.values():
         if not fmt.is_quantized or unsupported_reason(fmt) is not None:

@@ -233,8 +233,7 @@ class Call(NamedTuple):
         )
 
     def check_travels(self, slot: str, directions: Collection[Direction], cut: SequenceCut) -> None:
-        """Raise ValueError, on every rank, for a gather in high precision under
-        `require_native`."""
+        """Raise ValueError, on every rank, for a high-precision gather under `require_native`."""
         if self.require_native:
             check_travels(self.name, self.plan.hybrid(slot), slot, directions, cut)
 

@@ -145,8 +145,7 @@ def _spans_experts(
 
 
 def reads_routes(plan: GemmPlan, x: Tensor) -> bool:
-    """Return whether one product for all experts reads rows of x by their routes; else they are
-    copied first."""
+    """Return whether one product for all experts reads rows of x by routes, without copies."""
     return not plan.decodes_groups(arch_of(x.device)) and plan.saves != "input"
 
 

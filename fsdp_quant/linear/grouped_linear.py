@@ -79,8 +79,7 @@ class Expert(Linear):
     def give(
         self, weight: Tensor | None, bias: Tensor | None, parameter: Tensor | None = None
     ) -> None:
-        """Multiply these from now on; None: those of the module. parameter: that trains; default:
-        the weight."""
+        """Multiply these; None: those of the module. parameter: that trains; default: weight."""
         self.__dict__["_given"] = weight, bias, weight if parameter is None else parameter
 
     def _now(self) -> tuple[Tensor | None, Tensor | None]:
@@ -484,8 +483,7 @@ class GroupedLinear(HasWeight):
     def unsupported_reason(
         self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
     ) -> str | None:
-        """Why no one product serves all experts, in one clause; None: it does. plan: default,
-        theirs."""
+        """Why no product serves all, in one clause; None: one does. plan: default, theirs."""
         plan, first, bias = plan or self.common_plan, self.first, self._operand(self.owners[0])[1]
         if plan is None:
             return "experts have different plans"

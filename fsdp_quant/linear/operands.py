@@ -302,8 +302,7 @@ def _encoded_weight(
 
 
 def state_for(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
-    """Return the weight's state, or one of the plan's formats (no state, or a context's
-    recipe)."""
+    """Return the weight's state; without one, or for a context's recipe, one of the plan's."""
     if state is not None and state.quantizer == plan.weight:
         return state
     name = "weight" if state is None else state.name

@@ -173,8 +173,7 @@ class TrainingSteps:
 
     @property
     def number(self) -> int:
-        """Return the step to save: the next one; by hand the running one. Waits for counts of
-        graphs."""
+        """Return the step to save: the next; by hand the running one. Waits for graphs' counts."""
         if self.is_by_hand_alone:
             return self.step
         if STEP.counted_by_hand:

@@ -154,8 +154,7 @@ class SharedInput:
         self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
 
     def gradient(self) -> Tensor | None:
-        """Return the sum over layers and ranks of this rank's rows of dx; None if no layer took
-        part."""
+        """Return the sum over layers and ranks of this rank's rows of dx; None: none took part."""
         with self._call.running(self._device):
             self._enter()
             if self._dx is not None:  # not every layer took part in this backward

@@ -145,8 +145,7 @@ def count_high_precision_gather(nbytes: int) -> None:
 
 
 def start_sum(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Start to sum y over the ranks; return the function that waits. In eager mode the sum replaces
-    y."""
+    """Start to sum y over ranks; return the function that waits. Eager: the sum replaces y."""
     return transport().all_reduce(y, group) if group.size() > 1 else lambda: y
 
 

@@ -329,8 +329,7 @@ def ids_of_embeddings(model: nn.Module) -> set[int]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Return whether a module has experts [E, N, K], with a bias [E, N] or none, and nothing
-    else."""
+    """Return whether a module has experts [E, N, K], maybe a bias [E, N], and nothing else."""
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if isinstance(module, GroupedLinear) or module._modules:
         return False

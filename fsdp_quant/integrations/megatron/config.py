@@ -62,14 +62,12 @@ _OPTIONS: dict[str, tuple[tuple, str]] = {
 
 
 def check_config(config: Any, name: str = "config") -> None:
-    """Raise ValueError for the first field of a TransformerConfig that these layers do not
-    honour."""
+    """Raise ValueError for the first field of a TransformerConfig that layers do not honour."""
     check_fields({f: getattr(config, f) for f in HONOURED if hasattr(config, f)}, HONOURED, name)
 
 
 def check_options(options: Mapping[str, Any], dtype: torch.dtype, name: str) -> None:
-    """Raise ValueError for the first option of a layer of `dtype` that these layers do not
-    honour."""
+    """Raise ValueError for the first option of a layer of `dtype` that layers do not honour."""
     honoured = _OPTIONS | {"output_dtype": ((dtype, None), "y has the input's dtype")}
     check_fields(options, honoured, name)
 
