@@ -287,8 +287,8 @@ def _fake_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, step, 
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
     rows = (dy if tokens is None else tokens).shape[0]
     last = torch.empty_like(swiglu[1]) if swiglu else dy.new_empty(spec.experts, spec.n)
-    made = dy.new_empty(rows, spec.k), dy.new_empty(spec.experts, *matrix), last
-    gradients = [t for t, need in zip(made, needs) if need]
+    outputs = dy.new_empty(rows, spec.k), dy.new_empty(spec.experts, *matrix), last
+    gradients = [t for t, need in zip(outputs, needs) if need]
     return [*gradients, *_fake_written(dy, spec, factors)]
 
 

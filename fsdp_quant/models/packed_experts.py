@@ -444,8 +444,8 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     is_swiglu = gate_of(self) == self.packed_kind.swiglu and products[1].bias is None
     fuses = is_swiglu and not is_observed
     around = Around(True, routes, weights) if fuses else ALONE
-    made = _product(self, first, hidden_states, ends, routes, around)
-    y, hidden = made if fuses else (made, None)
+    result = _product(self, first, hidden_states, ends, routes, around)
+    y, hidden = result if fuses else (result, None)
     if hidden is not None:
         around = Around(y, routes)
     elif is_swiglu and products[0].fuses_swiglu(y):  # the bits of kernels
