@@ -450,7 +450,7 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
         around = Around(y, routes)
     elif is_swiglu and products[0].fuses_swiglu(y):  # the bits of kernels
         shares = shares_of(weights, routes[0])
-        hidden = activate(*y.chunk(2, -1), SWIGLU)[0]
+        hidden = activate(y, None, SWIGLU, packed=True)[0]
         hidden, around = (hidden * shares[:, None]).to(hidden.dtype), Around(False, routes)
     else:
         hidden = (self._apply_gate if self.has_gate else self.act_fn)(y)
