@@ -67,29 +67,34 @@ class Contexts(NamedTuple):
 _NO_CONTEXTS = Contexts({})
 
 
+@dataclass(eq=False)
+class _Entered:
+    contexts: Contexts = _NO_CONTEXTS
+
+
 class _ThreadLocal(threading.local):
     """Sets its attribute per thread: dynamo does not guard a class attribute that an instance may
-    hide later."""
+    hide later. Graphs write to that object: dynamo loses what it writes to a `threading.local`."""
 
     def __init__(self):
-        self.contexts = _NO_CONTEXTS
+        self.entered = _Entered()
 
 
 _THREAD = _ThreadLocal()
 
 
-@opaque.compiled_as(lambda: _THREAD.contexts)
+@opaque.compiled_as(lambda: _THREAD.entered.contexts)
 def contexts() -> Contexts:
     """Return the contexts of this thread; in a thread of the autograd engine, those of the thread
     that called the backward."""
-    entered = _THREAD.contexts
+    entered = _THREAD.entered.contexts
     if entered is _NO_CONTEXTS and torch_compat.backward_is_running():
         return torch_compat.get_in_backward("contexts", entered)
     return entered
 
 
 def _enter(entered: Contexts) -> None:
-    _THREAD.contexts = entered
+    _THREAD.entered.contexts = entered
     torch_compat.set_for_backward("contexts", entered)
 
 
@@ -100,7 +105,7 @@ def _restoring_contexts(fn: Callable) -> Callable:
         entered = _NO_CONTEXTS._replace()
 
     def run(*args, **kwargs):
-        before = _THREAD.contexts
+        before = _THREAD.entered.contexts
         inherited = torch_compat.get_in_backward("contexts", before)
         _enter(entered)
         try:
@@ -117,7 +122,7 @@ wrap_recomputed(_restoring_contexts)
 
 @contextlib.contextmanager
 def _inside(**changes) -> Iterator[None]:
-    before = _THREAD.contexts
+    before = _THREAD.entered.contexts
     _enter(before._replace(**changes))
     try:
         yield
@@ -210,7 +215,7 @@ class StepState:
         """Create the step's tensor for graphs on `device`; return that of the default offset."""
         if torch_compat.is_fake() or device.type == "meta":  # no graph has them
             return self.on(device)
-        tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _THREAD.contexts
+        tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _THREAD.entered.contexts
         _NO_CONTEXTS.steps[device] = tensor
         if here.token_offset != _DEFAULT_OFFSET:
             here.steps[device] = self._of_offset(device, here.token_offset)

@@ -380,7 +380,7 @@ def as_recipe(value: object, what: str, *kinds: type) -> object:
     Raises ValueError for unknown names and for everything else.
     """
     kinds = kinds or (Recipe, PerLayer, Schedule)
-    recipe = _by_text(value) if isinstance(value, str) else value
+    recipe = by_name(value) if isinstance(value, str) else value
     if isinstance(recipe, kinds):
         return recipe
     if any(value is function for function in _RECIPE_FUNCTIONS):
@@ -590,5 +590,5 @@ def by_name(name: str, **options) -> Recipe:
     )
 
 
-# a recipe is no object yet while a graph is traced
-_by_text = torch.compiler.assume_constant_result(by_name)
+for _function in (*_RECIPE_FUNCTIONS, by_name):  # dynamo traces no recipe
+    torch.compiler.assume_constant_result(_function)

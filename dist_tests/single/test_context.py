@@ -1313,3 +1313,47 @@ def test_replays_count_steps_on_the_device(monkeypatch):
     assert steps_seen(m, 2) == [5, 6]
     fq.begin_step(5)
     assert on_device[1] == 5
+
+
+@pytest.mark.parametrize("enter", [fq.autocast, fq.numerics.batch_invariant, fq.token_offset])
+def test_a_context_holds_where_a_graph_breaks_inside(enter: Callable):
+    """If false, compiled code silently leaves a context in which its graph breaks, and multiplies
+    in the layer's own formats."""
+    torch.compiler.reset()
+    layer, x = fq.Linear(64, 32, recipe=recipes.fp8_row()), values(16, 64)
+    argument = {fq.autocast: ("mxfp8",), fq.token_offset: (8,)}.get(enter, ())
+    seen = torch.compiler.disable(lambda: inside.append(context.contexts()[1:]))
+
+    def forward(x: Tensor) -> Tensor:
+        with enter(*argument):
+            seen()
+            y = layer(x)
+            seen()
+            return y
+
+    inside: list = []
+    for call in (forward, torch.compile(forward, backend="aot_eager")):
+        y = call(x)
+        before, behind = inside[-2:]
+        assert before == behind != context.contexts()[1:]
+        assert_same_bytes(y, forward(x), enter.__name__)
+
+
+def test_recipes_are_made_in_graphs():
+    """If false, a recipe that is made where it is entered breaks the graph."""
+    torch.compiler.reset()
+    layer, x = fq.Linear(64, 32, recipe=recipes.fp8_row()), values(16, 64)
+    made = (
+        lambda: recipes.identity(),
+        lambda: recipes.nvfp4(scale_per="row"),
+        lambda: recipes.by_name("mxfp8/nvfp4"),
+    )
+    for make in made:
+
+        def forward(x: Tensor, make=make) -> Tensor:
+            with fq.autocast(make()):
+                return layer(x)
+
+        compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+        assert_same_bytes(compiled(x), forward(x), str(make()))
+        assert not torch.equal(forward(x), layer(x))

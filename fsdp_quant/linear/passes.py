@@ -370,15 +370,14 @@ class _LooseLayers(threading.local):
     has already run in the current step."""
 
     def __init__(self):
-        self.steps = TrainingSteps()
-        self._restarted = STEP.restarted
+        self.steps, self._last_restart = TrainingSteps(), [STEP.restarted]
 
     def caught_up(self) -> TrainingSteps:
         """Return the steps, which continue at the step that `STEP.step` was set to since the last
         call."""
-        if self._restarted is not STEP.restarted:
-            self._restarted = STEP.restarted
-            self.steps.continue_at(*self._restarted)
+        if self._last_restart[0] is not STEP.restarted:
+            self._last_restart[0] = STEP.restarted
+            self.steps.continue_at(*STEP.restarted)
         return self.steps
 
 
