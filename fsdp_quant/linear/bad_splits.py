@@ -51,7 +51,6 @@ def bad_splits_flag() -> Tensor:
         of_host = {"dtype": torch.int64, "device": "cpu", "pin_memory": torch.cuda.is_available()}
         with torch_compat.outside_modes():
             flag = torch.zeros(1, **of_host)
-        # the latter is read in no time
         _WRONG.append((flag, ctypes.c_int64.from_address(flag.data_ptr())))
     return _WRONG[0][0]
 

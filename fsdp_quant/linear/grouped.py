@@ -169,8 +169,7 @@ def may_fuse_swiglu(key: str, dtype: torch.dtype, device: torch.device, shape: t
 
 
 def reads_combined(plan: GemmPlan, x: Tensor) -> bool:
-    """Return whether one product for all experts quantizes gradients of tokens by their routes:
-    8 bits in both directions."""
+    """Return whether one product for all experts reads gradients of tokens by routes: 8 bits."""
     sides = [plan.operand("grad_output", d) for d in Direction]
     return reads_routes(plan, x) and all(f.is_quantized and f.element.bits == 8 for f in sides)
 
@@ -294,8 +293,7 @@ class GroupedCall(NamedTuple):
             dx, dw = dx if need_x else None, None
             del of_dy, operand, weight  # codes of weights, before dw is allocated
             if need_w:
-                of_dw = groups, codes, *of_call, transposes
-                dw = native.grouped_wgrad(dy, codes_of_dy, *of_dw)
+                dw = native.grouped_wgrad(dy, codes_of_dy, groups, codes, *of_call, transposes)
         dw = dw.mT if dw is not None and transposes else dw
         if not need_b:
             return dx, dw, None

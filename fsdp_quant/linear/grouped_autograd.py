@@ -73,8 +73,7 @@ def gated(program: Callable[..., Any], order: Tensor, back: Tensor) -> Program:
         def gradients(dh, x, buffers, weights, needs) -> Gradients:
             # a node that refers to [g, u] would keep it while hooks offload it
             *buffers, back, gate_and_up, shares = buffers
-            swiglu = gate_and_up, shares
-            dx, dw, dshares = of_y(dh, x, buffers, weights, needs, None, swiglu)
+            dx, dw, dshares = of_y(dh, x, buffers, weights, needs, None, (gate_and_up, shares))
             if dshares is not None:
                 dshares = dshares.index_select(0, back.reshape(-1)).view(back.shape)
             return dx, dw, dshares

@@ -184,8 +184,9 @@ def backward(
             bias_sum = start_sum(db, axis.group)
     if need_x:
         a = operands.take(ROWWISE)
-        # FSDP2 fills a gathered weight's codes in the backward of a graph
-        with torch_compat.keep_in_backward(isinstance(weight, QuantizedTensor)):
+        # FSDP2 fills a gathered weight's codes in the backward of a graph; others would be saved
+        is_apart = plan.saves == "input" or isinstance(weight, QuantizedTensor)
+        with torch_compat.keep_in_backward(is_apart):
             b = _columnwise_weight(call, weight, saved, dy.dtype)
             multiply = functools.partial(_gemm(call, resolved, 1, dy.dtype), a, b)
             if shared is not None:

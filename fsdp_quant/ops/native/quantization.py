@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import traceback as fx_traceback
 
 from ...formats import ROWWISE, Encoding, round_up
 from ..capability import unsupported_reason
@@ -100,7 +101,10 @@ def quantize(
                 encode_scales[i] if encode_scales else None,
                 keys[i] if keys else None,
             )
-    outputs = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
+    eps = call.row_eps, call.col_eps
+    if fx_traceback.current_meta.get("partitioner_tag") == "must_be_in_backward":
+        eps = [1.0 if i is None else e for e, i in zip(eps, call.places)]  # no node of the forward
+    outputs = iter(_ops.quantize(rows_of(x), *call[:2], *eps, row0, round_to_bf16, *known))
     results: dict[int, tuple] = {}
     for i in call.places:
         if i is not None:
