@@ -123,7 +123,7 @@ std::vector<at::Tensor> grouped_dgrad(
   if (!swiglu.empty()) {
     TORCH_CHECK_VALUE(swiglu.size() == 2, "swiglu has ", swiglu.size(), " tensors; wanted [g, u] and shares");
     check_buffer(swiglu[1], "shares", dy, at::kFloat, rows.size(0));
-    gated.weights = swiglu[1], gated.dots = at::zeros({(rows.size(1) + kTile - 1) / kTile, rows.size(0)}, gated.weights.options());
+    gated.weights = swiglu[1], gated.dots = at::zeros({ceil_div(rows.size(1), kTile), rows.size(0)}, gated.weights.options());
   }
   TORCH_CHECK_VALUE(!(gated.weights.defined() || order.has_value()) ||
                         (r[kGradOutput][kRowwise].is_quantized() && r[kGradOutput][kColumnwise].is_quantized()),

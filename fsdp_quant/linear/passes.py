@@ -370,7 +370,7 @@ class _LooseLayers(threading.local):
     has already run in the current step."""
 
     def __init__(self):
-        self.steps, self._last_restart = TrainingSteps(), [STEP.restarted]
+        self.steps, self._last_restart = TrainingSteps(), [STEP.restarted]  # see context._Entered
 
     def caught_up(self) -> TrainingSteps:
         """Return the steps, which continue at the step that `STEP.step` was set to since the last
