@@ -126,7 +126,7 @@ def check_settings() -> None:
     ddp = inspect.getsource(DistributedDataParallel)
     for name in ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks"):
         assert name in ddp, f"its DDP no longer reads {name}, of weights that backward_dw computes"
-    for name in ("start_param_sync", "finish_param_sync", "_post_param_sync"):
+    for name in ("start_param_sync", "finish_param_sync"):
         assert callable(getattr(_ParamAndGradBucketGroup, name))
     assert list(inspect.signature(_ParamAndGradBucketGroup.start_param_sync).parameters) == [
         "self",

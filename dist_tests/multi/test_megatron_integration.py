@@ -182,7 +182,6 @@ class BucketGroup:
         for bucket in self.buckets:
             shard = bucket.param_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.param_data, shard, group=group)
-        self._post_param_sync()
         self.param_gather_dispatched = True
         self.log.append(self)
 
@@ -192,10 +191,6 @@ class BucketGroup:
         if self.param_gather_handle is not None:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
-            self._post_param_sync()
-
-    def _post_param_sync(self) -> None:
-        """Of quantized storages, of which there are none."""
 
 
 class DDP(nn.Module):

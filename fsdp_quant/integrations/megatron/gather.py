@@ -7,7 +7,7 @@ a subclass:
     start_param_sync                    masters of the group -> codes of the elements that this rank
                                         owns -> all-gather, with the values of parameters that are
                                         not quantized (norms, embeddings)
-    finish_param_sync, _post_param_sync the layers' weights are READY
+    finish_param_sync                   the layers' weights are READY
     start_param_sync(force_sync=True)   Megatron's gather of values (checkpoints), then this one
 Between forced syncs the values of a quantized parameter are current only where this rank owns them.
 GEMMs read codes, and a state dict of stale values is refused.
@@ -227,8 +227,8 @@ class GathersCodes:
         codes.start().wait()
         codes.finish()
 
-    def _post_param_sync(self) -> None:
-        super()._post_param_sync()  # pyright: ignore[reportAttributeAccessIssue]
+    def finish_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        super().finish_param_sync(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.fsdp_quant_codes.finish()
 
 
