@@ -185,8 +185,7 @@ def backward(
     if need_x:
         a = operands.take(ROWWISE)
         # FSDP2 fills a gathered weight's codes in the backward of a graph; others would be saved
-        is_apart = plan.saves == "input" or isinstance(weight, QuantizedTensor)
-        with torch_compat.keep_in_backward(is_apart):
+        with torch_compat.keep_in_backward():
             b = _columnwise_weight(call, weight, saved, dy.dtype)
             multiply = functools.partial(_gemm(call, resolved, 1, dy.dtype), a, b)
             if shared is not None:
