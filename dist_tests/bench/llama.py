@@ -44,8 +44,8 @@ Columns, of medians; "x bf16" is over the base:
               fill the launch queue, and the host waits: read it at 2048 tokens
     frames    compiled in the first two steps + in all later ones (recompilations)
     breaks    graph breaks
-    tokens/s  of a GPU; MFU: of 989 TFLOP/s, of 6 FLOP a token and weight (not of embeddings) and
-              causal attention, recomputation not counted
+    tokens/s  of a GPU; MFU: of 989 TFLOP/s, of 6 FLOP a token and weight (not of embeddings, nor of
+              other tokens' experts) and causal attention, recomputation not counted
     loss      of the last step; first weights and tokens are the same for all arms
 
 No arm waits for the device to learn that no sequences are packed, as models of transformers do in
@@ -405,9 +405,12 @@ def profiled(step: Callable[[], Tensor]) -> list[tuple[str, int, float]]:
 
 
 def flops_of_token(net: nn.Module, length: int) -> float:
-    """Of a forward and a backward without recomputation."""
-    weights = sum(p.numel() for p in net.parameters()) - net.get_input_embeddings().weight.numel()
-    config = net.config
+    """Of a forward and a backward without recomputation; of experts those of one token."""
+    config, weights = net.config, -net.get_input_embeddings().weight.numel()
+    experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
+    for name, p in net.named_parameters():
+        share = config.num_experts_per_tok / experts if ".experts." in name else 1
+        weights += p.numel() * share
     return 6.0 * (weights + config.num_hidden_layers * length * config.hidden_size)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled layers save for their backward, as `bench.llama --ledger` counts it."""
+"""What `bench.llama` counts without a GPU: what compiled layers save for their backward, as --ledger
+prints it, and the work of a token."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.bench import ledger
+from dist_tests.bench import ledger, llama
 from fsdp_quant import recipes
 
 D, HIDDEN, TOKENS = 64, 128, 256
@@ -83,3 +84,16 @@ def test_a_layer_saves_no_codes_of_weights():
             )
         )
         assert sorted(of_blocks) == sorted(of_tensor)
+
+
+def test_a_token_is_multiplied_by_its_experts_alone():
+    """If false, a mixture's MFU counts experts that a token does not visit, and exceeds 1."""
+    weights = {}
+    for experts in (8, 16):
+        options = ["--tiny", "--tokens", "64", "--model", "mixtral", "--experts", str(experts)]
+        args = llama.parser().parse_args([*options, "--layers", "2"])
+        args.size = llama.TINY
+        net = llama.model(args, torch.device("cpu"))
+        router = 2 * experts * 64
+        weights[experts] = llama.flops_of_token(net, 64) / 6 - router
+    assert weights[8] == weights[16]
