@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench.llama` counts without a GPU: what compiled layers save for their backward, as --ledger
-prints it, and the work of a token."""
+"""What `bench.llama` counts without a GPU: what compiled layers save for their backward (--ledger),
+and the work of a token."""
 
 from __future__ import annotations
 
