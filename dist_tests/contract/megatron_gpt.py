@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dist_tests.contract.megatron import config
-from dist_tests.contract.on_ranks import Curve, Run, tokens, values
+from dist_tests.contract.on_ranks import Curve, Run, tokens
 from fsdp_quant.integrations.megatron import gpt_layer_spec
 from fsdp_quant.integrations.megatron.gather import GathersCodes, gather_codes
 
@@ -107,7 +107,7 @@ def _global_name(name: str, model: GPTModel) -> str:
 
 
 @torch.no_grad()
-def _set_values(model: GPTModel) -> None:
+def _set_values(run: Run, model: GPTModel) -> None:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, p in model.named_parameters():
@@ -115,7 +115,7 @@ def _set_values(model: GPTModel) -> None:
         is_cut = dim >= 0 and getattr(p, "tensor_model_parallel", False) and ".experts." not in name
         if is_cut:
             whole[dim] *= ranks
-        new = values(_global_name(name, model), tuple(whole))
+        new = run.values(_global_name(name, model), tuple(whole))
         p.copy_(new.chunk(ranks, dim)[rank] if is_cut else new)
 
 
@@ -157,7 +157,7 @@ class _Trained:
             parallel_output=True,
             share_embeddings_and_output_weights=False,
         )
-        _set_values(model)
+        _set_values(run, model)
         self.ddp = DistributedDataParallel(
             cfg,
             DistributedDataParallelConfig(

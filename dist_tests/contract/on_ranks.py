@@ -27,6 +27,8 @@ from torch import Tensor
 import fsdp_quant as fq
 from fsdp_quant.counters import counters
 
+CHANGE = 1e-4  # of initial weights, with --changed
+
 
 @dataclass
 class Curve:
@@ -43,6 +45,7 @@ class Run:
 
     folder:  the same on every rank, empty.
     size:    "small", or "wide": 8B-shaped layers.
+    change:  of the initial weights, of their size, in the mean.
     """
 
     device: torch.device
@@ -52,6 +55,7 @@ class Run:
     steps: int
     recipe: str
     size: str
+    change: float = 0.0
 
     @property
     def on_gpu(self) -> bool:
@@ -62,6 +66,20 @@ class Run:
         if self.size == "wide":
             return gpu | (wide or {})
         return gpu if self.on_gpu else cpu
+
+    def changed(self, name: str, values: Tensor) -> Tensor:
+        """Initial values of a parameter, changed."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"change of {name}".encode()))
+        noise = torch.randn(values.shape, generator=generator).to(values.device)
+        return values * (1 + self.change * noise)
+
+    def values(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The initial values of a parameter, the same however ranks cut it: N(0, .02^2) of
+        matrices, 1 of other weights, 0 of biases; changed."""
+        if len(shape) < 2:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return self.changed(name, torch.randn(shape, generator=generator) * 0.02)
 
     def curve(self, step: Callable[[int], Tensor | float]) -> Curve:
         """The losses that step(i) returns, summed over the ranks that have one, over their
@@ -82,15 +100,6 @@ class Run:
         both = torch.tensor([loss if known else 0.0, float(known)], device=self.device)
         dist.all_reduce(both)
         return float(both[0] / both[1])
-
-
-def values(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The initial values of a parameter, the same however ranks cut it: N(0, .02^2) of matrices, 1
-    of other weights, 0 of biases."""
-    if len(shape) < 2:
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator) * 0.02
 
 
 def median_ms(seconds: list[float]) -> float:
@@ -116,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
     parser.add_argument("folder")
+    parser.add_argument("--changed", action="store_true", help="start from other weights")
     add_settings(parser)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -134,7 +144,8 @@ def main() -> None:
     try:
         module, _, function = args.program.partition(".")
         program = pkgutil.resolve_name(f"dist_tests.contract.{module}:{function}")
-        run = Run(device, rank, world, args.folder, args.steps, args.recipe, args.size)
+        change = CHANGE if args.changed else 0.0
+        run = Run(device, rank, world, args.folder, args.steps, args.recipe, args.size, change)
         curves = program(run)
         if not counters.total("quantize"):
             raise AssertionError(f"{args.program} quantized nothing: its arm {run.recipe} is bf16")

@@ -35,6 +35,9 @@ def _model(run: Run, arm: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(run.device):
         model = LanguageModel(ModelConfig(**sizes, seq=_length(run), tie=False), recompute=False)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(run.changed(name, p))
     return model if arm == "bf16" else fq.convert(model, arm, skip=["lm_head"])
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp_quant as fq
 from dist_tests import titan
-from dist_tests.contract.on_ranks import Curve, Run, median_ms, values
+from dist_tests.contract.on_ranks import Curve, Run, median_ms
 
 BATCH = 8  # rows of a step, on any number of ranks
 
@@ -37,12 +37,12 @@ def _config(run: Run, arm: str, checkpointing: str, settings: dict[str, Any]) ->
     return made
 
 
-def _set_values(model: nn.Module) -> None:
+def _set_values(run: Run, model: nn.Module) -> None:
     """torchtitan draws other numbers on other ranks."""
     state = model.state_dict()  # of q, k and v where the parameter is all three
     for name, old in state.items():
         if old.is_floating_point():
-            new = values(name, tuple(old.shape)).to(old.device)
+            new = run.values(name, tuple(old.shape)).to(old.device)
             if isinstance(old, DTensor):
                 whole = DTensor.from_local(
                     new, old.device_mesh, [Replicate()] * old.device_mesh.ndim
@@ -71,7 +71,7 @@ def _arms(run: Run, checkpointing: str, tensor: int = 1, **settings: Any) -> dic
     curves = {}
     for arm in arms:
         trainer = _config(run, arm, checkpointing, settings).build()
-        _set_values(trainer.model_parts[0])
+        _set_values(run, trainer.model_parts[0])
         losses, times = [], [time.perf_counter()]
 
         def keep(metrics: dict[str, float], step: int) -> None:  # after it waited for the device

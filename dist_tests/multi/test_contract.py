@@ -25,7 +25,12 @@ def test_a_contract_compares_ranks_with_one_rank(monkeypatch):
     """If false, the table of trainers says that something holds which was not run, not compared
     with one rank, or differs from it."""
     curves = {n: {k: vars(v) for k, v in run_ranks(n, _ddp)[0].items()} for n in (1, 2)}
-    monkeypatch.setattr(contract, "start", lambda name, ranks, args: {"arms": curves[ranks]})
+    curves["changed"] = copy.deepcopy(curves[1])
+
+    def start(name, ranks, args, changed=False):
+        return {"arms": curves["changed" if changed else ranks]}
+
+    monkeypatch.setattr(contract, "start", start)
     args = argparse.Namespace()
     row = contract.check("ddp", 2, args)
     assert row["holds"] and set(row["apart"]) == {"bf16", "mxfp8"}, row
@@ -41,6 +46,12 @@ def test_a_contract_compares_ranks_with_one_rank(monkeypatch):
         losses = good[2]["mxfp8"]["losses"]
         curves[2]["mxfp8"]["losses"] = [a * b for a, b in zip(losses, spoil)]
         assert contract.check("ddp", 2, args)["holds"] is False, spoil
+    # as far as one rank is from itself, where feedback takes it
+    curves[2]["mxfp8"]["losses"] = [a * b for a, b in zip(losses, [1, 0.97])]
+    for apart, holds in ((0.02, True), (0.01, False), (float("nan"), False)):
+        one = curves[1]["mxfp8"]["losses"]
+        curves["changed"]["mxfp8"]["losses"] = [a * b for a, b in zip(one, [1, 1 + apart])]
+        assert contract.check("ddp", 2, args)["holds"] is holds, apart
     for resumed, holds in ((losses[1:], True), (losses[:1], False), ([], False)):
         arms = {"mxfp8": good[2]["mxfp8"] | {"resumed": resumed}}
         assert contract.verdict(arms, None)["holds"] is holds, resumed
