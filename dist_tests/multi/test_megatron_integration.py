@@ -151,9 +151,29 @@ def joined_and_split(rank: int, world: int) -> None:
         close(got, want, f"input_is_parallel=False: {what}")
 
 
+def communicate_themselves(rank: int, world: int) -> None:
+    """Megatron's shared experts set `explicit_expert_comm` of layers that exist
+    (moe_shared_expert_overlap): x is gathered before the layers, and y summed behind them."""
+    group, recipe = dist.group.WORLD, fq.recipes.mxfp8()
+    x, dy = laws.values(S, B, H, seed=1, dtype=BF16), laws.values(S, B, H, seed=2, dtype=BF16)
+    for sequence in (False, True):
+        want = passed(*mlp(None, False, recipe), x, dy)
+        up, down = mlp(group, sequence, recipe)
+        up.explicit_expert_comm = down.explicit_expert_comm = down.skip_bias_add = True
+        counters.reset()
+        got = passed(up, down, x, dy)[:2]
+        assert not counters.of("sequence gather")
+        for part, added, whole, what in zip(got, (down.bias, 0), want, ("y", "dx")):
+            summed = part.detach().float()
+            dist.all_reduce(summed)
+            what = f"explicit_expert_comm, sequence_parallel={sequence}: {what}"
+            close(summed + added, whole, what)
+
+
 def tensor_parallelism(rank: int, world: int) -> None:
     shared_layers(rank, world)
     joined_and_split(rank, world)
+    communicate_themselves(rank, world)
 
 
 def test_layers_that_ranks_share_are_whole_layers():
