@@ -10,6 +10,7 @@ import runpy
 import sys
 import warnings
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fsdp_quant.integrations.megatron import (
     RowParallelGroupedLinear,
     RowParallelLinear,
 )
+from fsdp_quant.integrations.megatron import experts as grouped
 from fsdp_quant.integrations.megatron.config import HONOURED
 
 BF16 = torch.bfloat16
@@ -361,6 +363,21 @@ def test_grouped_experts_are_a_loop_of_layers(make):
         layer.weight1.partition_dim == (make is RowParallelGroupedLinear)
         and layer.weight1.allreduce
     )
+
+
+def test_checkpoints_of_grouped_experts_pass_their_state_dict(monkeypatch):
+    """If false, a distributed checkpoint holds stale values of experts, which the hooks of
+    `gather_codes` refuse."""
+    layer = experts(ColumnParallelGroupedLinear)
+    layer._groups = SimpleNamespace(ep=None, expt_dp=None)
+    monkeypatch.setattr(grouped, "ensure_metadata_has_dp_cp_group", lambda _: {"dp_cp_group": None})
+    layer.register_state_dict_pre_hook(refuse)
+    with pytest.raises(fq.StaleWeightError, match="gathered"):
+        layer.sharded_state_dict()
+
+
+def refuse(*_):
+    raise fq.StaleWeightError("its codes were gathered, not its values")
 
 
 def reduce_by_ddp(layer: nn.Module, param: nn.Parameter, ready: list) -> None:

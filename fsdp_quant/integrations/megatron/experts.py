@@ -135,10 +135,10 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         first = get_pg_rank(groups.ep) * self.num_gemms
         num_experts = get_pg_size(groups.ep) * self.num_gemms
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
-        for e, bias in enumerate(self._biases()):
-            parameters = {f"{e}.weight": getattr(self, f"weight{e}")}
-            if bias is not None:
-                parameters[f"{e}.bias"] = bias
+        state = self.state_dict(keep_vars=True)  # whose hooks refuse stale values
+        for e in range(self.num_gemms):
+            names = {f"{e}.{kind}": f"{kind}{e}" for kind in ("weight", "bias")}
+            parameters = {key: state[name] for key, name in names.items() if name in state}
             offsets = sharded_offsets
             if not is_singleton:
                 offsets = (*offsets, (len(offsets), first + e, num_experts))
