@@ -20,7 +20,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
-from fsdp_quant.integrations.megatron.gather import gather_codes, shard_map
+from fsdp_quant.integrations.megatron.gather import GathersCodes, gather_codes, shard_map
 from fsdp_quant.linear.operands import weight_storages
 
 pytestmark = pytest.mark.skipif(
@@ -404,12 +404,33 @@ def refused(rank: int, world: int) -> None:
             bucket_group.finish_param_sync()
 
 
+def stages(rank: int, world: int) -> None:
+    """Each rank is a stage of a pipeline, alone in its data-parallel group: one may have an
+    embedding alone, and all refuse what one refuses, which would else wait for the others."""
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    optimizer = SimpleNamespace(config=SimpleNamespace())
+
+    def ddp(module: nn.Module) -> DDP:
+        return DDP(module, alone, bucket_size=6000)
+
+    chunk = ddp(Net(HYBRID) if rank else nn.Embedding(8, H, dtype=BF16))
+    gather_codes([chunk], optimizer)
+    assert any(isinstance(group, GathersCodes) for group in chunk.bucket_groups) == bool(rank)
+    for group in chunk.bucket_groups:
+        group.start_param_sync(force_sync=True)
+    chunk = ddp(Net(fq.recipes.fp8_delayed() if rank else HYBRID))
+    with pytest.raises(ValueError, match="(up|down): delayed scaling was not tested"):
+        gather_codes([chunk], optimizer)
+    assert {type(group) for group in chunk.bucket_groups} == {BucketGroup}
+
+
 def parameter_gathers(rank: int, world: int) -> None:
     hybrid = fq.recipes.hybrid
     gathered(rank, world, hybrid("nvfp4", "mxfp8"), "codes", delays=True)
     gathered(rank, world, fq.recipes.fp8_current(), "highprec")
     gathered(rank, world, hybrid("nvfp4", "fp8_current"), "codes", in_parts=True, fuses=True)
     refused(rank, world)
+    stages(rank, world)
 
 
 def test_gathers_of_codes_are_gathers_of_values():
