@@ -396,6 +396,12 @@ def refused(rank: int, world: int) -> None:
         gather_codes([DDP(nn.Linear(8, 8, dtype=BF16), dist.group.WORLD, 64)], good)
     gather_codes([ddp], good)
     for bucket_group in ddp.bucket_groups:
+        bucket_group.start_param_sync(force_sync=True)
+    with pytest.raises(ValueError, match="gather codes already; call gather_codes once"):
+        gather_codes([ddp], good)
+    assert ddp.module(laws.values(S, B, H, seed=1, dtype=BF16)).isfinite().all()
+    for bucket_group in ddp.bucket_groups:
+        bucket_group.param_gather_dispatched = False
         for bucket in bucket_group.buckets:
             for param in bucket.params_list:
                 param.main_param = None

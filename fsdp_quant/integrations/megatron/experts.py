@@ -139,14 +139,12 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         for e in range(self.num_gemms):
             names = {f"{e}.{kind}": f"{kind}{e}" for kind in ("weight", "bias")}
             parameters = {key: state[name] for key, name in names.items() if name in state}
-            offsets = sharded_offsets
-            if not is_singleton:
-                offsets = (*offsets, (len(offsets), first + e, num_experts))
+            place = [] if is_singleton else [(len(sharded_offsets), first + e, num_experts)]
             sharded = make_sharded_tensors_for_checkpoint(
                 parameters,
                 "",
                 {f"{e}.{kind}": axis for kind, axis in axes.items()},
-                offsets,
+                (*sharded_offsets, *place),
                 tp_group=self.tp_group,
                 dp_cp_group=settings["dp_cp_group"],
             )

@@ -120,6 +120,8 @@ class GroupCodes:
         proxies: dict[nn.Parameter, tuple[nn.Module, WeightProxy]],
         **options,
     ):
+        if isinstance(bucket_group, GathersCodes):
+            raise ValueError("these bucket groups gather codes already; call gather_codes once")
         group = bucket_group.intra_distributed_optimizer_instance_group
         self._bucket_group, self._rank = bucket_group, group.rank()
         plain: list[tuple[object, nn.Parameter]] = []
