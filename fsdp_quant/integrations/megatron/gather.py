@@ -269,8 +269,7 @@ def gather_codes(
             proxies = weight_proxies(chunk)
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if any(p in proxies for bucket in group.buckets for p in bucket.params_list):
-                    codes = GroupCodes(group, proxies, transport=transport, stats=stats)
-                    group_codes.append(codes)
+                    group_codes.append(GroupCodes(group, proxies, transport=transport, stats=stats))
     except (ValueError, TypeError) as caught:
         error = caught
     agree({}, [world], error)
