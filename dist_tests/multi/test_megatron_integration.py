@@ -277,6 +277,9 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Gradients summed over ranks, as Megatron reduces them; masters step, and write the values
     that this rank owns."""
     optimizer.zero_grad()
+    if ddp.ddp_config.align_param_gather:  # the schedule of interleaved stages starts all of them
+        for group in ddp.bucket_groups:
+            group.start_param_sync()
     for group in ddp.bucket_groups:
         group.finish_param_sync()
     ddp.module(x).square().mean().backward()
@@ -308,9 +311,11 @@ def gathered(
     in_parts: bool = False,
     delays: bool = False,
     fuses: bool = False,
+    aligns: bool = False,
 ) -> None:
     """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its
-    own. delays: wgrads of layers whose codes are gathered. fuses: those of both runs."""
+    own. delays: wgrads of layers whose codes are gathered. fuses: those of both runs. aligns: the
+    schedule starts the gathers of both, in place of the layers."""
     group, tp_group, x = dist.group.WORLD, None, laws.values(S, B, H, seed=1, dtype=BF16)
     if in_parts:
         group, tp_group = [dist.new_group([r]) for r in range(world)][rank], group
@@ -320,6 +325,7 @@ def gathered(
         options = {"delay_wgrad_compute": delays and codes, "gradient_accumulation_fusion": fuses}
         ddp = DDP(Net(recipe, tp_group, **options), group, bucket_size=6000)
         ddp.ddp_config.delay_wgrad_compute = delays and codes
+        ddp.ddp_config.align_param_gather = aligns
         for param in weight_proxies(ddp.module) if fuses else ():
             param.main_grad = torch.zeros(param.shape)
         for bucket_group in ddp.bucket_groups:
@@ -347,9 +353,8 @@ def gathered(
     (ddp, got), (reference, want) = runs
     for step, (a, b) in enumerate(zip(got, want)):
         laws.assert_same_bytes(a, b, f"{recipe}, {transport}: step {step}")
-    assert {type(g) for g in ddp.log} <= {BucketGroup} and len(reference.log) == 4 * len(
-        reference.bucket_groups
-    )
+    assert {type(g) for g in ddp.log} <= {BucketGroup}
+    assert len(reference.log) == (6 if aligns else 4) * len(reference.bucket_groups)
     laws.assert_same_bytes(
         ddp.module.norm.weight.data, reference.module.norm.weight.data, "a norm travels as values"
     )
@@ -363,7 +368,7 @@ def gathered(
     laws.assert_same_bytes(ddp.module(x), want[-1], "after a forced sync")
     assert torch.equal(
         next(iter(weight_proxies(ddp.module).values()))[1].synced.state.weight_sync.applied,
-        torch.tensor(5),
+        torch.tensor(7 if aligns else 5),
     )
 
 
@@ -433,7 +438,7 @@ def stages(rank: int, world: int) -> None:
 def parameter_gathers(rank: int, world: int) -> None:
     hybrid = fq.recipes.hybrid
     gathered(rank, world, hybrid("nvfp4", "mxfp8"), "codes", delays=True)
-    gathered(rank, world, fq.recipes.fp8_current(), "highprec")
+    gathered(rank, world, fq.recipes.fp8_current(), "highprec", aligns=True)
     gathered(rank, world, hybrid("nvfp4", "fp8_current"), "codes", in_parts=True, fuses=True)
     refused(rank, world)
     stages(rank, world)
