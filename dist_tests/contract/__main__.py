@@ -59,6 +59,7 @@ CONTRACTS = {
     "megatron_tp": Contract("megatron_gpt.tensor", needs=_MEGATRON),
     "megatron_pp": Contract("megatron_gpt.pipeline", ranks=(2,), needs=_MEGATRON),
     "megatron_ep": Contract("megatron_gpt.experts", ranks=(2,), needs=_MEGATRON),
+    "megatron_shared": Contract("megatron_gpt.shared_experts", needs=_MEGATRON),
     "titan_fsdp": Contract("titan.fsdp", needs=_TITAN),
     "titan_tp": Contract("titan.tensor", needs=_TITAN),
     "titan_compiled": Contract("titan.compiled", needs=_TITAN),

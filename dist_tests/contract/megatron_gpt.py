@@ -130,7 +130,7 @@ class _Trained:
         )
         self.length = run.choose({"n": 64}, {"n": 512}, {"n": 2048})["n"]
         if experts:
-            layout |= dict(
+            moe = dict(
                 num_moe_experts=experts,
                 moe_ffn_hidden_size=sizes["ffn_hidden_size"],
                 moe_router_topk=2,
@@ -139,6 +139,7 @@ class _Trained:
                 moe_token_dispatcher_type="alltoall" if run.on_gpu else "allgather",
                 moe_grouped_gemm=arm != "bf16",
             )
+            layout = moe | layout
         cfg = config(**sizes, add_bias_linear=False, **layout)
         cfg.use_cpu_initialization = not run.on_gpu
         first = parallel_state.is_pipeline_first_stage()
@@ -221,18 +222,28 @@ class _Trained:
 
 
 def _arms(
-    run: Run, tp: int = 1, pp: int = 1, ep: int = 1, experts: int | None = None, codes: bool = False
+    run: Run,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    experts: int | None = None,
+    codes: bool = False,
+    **layout: Any,
 ) -> dict[str, Curve]:
     tp, pp, ep = (min(n, run.world) for n in (tp, pp, ep))
     curves = {}
     with contextlib.nullcontext() if run.on_gpu else _cpu_for_cuda():
-        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        etp = 1 if experts else None
+        parallel_state.initialize_model_parallel(
+            tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        layout = dict(
+        layout |= dict(
             tensor_model_parallel_size=tp,
             sequence_parallel=tp > 1,
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         )
         for arm in ("bf16", run.recipe):
             trained = _Trained(run, arm, experts, codes and arm != "bf16", **layout)
@@ -244,3 +255,13 @@ def _arms(
 tensor = partial(_arms, tp=2, codes=True)
 pipeline = partial(_arms, pp=2)
 experts = partial(_arms, ep=2, experts=EXPERTS)
+# Shared experts between the ranks of TP 2, which gather and sum beside the dispatcher
+shared_experts = partial(
+    _arms,
+    tp=2,
+    experts=EXPERTS,
+    codes=True,
+    moe_shared_expert_intermediate_size=256,
+    moe_shared_expert_overlap=True,
+    moe_token_dispatcher_type="alltoall",
+)

@@ -20,7 +20,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
-from fsdp_quant.integrations.megatron.gather import gather_codes, shard_map
+from fsdp_quant.integrations.megatron.gather import GathersCodes, gather_codes, shard_map
 from fsdp_quant.linear.operands import weight_storages
 
 pytestmark = pytest.mark.skipif(
@@ -151,9 +151,29 @@ def joined_and_split(rank: int, world: int) -> None:
         close(got, want, f"input_is_parallel=False: {what}")
 
 
+def communicate_themselves(rank: int, world: int) -> None:
+    """Megatron's shared experts set `explicit_expert_comm` of layers that exist
+    (moe_shared_expert_overlap): x is gathered before the layers, and y summed behind them."""
+    group, recipe = dist.group.WORLD, fq.recipes.mxfp8()
+    x, dy = laws.values(S, B, H, seed=1, dtype=BF16), laws.values(S, B, H, seed=2, dtype=BF16)
+    for sequence in (False, True):
+        want = passed(*mlp(None, False, recipe), x, dy)
+        up, down = mlp(group, sequence, recipe)
+        up.explicit_expert_comm = down.explicit_expert_comm = down.skip_bias_add = True
+        counters.reset()
+        got = passed(up, down, x, dy)[:2]
+        assert not counters.of("sequence gather")
+        for part, added, whole, what in zip(got, (down.bias, 0), want, ("y", "dx")):
+            summed = part.detach().float()
+            dist.all_reduce(summed)
+            what = f"explicit_expert_comm, sequence_parallel={sequence}: {what}"
+            close(summed + added, whole, what)
+
+
 def tensor_parallelism(rank: int, world: int) -> None:
     shared_layers(rank, world)
     joined_and_split(rank, world)
+    communicate_themselves(rank, world)
 
 
 def test_layers_that_ranks_share_are_whole_layers():
@@ -257,6 +277,9 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Gradients summed over ranks, as Megatron reduces them; masters step, and write the values
     that this rank owns."""
     optimizer.zero_grad()
+    if ddp.ddp_config.align_param_gather:  # the schedule of interleaved stages starts all of them
+        for group in ddp.bucket_groups:
+            group.start_param_sync()
     for group in ddp.bucket_groups:
         group.finish_param_sync()
     ddp.module(x).square().mean().backward()
@@ -288,9 +311,11 @@ def gathered(
     in_parts: bool = False,
     delays: bool = False,
     fuses: bool = False,
+    aligns: bool = False,
 ) -> None:
     """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its
-    own. delays: wgrads of layers whose codes are gathered. fuses: those of both runs."""
+    own. delays: wgrads of layers whose codes are gathered. fuses: those of both runs. aligns: the
+    schedule starts the gathers of both, in place of the layers."""
     group, tp_group, x = dist.group.WORLD, None, laws.values(S, B, H, seed=1, dtype=BF16)
     if in_parts:
         group, tp_group = [dist.new_group([r]) for r in range(world)][rank], group
@@ -300,6 +325,7 @@ def gathered(
         options = {"delay_wgrad_compute": delays and codes, "gradient_accumulation_fusion": fuses}
         ddp = DDP(Net(recipe, tp_group, **options), group, bucket_size=6000)
         ddp.ddp_config.delay_wgrad_compute = delays and codes
+        ddp.ddp_config.align_param_gather = aligns
         for param in weight_proxies(ddp.module) if fuses else ():
             param.main_grad = torch.zeros(param.shape)
         for bucket_group in ddp.bucket_groups:
@@ -327,9 +353,8 @@ def gathered(
     (ddp, got), (reference, want) = runs
     for step, (a, b) in enumerate(zip(got, want)):
         laws.assert_same_bytes(a, b, f"{recipe}, {transport}: step {step}")
-    assert {type(g) for g in ddp.log} <= {BucketGroup} and len(reference.log) == 4 * len(
-        reference.bucket_groups
-    )
+    assert {type(g) for g in ddp.log} <= {BucketGroup}
+    assert len(reference.log) == (6 if aligns else 4) * len(reference.bucket_groups)
     laws.assert_same_bytes(
         ddp.module.norm.weight.data, reference.module.norm.weight.data, "a norm travels as values"
     )
@@ -343,7 +368,7 @@ def gathered(
     laws.assert_same_bytes(ddp.module(x), want[-1], "after a forced sync")
     assert torch.equal(
         next(iter(weight_proxies(ddp.module).values()))[1].synced.state.weight_sync.applied,
-        torch.tensor(5),
+        torch.tensor(7 if aligns else 5),
     )
 
 
@@ -376,6 +401,12 @@ def refused(rank: int, world: int) -> None:
         gather_codes([DDP(nn.Linear(8, 8, dtype=BF16), dist.group.WORLD, 64)], good)
     gather_codes([ddp], good)
     for bucket_group in ddp.bucket_groups:
+        bucket_group.start_param_sync(force_sync=True)
+    with pytest.raises(ValueError, match="gather codes already; call gather_codes once"):
+        gather_codes([ddp], good)
+    assert ddp.module(laws.values(S, B, H, seed=1, dtype=BF16)).isfinite().all()
+    for bucket_group in ddp.bucket_groups:
+        bucket_group.param_gather_dispatched = False
         for bucket in bucket_group.buckets:
             for param in bucket.params_list:
                 param.main_param = None
@@ -384,12 +415,33 @@ def refused(rank: int, world: int) -> None:
             bucket_group.finish_param_sync()
 
 
+def stages(rank: int, world: int) -> None:
+    """Each rank is a stage of a pipeline, alone in its data-parallel group: one may have an
+    embedding alone, and all refuse what one refuses, which would else wait for the others."""
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    optimizer = SimpleNamespace(config=SimpleNamespace())
+
+    def ddp(module: nn.Module) -> DDP:
+        return DDP(module, alone, bucket_size=6000)
+
+    chunk = ddp(Net(HYBRID) if rank else nn.Embedding(8, H, dtype=BF16))
+    gather_codes([chunk], optimizer)
+    assert any(isinstance(group, GathersCodes) for group in chunk.bucket_groups) == bool(rank)
+    for group in chunk.bucket_groups:
+        group.start_param_sync(force_sync=True)
+    chunk = ddp(Net(fq.recipes.fp8_delayed() if rank else HYBRID))
+    with pytest.raises(ValueError, match="(up|down): delayed scaling was not tested"):
+        gather_codes([chunk], optimizer)
+    assert {type(group) for group in chunk.bucket_groups} == {BucketGroup}
+
+
 def parameter_gathers(rank: int, world: int) -> None:
     hybrid = fq.recipes.hybrid
     gathered(rank, world, hybrid("nvfp4", "mxfp8"), "codes", delays=True)
-    gathered(rank, world, fq.recipes.fp8_current(), "highprec")
+    gathered(rank, world, fq.recipes.fp8_current(), "highprec", aligns=True)
     gathered(rank, world, hybrid("nvfp4", "fp8_current"), "codes", in_parts=True, fuses=True)
     refused(rank, world)
+    stages(rank, world)
 
 
 def test_gathers_of_codes_are_gathers_of_values():

@@ -10,6 +10,7 @@ import runpy
 import sys
 import warnings
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fsdp_quant.integrations.megatron import (
     RowParallelGroupedLinear,
     RowParallelLinear,
 )
+from fsdp_quant.integrations.megatron import experts as grouped
 from fsdp_quant.integrations.megatron.config import HONOURED
 
 BF16 = torch.bfloat16
@@ -361,6 +363,47 @@ def test_grouped_experts_are_a_loop_of_layers(make):
         layer.weight1.partition_dim == (make is RowParallelGroupedLinear)
         and layer.weight1.allreduce
     )
+
+
+@pytest.fixture
+def checkpointed(monkeypatch) -> nn.Module:
+    """Grouped experts; stand-ins of Megatron's functions return what they are given."""
+    layer = experts(ColumnParallelGroupedLinear)
+    layer._groups = SimpleNamespace(ep=None, expt_dp=None)
+
+    def sharded(tensors: dict, *_, **__) -> dict:
+        return {key: SimpleNamespace(data=t, replica_id=(0, 0, 0)) for key, t in tensors.items()}
+
+    for name, stand_in in (
+        ("ensure_metadata_has_dp_cp_group", lambda _: {"dp_cp_group": None}),
+        ("make_sharded_tensors_for_checkpoint", sharded),
+        ("replace_prefix_for_sharding", lambda *_: None),
+    ):
+        monkeypatch.setattr(grouped, name, stand_in)
+    return layer
+
+
+def test_checkpoints_of_grouped_experts_pass_their_state_dict(checkpointed):
+    """If false, a distributed checkpoint holds stale values of experts, which the hooks of
+    `gather_codes` refuse."""
+
+    def refuse(*_):
+        raise fq.StaleWeightError("its codes were gathered, not its values")
+
+    checkpointed.register_state_dict_pre_hook(refuse)
+    with pytest.raises(fq.StaleWeightError, match="gathered"):
+        checkpointed.sharded_state_dict()
+
+
+def test_checkpoints_of_grouped_experts_are_those_of_a_layer_per_expert(checkpointed):
+    """If false, layers of one expert, Megatron's or ours, cannot load a distributed checkpoint of
+    grouped ones: a key is missing."""
+    state = checkpointed.sharded_state_dict("experts.")
+    want = dict(checkpointed.state_dict())
+    want |= {f"_extra_state{e}": want["_extra_state"] for e in range(checkpointed.num_gemms)}
+    want.pop("_extra_state")
+    assert set(state) == {f"experts.{key}" for key in want}
+    checkpointed.load_state_dict({key: state[f"experts.{key}"].data for key in want})
 
 
 def reduce_by_ddp(layer: nn.Module, param: nn.Parameter, ready: list) -> None:

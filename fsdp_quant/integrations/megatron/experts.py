@@ -79,8 +79,7 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         self.tp_group = group
         self._linears, self._weight_proxies, self.packed = [], [], True
         options = {"bias": bias, "skip_bias_add": True, "is_expert": True, "tp_group": group}
-        if self._dim:
-            options["input_is_parallel"] = True
+        options |= {"input_is_parallel": True} if self._dim else {}
         for e in range(num_gemms):
             template: Any = self._layer(
                 input_size, output_size, config=config, init_method=init_method, **options
@@ -117,9 +116,7 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         for layer, proxy, weight, bias in experts:
             layer.give(proxy.read(weight), None if self.skip_bias_add else bias, weight)
             layer.training = self.training
-        if isinstance(m_splits, Tensor):
-            m_splits = m_splits.tolist()
-        y = super().forward(x, m_splits)
+        y = super().forward(x, m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
         return y, biases if self.use_bias and self.skip_bias_add else None
 
     get_extra_state = layers.ColumnParallelLinear.get_extra_state
@@ -135,18 +132,17 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         first = get_pg_rank(groups.ep) * self.num_gemms
         num_experts = get_pg_size(groups.ep) * self.num_gemms
         axes = {"weight": 1} if self._dim else {"weight": 0, "bias": 0}
-        for e, bias in enumerate(self._biases()):
-            parameters = {f"{e}.weight": getattr(self, f"weight{e}")}
-            if bias is not None:
-                parameters[f"{e}.bias"] = bias
-            offsets = sharded_offsets
-            if not is_singleton:
-                offsets = (*offsets, (len(offsets), first + e, num_experts))
+        state = self.state_dict(keep_vars=True)  # whose hooks refuse stale values
+        for e in range(self.num_gemms):
+            names = {f"{e}._extra_state": "_extra_state"}  # which Megatron's layers ask for
+            names |= {f"{e}.{kind}": f"{kind}{e}" for kind in ("weight", "bias")}
+            parameters = {key: state[name] for key, name in names.items() if name in state}
+            place = [] if is_singleton else [(len(sharded_offsets), first + e, num_experts)]
             sharded = make_sharded_tensors_for_checkpoint(
                 parameters,
                 "",
                 {f"{e}.{kind}": axis for kind, axis in axes.items()},
-                offsets,
+                (*sharded_offsets, *place),
                 tp_group=self.tp_group,
                 dp_cp_group=settings["dp_cp_group"],
             )
@@ -159,8 +155,10 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         return tensors
 
 
-def _ignore_extra_state(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+def _ignore_extra_state(module: _GroupedLinear, state_dict: dict, prefix: str, *_) -> None:
     state_dict.setdefault(f"{prefix}_extra_state")
+    for e in range(module.num_gemms):
+        state_dict.pop(f"{prefix}_extra_state{e}", None)
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):

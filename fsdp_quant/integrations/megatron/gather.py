@@ -18,7 +18,7 @@ Ownership follows Megatron: rank r owns the r-th part of every bucket, wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,9 @@ from ...context import STEP
 from ...gemm import StaleWeightError
 from ...models.steps import name_of
 from ...tensor import torch_compat
+from ...tensor.agreement import agree
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from ...tensor.rendezvous import reduce_together
 from ...weight_sync.plan import plan_weight_sync
 from ...weight_sync.shard_map import Segments, ShardMap, WireTensor
 from ...weight_sync.sync import WeightSync, Work
@@ -46,7 +48,6 @@ _TESTED_DDP = {  # field -> the value that was tested
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "nccl_ub": False,
-    "align_param_gather": False,
 }
 _TESTED_OPTIMIZER = {
     "use_precision_aware_optimizer": False,
@@ -110,31 +111,39 @@ class _Values:
 class GroupCodes:
     """The codes and values that a bucket group gathers.
 
-    params:  (bucket, parameter, its `WeightProxy`, or None to gather its values), in Megatron's
-             order.
+    proxies:  of the weights whose codes are gathered; other parameters travel as values.
     """
 
     def __init__(
         self,
-        params: Sequence[tuple[object, nn.Parameter, WeightProxy | None]],
-        group: dist.ProcessGroup,
+        bucket_group: Any,
+        proxies: dict[nn.Parameter, tuple[nn.Module, WeightProxy]],
         **options,
     ):
-        self._rank = group.rank()
-        plain = [(bucket, param) for bucket, param, proxy in params if proxy is None]
-        self._values = _Values(plain, group) if plain else None
+        if isinstance(bucket_group, GathersCodes):
+            raise ValueError("these bucket groups gather codes already; call gather_codes once")
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        self._bucket_group, self._rank = bucket_group, group.rank()
+        plain: list[tuple[object, nn.Parameter]] = []
         self._items: list[tuple[SyncItem, nn.Parameter]] = []
-        self._synced: list[tuple[WeightProxy, QuantizedWeight]] = []
+        self._synced: list[tuple[nn.Module, WeightProxy, QuantizedWeight]] = []
         tensor_group = None
-        for bucket, param, proxy in params:
-            if proxy is not None:
+        for bucket in bucket_group.buckets:
+            for param in bucket.params_list:
+                _check_tested(param, {"is_managed_by_layer_wise_optimizer": False}, "a parameter")
+                if param not in proxies:
+                    plain.append((bucket, param))
+                    continue
+                module, proxy = proxies[param]
+                _check_scaling(module)
                 shards, ranks = shard_map(bucket, param, group.size()), proxy.state.tensor_group
                 synced = _synced_weight(param, proxy)
                 item = SyncItem(proxy.state.name, synced, shards, ranks is not None)
                 self._items.append((item, param))
-                self._synced.append((proxy, synced))
+                self._synced.append((module, proxy, synced))
                 # one per bucket group; Megatron's experts, if they are cut, have their own scales
                 tensor_group = ranks or tensor_group
+        self._values = _Values(plain, group) if plain else None
         self.sync: WeightSync = plan_weight_sync(
             [item for item, _ in self._items], group, tensor_group=tensor_group, **options
         )
@@ -142,9 +151,14 @@ class GroupCodes:
         self.values_event = STEP.weight_events  # as Megatron gathered the values last
 
     def attach(self) -> None:
-        """Let GEMMs read the codes that the sync writes."""
-        for proxy, synced in self._synced:
+        """Let GEMMs read the codes that the sync writes, and the bucket group gather them."""
+        for _, proxy, synced in self._synced:
             proxy.synced, proxy.state.weight_sync = synced, self.sync
+        cls = type(self._bucket_group)
+        self._bucket_group.__class__ = type(cls.__name__, (GathersCodes, cls), {})
+        self._bucket_group.fsdp_quant_codes = self
+        for module in dict.fromkeys(module for module, *_ in self._synced):
+            module.register_state_dict_pre_hook(self.check_values)
 
     def _masters(self) -> list[Tensor]:
         """Return the fp32 elements that this rank owns of each weight, in Megatron's optimizer."""
@@ -242,45 +256,33 @@ def gather_codes(
     optimizer:         its distributed optimizer, or a chain of them.
     transport, stats:  as for `plan_weight_sync`.
 
-    Raises ValueError, and changes nothing, for settings that were not tested, naming them.
+    Raises ValueError on every rank, and changes nothing, for settings that were not tested, naming
+    them, and if no rank has weights of these layers (a stage of a pipeline may have none).
     """
-    for chunk in model_chunks:
-        _check_tested(chunk.ddp_config, _TESTED_DDP, "ddp_config")
-    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        _check_tested(part.config, _TESTED_OPTIMIZER, "the optimizer's config")
-    planned: list[tuple[Any, list, list[nn.Module]]] = []
-    for chunk in model_chunks:
-        proxies = weight_proxies(chunk)
-        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            params, modules = [], []
-            for bucket in group.buckets:
-                for param in bucket.params_list:
-                    _check_tested(
-                        param, {"is_managed_by_layer_wise_optimizer": False}, "a parameter"
-                    )
-                    module, proxy = proxies.get(param, (None, None))
-                    params.append((bucket, param, proxy))
-                    modules += [] if module is None else [module]
-            if modules:
-                planned.append((group, params, list(dict.fromkeys(modules))))
-    for *_, modules in planned:
-        _check_scaling(modules)
-    if not planned:
+    error, world = None, cast(dist.ProcessGroup, dist.group.WORLD)
+    group_codes: list[GroupCodes] = []
+    try:
+        for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+            _check_tested(part.config, _TESTED_OPTIMIZER, "the optimizer's config")
+        for chunk in model_chunks:
+            _check_tested(chunk.ddp_config, _TESTED_DDP, "ddp_config")
+            proxies = weight_proxies(chunk)
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                if any(p in proxies for bucket in group.buckets for p in bucket.params_list):
+                    group_codes.append(GroupCodes(group, proxies, transport=transport, stats=stats))
+    except (ValueError, TypeError) as caught:
+        error = caught
+    agree({}, [world], error)
+    device = torch_compat.device_of(world)
+    has_weights = torch.tensor(bool(group_codes), dtype=torch.int32, device=device)
+    reduce_together(has_weights, world, dist.ReduceOp.MAX)
+    if not has_weights:
         raise ValueError(
             "gather_codes found no weights of our layers in Megatron's buckets; build the model "
             "from gpt_layer_spec"
         )
-    options = {"transport": transport, "stats": stats}
-    group_codes = [
-        GroupCodes(params, group.intra_distributed_optimizer_instance_group, **options)
-        for group, params, _ in planned
-    ]
-    for (group, _, modules), codes in zip(planned, group_codes):
+    for codes in group_codes:
         codes.attach()
-        group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
-        group.fsdp_quant_codes = codes
-        for module in modules:
-            module.register_state_dict_pre_hook(codes.check_values)
 
 
 def _check_tested(settings: Any, tested: dict[str, Any], name: str) -> None:
@@ -291,11 +293,10 @@ def _check_tested(settings: Any, tested: dict[str, Any], name: str) -> None:
             )
 
 
-def _check_scaling(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        plans = [layer.plan for layer in getattr(module, "layers", [module])]
-        if any(plan.is_delayed or plan.weight.delayed_directions for plan in plans):
-            raise ValueError(
-                f"{name_of(module)}: delayed scaling was not tested with gathers of codes; use "
-                "current scaling"
-            )
+def _check_scaling(module: nn.Module) -> None:
+    plans = [layer.plan for layer in getattr(module, "layers", [module])]
+    if any(plan.is_delayed or plan.weight.delayed_directions for plan in plans):
+        raise ValueError(
+            f"{name_of(module)}: delayed scaling was not tested with gathers of codes; use "
+            "current scaling"
+        )

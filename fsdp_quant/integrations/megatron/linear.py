@@ -173,7 +173,8 @@ class ParallelLinear(TakesWgrad, Linear):
                 "one recipe, that of its own layer: use Megatron's layer where weights are shared"
             )
         weight = self._weight_proxy.read(self.weight)
-        if isinstance(self.parallel, TensorParallel):
+        # Shared experts set explicit_expert_comm behind the constructor, and communicate themselves
+        if isinstance(self.parallel, TensorParallel) and not self.explicit_expert_comm:
             return multiply_shared(self, input, input, weight, bias, self.parallel)
         return self.times(input, weight, bias)
 
