@@ -417,22 +417,19 @@ def refused(rank: int, world: int) -> None:
 
 def stages(rank: int, world: int) -> None:
     """Each rank is a stage of a pipeline, alone in its data-parallel group: one may have an
-    embedding alone, and all refuse what one refuses, which would else wait for the others."""
-    alone = [dist.new_group([r]) for r in range(world)][rank]
+    embedding alone. All refuse what one refuses, alone or in a group whose others would plan."""
+    alone, together = [dist.new_group([r]) for r in range(world)][rank], dist.new_group()
     optimizer = SimpleNamespace(config=SimpleNamespace())
-
-    def ddp(module: nn.Module) -> DDP:
-        return DDP(module, alone, bucket_size=6000)
-
-    chunk = ddp(Net(HYBRID) if rank else nn.Embedding(8, H, dtype=BF16))
+    chunk = DDP(Net(HYBRID) if rank else nn.Embedding(8, H, dtype=BF16), alone, bucket_size=6000)
     gather_codes([chunk], optimizer)
     assert any(isinstance(group, GathersCodes) for group in chunk.bucket_groups) == bool(rank)
     for group in chunk.bucket_groups:
         group.start_param_sync(force_sync=True)
-    chunk = ddp(Net(fq.recipes.fp8_delayed() if rank else HYBRID))
-    with pytest.raises(ValueError, match="(up|down): delayed scaling was not tested"):
-        gather_codes([chunk], optimizer)
-    assert {type(group) for group in chunk.bucket_groups} == {BucketGroup}
+    for group in (alone, together):
+        chunk = DDP(Net(fq.recipes.fp8_delayed() if rank else HYBRID), group, bucket_size=6000)
+        with pytest.raises(ValueError, match="(up|down): delayed scaling was not tested"):
+            gather_codes([chunk], optimizer)
+        assert {type(group) for group in chunk.bucket_groups} == {BucketGroup}
 
 
 def parameter_gathers(rank: int, world: int) -> None:

@@ -18,6 +18,7 @@ Ownership follows Megatron: rank r owns the r-th part of every bucket, wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -114,19 +115,17 @@ class GroupCodes:
     proxies:  of the weights whose codes are gathered; other parameters travel as values.
     """
 
+    sync: WeightSync  # that `plan` returns, which waits for the ranks of the group
+
     def __init__(
-        self,
-        bucket_group: Any,
-        proxies: dict[nn.Parameter, tuple[nn.Module, WeightProxy]],
-        **options,
+        self, bucket_group: Any, proxies: dict[nn.Parameter, tuple[nn.Module, WeightProxy]]
     ):
         if isinstance(bucket_group, GathersCodes):
             raise ValueError("these bucket groups gather codes already; call gather_codes once")
         group = bucket_group.intra_distributed_optimizer_instance_group
         self._bucket_group, self._rank = bucket_group, group.rank()
         plain: list[tuple[object, nn.Parameter]] = []
-        self._items: list[tuple[SyncItem, nn.Parameter]] = []
-        self._synced: list[tuple[nn.Module, WeightProxy, QuantizedWeight]] = []
+        self._weights: list[tuple[SyncItem, Any, nn.Module, WeightProxy, QuantizedWeight]] = []
         tensor_group = None
         for bucket in bucket_group.buckets:
             for param in bucket.params_list:
@@ -139,31 +138,28 @@ class GroupCodes:
                 shards, ranks = shard_map(bucket, param, group.size()), proxy.state.tensor_group
                 synced = _synced_weight(param, proxy)
                 item = SyncItem(proxy.state.name, synced, shards, ranks is not None)
-                self._items.append((item, param))
-                self._synced.append((module, proxy, synced))
+                self._weights.append((item, param, module, proxy, synced))
                 # one per bucket group; Megatron's experts, if they are cut, have their own scales
                 tensor_group = ranks or tensor_group
         self._values = _Values(plain, group) if plain else None
-        self.sync: WeightSync = plan_weight_sync(
-            [item for item, _ in self._items], group, tensor_group=tensor_group, **options
-        )
-        self._is_gathering = False
-        self.values_event = STEP.weight_events  # as Megatron gathered the values last
+        items = [item for item, *_ in self._weights]
+        self.plan = partial(plan_weight_sync, items, group, tensor_group=tensor_group)
+        self._is_gathering, self.values_event = False, STEP.weight_events  # of the last values
 
     def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes, and the bucket group gather them."""
-        for _, proxy, synced in self._synced:
+        for *_, proxy, synced in self._weights:
             proxy.synced, proxy.state.weight_sync = synced, self.sync
         cls = type(self._bucket_group)
         self._bucket_group.__class__ = type(cls.__name__, (GathersCodes, cls), {})
         self._bucket_group.fsdp_quant_codes = self
-        for module in dict.fromkeys(module for module, *_ in self._synced):
+        for module in dict.fromkeys(module for _, _, module, *_ in self._weights):
             module.register_state_dict_pre_hook(self.check_values)
 
     def _masters(self) -> list[Tensor]:
         """Return the fp32 elements that this rank owns of each weight, in Megatron's optimizer."""
         masters = []
-        for item, param in self._items:
+        for item, param, *_ in self._weights:
             start, end = item.shards.run(self._rank)
             master = getattr(param, "main_param", None)
             if master is None and end > start:
@@ -249,8 +245,7 @@ class GathersCodes:
 def gather_codes(
     model_chunks: Sequence[Any], optimizer: Any, *, transport: str = "codes", stats: str = "dense"
 ) -> None:
-    """Send codes of these layers' weights in Megatron's gathers of parameters. Every rank must call
-    it.
+    """Send codes of our weights in Megatron's gathers of parameters. Every rank must call it.
 
     model_chunks:      Megatron's DDP modules.
     optimizer:         its distributed optimizer, or a chain of them.
@@ -269,9 +264,15 @@ def gather_codes(
             proxies = weight_proxies(chunk)
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if any(p in proxies for bucket in group.buckets for p in bucket.params_list):
-                    group_codes.append(GroupCodes(group, proxies, transport=transport, stats=stats))
+                    group_codes.append(GroupCodes(group, proxies))
     except (ValueError, TypeError) as caught:
         error = caught
+    agree({}, [world], error)
+    for codes in group_codes:
+        try:
+            codes.sync = codes.plan(transport=transport, stats=stats)
+        except (ValueError, TypeError) as caught:  # the other groups compare too
+            error = caught
     agree({}, [world], error)
     device = torch_compat.device_of(world)
     has_weights = torch.tensor(bool(group_codes), dtype=torch.int32, device=device)
