@@ -69,6 +69,8 @@ class Run:
 
     def changed(self, name: str, values: Tensor) -> Tensor:
         """Initial values of a parameter, changed."""
+        if not self.change:
+            return values
         generator = torch.Generator().manual_seed(zlib.crc32(f"change of {name}".encode()))
         noise = torch.randn(values.shape, generator=generator).to(values.device)
         return values * (1 + self.change * noise)

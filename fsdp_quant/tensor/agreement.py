@@ -71,7 +71,7 @@ def agree(
     digest = [*_digest(facts), int(error is not None)]
     reduced = digest
     for group in groups:
-        reduced = _maximum(reduced, group)
+        reduced = maximum(reduced, group)
     if reduced[-1]:
         _raise_first(error, groups)
     if reduced != digest:
@@ -107,7 +107,7 @@ def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -
 # Collectives; a trainer's own group needs no more than all-reduce and all-gather #
 
 
-def _maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+def maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """MAX of each of these int31 over the ranks."""
     reduced = torch.tensor(values, dtype=torch.int32, device=torch_compat.device_of(group))
     reduce_together(reduced, group, dist.ReduceOp.MAX)
@@ -120,7 +120,7 @@ def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
     entries = [[rank, value]]
     for group in groups:
         text = json.dumps(entries).encode()
-        (size,) = _maximum([len(text)], group)
+        (size,) = maximum([len(text)], group)
         sent = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
         sent = sent.to(torch_compat.device_of(group))
         received = sent.new_empty(group.size() * size)

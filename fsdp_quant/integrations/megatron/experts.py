@@ -79,7 +79,8 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         self.tp_group = group
         self._linears, self._weight_proxies, self.packed = [], [], True
         options = {"bias": bias, "skip_bias_add": True, "is_expert": True, "tp_group": group}
-        options |= {"input_is_parallel": True} if self._dim else {}
+        if self._dim:
+            options["input_is_parallel"] = True
         for e in range(num_gemms):
             template: Any = self._layer(
                 input_size, output_size, config=config, init_method=init_method, **options
@@ -116,7 +117,9 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
         for layer, proxy, weight, bias in experts:
             layer.give(proxy.read(weight), None if self.skip_bias_add else bias, weight)
             layer.training = self.training
-        y = super().forward(x, m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
+        if isinstance(m_splits, Tensor):
+            m_splits = m_splits.tolist()
+        y = super().forward(x, m_splits)
         return y, biases if self.use_bias and self.skip_bias_add else None
 
     get_extra_state = layers.ColumnParallelLinear.get_extra_state

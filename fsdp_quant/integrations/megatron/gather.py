@@ -29,9 +29,8 @@ from ...context import STEP
 from ...gemm import StaleWeightError
 from ...models.steps import name_of
 from ...tensor import torch_compat
-from ...tensor.agreement import agree
+from ...tensor.agreement import agree, maximum
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
-from ...tensor.rendezvous import reduce_together
 from ...weight_sync.plan import plan_weight_sync
 from ...weight_sync.shard_map import Segments, ShardMap, WireTensor
 from ...weight_sync.sync import WeightSync, Work
@@ -144,7 +143,8 @@ class GroupCodes:
         self._values = _Values(plain, group) if plain else None
         items = [item for item, *_ in self._weights]
         self.plan = partial(plan_weight_sync, items, group, tensor_group=tensor_group)
-        self._is_gathering, self.values_event = False, STEP.weight_events  # of the last values
+        self._is_gathering = False
+        self.values_event = STEP.weight_events  # as Megatron gathered the values last
 
     def attach(self) -> None:
         """Let GEMMs read the codes that the sync writes, and the bucket group gather them."""
@@ -274,10 +274,7 @@ def gather_codes(
         except (ValueError, TypeError) as caught:  # the other groups compare too
             error = caught
     agree({}, [world], error)
-    device = torch_compat.device_of(world)
-    has_weights = torch.tensor(bool(group_codes), dtype=torch.int32, device=device)
-    reduce_together(has_weights, world, dist.ReduceOp.MAX)
-    if not has_weights:
+    if not any(maximum([bool(group_codes)], world)):
         raise ValueError(
             "gather_codes found no weights of our layers in Megatron's buckets; build the model "
             "from gpt_layer_spec"
