@@ -162,6 +162,11 @@ EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name) {
   return s;
 }
 
+int64_t compact_encoding(int64_t packed) {
+  for (const Field& f : {kTransposed, kScaleLayout}) packed &= ~(f.most() << f.first);
+  return packed;
+}
+
 EncodingSpec runs_of(const EncodingSpec& spec, int64_t run) {
   TORCH_CHECK_VALUE(run == kOfTensor || run == kOfTile || (run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0), "anchor run is ", run,
                     "; wanted 0 (the whole contraction), a power of two of ", kTile, " or more, ", kOfTensor,

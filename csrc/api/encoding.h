@@ -21,6 +21,9 @@ int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow
 // Unpack an encoding; 0 gives kNone. name: of the argument, for errors.
 EncodingSpec unpack_encoding(int64_t packed, double eps, const char* name);
 
+// The same encoding with compact buffers.
+int64_t compact_encoding(int64_t packed);
+
 // Bytes per row of codes, packed as in `PACKINGS` of formats.py; operands have one byte per code.
 template <class Int>
 Int bytes_of(const EncodingSpec& spec, const Int& codes) {

@@ -179,8 +179,6 @@ at::Tensor gemm(
   return out;
 }
 
-namespace {
-
 void gemm_out(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
     const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
@@ -201,8 +199,6 @@ void gemm_out(
                     " modulo 16; rows of a product of codes are aligned to 16 bytes");
   multiply(p, out, given);
 }
-
-}  // namespace
 
 namespace {
 

@@ -29,4 +29,10 @@ void product_error(
     int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product,
     int64_t every = kProbedSteps, const int32_t* k_end = nullptr);
 
+// The same into `out`, or added to it.
+void gemm_out(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
+    const MaybeTensor& alpha, int64_t sm_count);
+
 }  // namespace fsdp_quant

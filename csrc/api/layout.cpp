@@ -281,6 +281,8 @@ at::Tensor one(const at::Tensor& source, const at::Tensor& out, const RelayoutIt
   return out;
 }
 
+}  // namespace
+
 at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, int64_t bits) {
   check_cuda(data, "data");
   TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits is ", bits, "; codes have 8 or 4");
@@ -290,6 +292,8 @@ at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, i
   const Relayout kind = bits == 4 ? Relayout::kTransposeNibbles : Relayout::kTransposeBytes;
   return one(data, out, item_of(data, out, kind, rows, cols, 0, 1), "transpose_codes");
 }
+
+namespace {
 
 at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_block, bool transposed) {
   check_cuda(scale, "scale");

@@ -34,4 +34,7 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, bool whole, int64_t cols, int64_t run = 0);
 
+// Codes [rows, cols] of 8 or 4 bits as [cols, rows].
+at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, int64_t bits);
+
 }  // namespace fsdp_quant

@@ -9,6 +9,9 @@
 // x [.., K], w [N, K]. The weight is given as values, which the forward quantizes (in both directions if dgrad follows), or
 // as code buffers; columnwise buffers may be empty until the backward (FSDP2 gathers them again).
 //
+// Ranks that share the layer (linear/program.py, "who holds what"): codes of a tensor that is cut along its rows are gathered
+// before a product, partial sums are summed or scattered behind it.
+//
 // Why: host time is Python and the dispatch of custom operators with autograd. With those instead (H200), the host time of an
 // eager 1024 x 1024 layer rose from 2.0 to 5.4 times nn.Linear's (mxfp8: 4.0 to 7.4), four fused MLPs fell from 1.593 to
 // 1.517 of compiled bf16, Llama at 2048 tokens from .945 to .474. Each costs a microsecond on a slow host: `at::empty`
@@ -18,8 +21,10 @@
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/library.h>
 
+#include "step/ranks.h"
 #include "step/slots.h"
 #include "step/weight.h"
 
@@ -36,7 +41,7 @@ at::Tensor with_shape(const at::Tensor& y, at::IntArrayRef sizes) {
   return at::empty({0}, y.options()).set_(y.storage(), y.storage_offset(), sizes);
 }
 
-// Returns y, then the codes of x, computed or given (`codes`, from an earlier call).
+// Returns y, then the codes of x (of this rank's rows), computed or given (`codes`, from an earlier call).
 std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const MaybeTensor& bias, const Weight& weight,
                                 bool dgrad, const MaybeTensor& amaxes, const std::vector<at::Tensor>& codes) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -46,24 +51,35 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
   const at::Tensor rows = !codes.empty() && r[kRowwise].is_quantized() ? x : matrix(x);  // x may have no values
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings encoded;
+  const Ranks& ranks = call.ranks;
+  const bool gathers = ranks.gathers(kInput);
   if (codes.empty()) {
-    encoded = quantize_slot(call, kInput, rows, true, col, Amaxes::given(amaxes, x));
+    encoded = gathers ? encode_rows(call, kInput, rows, true, col)
+                      : quantize_slot(call, kInput, rows, true, col, Amaxes::given(amaxes, x));
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
       if (wants(plan, kInput, d, true, col)) encoded[d] = next_encoded(codes, at, r[d]);
   }
-  const Encoded values = {rows, {}, {}, {}};
-  const LinearOperand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? encoded[kRowwise] : values);
+  Encoded of_rows = r[kRowwise].is_quantized() ? encoded[kRowwise] : Encoded{rows, {}, {}, {}};
+  if (gathers) of_rows = Gather(call, kInput, kRowwise, of_rows).take(rows.size(0) * ranks.count(), rows.size(1));
+  const LinearOperand a = operand_of(r[kRowwise], kRowwise, of_rows);
   size_t at = 0;
   const OperandSpec& w = plan.operand_specs[kWeight][kRowwise];
   const std::vector<at::Tensor> operand = weight_operand(call, weight, dgrad);
   const LinearOperand b = operand_of(w, kRowwise, next_encoded(operand, at, w), &a);
-  const at::Tensor y = multiply(a, b, x.scalar_type(), bias);
-  record_error(call, kFprop, a, b);
-  count(call.handle, kSlots * kDirections + kFprop);
+  at::Tensor y;
+  if (ranks.pieces > 1) {
+    y = scattered_product(call, a, b, x.scalar_type());
+  } else {
+    y = multiply(a, b, x.scalar_type(), bias);
+    record_error(call, kFprop, a, b);
+    count(call.handle, kSlots * kDirections + kFprop);
+    if (ranks.group && !ranks.column && (ranks.cut || ranks.sums)) y = Sum(ranks, std::move(y), ranks.cut).take();
+  }
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
+  if (ranks.cut) sizes[0] = ranks.column ? sizes[0] * ranks.count() : sizes[0] / ranks.count();
   std::vector<at::Tensor> result = {with_shape(y, sizes)};
   for (const Direction d : {kRowwise, kColumnwise}) append(result, r[d], encoded[d]);
   return result;
@@ -87,52 +103,86 @@ std::vector<at::Tensor> saved_for_backward(const LinearCall& call, const at::Ten
 }
 
 // Returns dx [rows, K], dw [N, K], db [N]; undefined if not needed. Frees memory early: dy after its quantization, `saved`
-// and the codes of wgrad before dgrad.
+// and the codes of wgrad before dgrad. Among ranks dgrad comes first: gathers for wgrad overlap it, and the sum of dx overlaps
+// wgrad. dy: rows of this rank.
 std::array<at::Tensor, 3> backward(
     const LinearCall& call, at::Tensor dy, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
     bool needs_b, const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
   const LinearPlan& plan = *call.plan;
+  const Ranks& ranks = call.ranks;
   const at::ScalarType dtype = dy.scalar_type();
   const OperandSpec(&r)[kDirections] = plan.operand_specs[kGradOutput];
+  const OperandSpec& of_x = plan.operand_specs[kInput][kColumnwise];
+  const bool gathers = ranks.gathers(kGradOutput), needs[kDirections] = {needs_x, needs_w};
+  const int64_t rows = dy.size(0) * (gathers ? ranks.count() : 1), cols = dy.size(1);
   std::array<at::Tensor, 3> result;
   const EncodeExtras extras = {nullptr, nullptr, needs_b ? &result[2] : nullptr};
-  Encodings encoded = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, extras);
+  Encodings encoded = gathers ? encode_rows(call, kGradOutput, dy, needs_x, needs_w)
+                              : quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, extras);
   if (needs_b && !result[2].defined()) result[2] = dy.sum(0);
-  for (int d = 0; d < kDirections; ++d)
+  std::optional<Gather> gathered[kDirections], input;
+  for (int d = 0; d < kDirections; ++d) {
     if (!r[d].is_quantized()) encoded[d].data = dy;
+    if (gathers && needs[d]) gathered[d].emplace(call, kGradOutput, static_cast<Direction>(d), encoded[d]);
+  }
   dy.reset();
-  if (needs_w) {
-    const OperandSpec& of_x = plan.operand_specs[kInput][kColumnwise];
-    const LinearOperand a = operand_of(r[kColumnwise], kColumnwise, encoded[r[kColumnwise].same ? kRowwise : kColumnwise]);
-    Encoded x_codes;
-    if (plan.saves == Saves::kCodes) {
-      size_t at = 0;
-      x_codes = next_encoded(saved, at, of_x);
-    } else {
-      x_codes.data = matrix(saved.at(0));
-      if (of_x.is_quantized()) {
-        Encodings requantized = quantize_slot(call, kInput, x_codes.data, false, true, {});
-        x_codes = requantized[of_x.same ? kRowwise : kColumnwise];
-      }
+  Encoded x_codes;
+  if (needs_w && plan.saves == Saves::kCodes) {
+    size_t at = 0;
+    x_codes = next_encoded(saved, at, of_x);
+  } else if (needs_w) {
+    x_codes.data = matrix(saved.at(0));
+    if (ranks.gathers(kInput)) {
+      x_codes = encode_rows(call, kInput, x_codes.data, false, true)[kColumnwise];
+    } else if (of_x.is_quantized()) {
+      Encodings requantized = quantize_slot(call, kInput, x_codes.data, false, true, {});
+      x_codes = requantized[of_x.same ? kRowwise : kColumnwise];
     }
+  }
+  if (needs_w && ranks.gathers(kInput)) input.emplace(call, kInput, kColumnwise, x_codes);
+  const auto gradient = [&](Direction d) {
+    if (gathered[d].has_value()) encoded[d] = gathered[d]->take(rows, cols);
+    return operand_of(r[d], d, encoded[d == kColumnwise && r[d].same ? kRowwise : d]);
+  };
+  const auto wgrad = [&] {
+    const LinearOperand a = gradient(kColumnwise);
+    if (input.has_value()) x_codes = input->take(rows, codes_of(of_x.spec, x_codes.data.size(1)));
     const LinearOperand b = operand_of(of_x, kColumnwise, x_codes, &a);
-    result[1] = multiply(a, b, dtype, std::nullopt);
+    if (call.main_grad.has_value()) {
+      product_into(*call.main_grad, a, b, true);
+    } else {
+      result[1] = multiply(a, b, dtype, std::nullopt);
+    }
     record_error(call, kWgrad, a, b);
     count(call.handle, kSlots * kDirections + kWgrad);
-  }
-  saved.clear(), encoded[kColumnwise] = {};
-  if (needs_x) {
-    const LinearOperand a = operand_of(r[kRowwise], kRowwise, encoded[kRowwise]);
+  };
+  const auto dgrad = [&] {
+    const LinearOperand a = gradient(kRowwise);
     const OperandSpec& w = plan.operand_specs[kWeight][kColumnwise];
     size_t at = 0;
     const LinearOperand b = operand_of(w, kColumnwise, next_encoded(call.columnwise, at, w), &a);
     result[0] = multiply(a, b, dtype, std::nullopt);
     record_error(call, kDgrad, a, b);
     count(call.handle, kSlots * kDirections + kDgrad);
+  };
+  std::optional<Sum> sum;
+  if (ranks.group && needs_x) {
+    dgrad();
+    if (ranks.column && (ranks.cut || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.cut);
   }
+  if (needs_w) wgrad();
+  saved.clear(), x_codes = {}, encoded[kColumnwise] = {};
+  if (!ranks.group && needs_x) dgrad();
+  if (sum.has_value()) result[0] = sum->take();
   return result;
+}
+
+at::Tensor placeholder_of(const LinearCall& call, at::ScalarType dtype) {
+  if (call.placeholder == Placeholder::kNone) return {};
+  at::Tensor dw = new_empty(*call.main_grad, call.main_grad->sizes(), dtype);
+  return call.placeholder == Placeholder::kZeros ? dw.zero_() : dw;
 }
 
 struct Linear : torch::autograd::Function<Linear> {
@@ -170,7 +220,8 @@ struct Linear : torch::autograd::Function<Linear> {
       dy = matrix(dy);
       auto [dx, dw, db] = step::backward(*call, std::move(dy), std::move(saved), needs_x, needs_w, needs_b, known);
       if (needs_x) input_grads[0] = with_shape(dx, ctx->saved_data["shape"].toIntVector());
-      if (needs_w) input_grads[1] = dw.scalar_type() == dtype_of_weight ? dw : dw.to(dtype_of_weight);
+      if (needs_w && call->main_grad.has_value()) dw = placeholder_of(*call, dtype_of_weight);
+      if (dw.defined()) input_grads[1] = dw.scalar_type() == dtype_of_weight ? dw : dw.to(dtype_of_weight);
       if (needs_b) input_grads[2] = db.to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
     }
     if (!Saved::retains_graph()) call->columnwise.clear();
@@ -218,11 +269,14 @@ std::vector<at::Tensor> linear_step(
     at::TensorList columnwise, int64_t plan, bool round_to_bf16, bool save, const at::Tensor& step, const at::Tensor& ids,
     const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors, at::TensorList weight_factors,
     at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
-    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes) {
+    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, bool cut, bool sums,
+    int64_t pieces, const MaybeTensor& main_grad, int64_t placeholder) {
   check_cuda(x, "x");
   const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
   const auto call = call_of(plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   call->grad_amaxes = grad_amaxes;
+  if (!group.empty()) call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, pieces};
+  call->main_grad = main_grad, call->placeholder = static_cast<Placeholder>(placeholder);
   const std::vector<at::Tensor> given = codes.vec();
   if (!kWithNode || !at::GradMode::is_enabled()) return forward(*call, x, bias, weight, false, amaxes, given);
   std::vector<at::Tensor> result;
@@ -239,7 +293,8 @@ void register_linear(torch::Library& m) {
       "linear_step(Tensor x, Tensor edge, Tensor? bias, Tensor? values, Tensor[] rowwise, Tensor[] columnwise, int plan, "
       "bool round_to_bf16, bool save, Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, "
       "Tensor[] weight_factors, Tensor[] histories, Tensor[] grad_histories, Tensor[] weight_histories, Tensor[] codes, "
-      "Tensor? amaxes, Tensor? grad_amaxes) -> Tensor[]",
+      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, bool cut, bool sums, int pieces, "
+      "Tensor? main_grad, int placeholder) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step<false>));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step<true>));
   m.def(

@@ -80,8 +80,8 @@ int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::strin
   return static_cast<int64_t>(r.plans.size()) - 1;
 }
 
-// Counters since the last call, int64 [plans, 9]: quantizations of the input, weight and gradient (rowwise, columnwise),
-// GEMMs (fprop, dgrad, wgrad).
+// Counters since the last call, int64 [plans, 13]: quantizations of the input, weight and gradient (rowwise, columnwise),
+// GEMMs (fprop, dgrad, wgrad), bytes of codes that ranks gathered of the input and of the gradient (rowwise, columnwise).
 at::Tensor linear_counts() {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/custom_class.h>
 
 #include "api/checks.h"
@@ -46,7 +47,11 @@ struct OperandSpec {
 constexpr int kSpecFields = 5;
 constexpr int64_t kScaledValues = 1 << 3;  // kind of 16-bit values with a tensor scale
 enum { kFprop, kDgrad, kWgrad, kGemms };
-constexpr int kCounts = kSlots * kDirections + kGemms;  // quantizations, GEMMs
+// Counters: quantizations, GEMMs, bytes of codes that ranks gathered of the input and of the gradient.
+constexpr int gathered_bytes_of(Slot slot, Direction d) {
+  return kSlots * kDirections + kGemms + (slot == kInput ? 0 : kDirections) + d;
+}
+constexpr int kCounts = gathered_bytes_of(kGradOutput, kColumnwise) + 1;
 
 struct LinearPlan {
   OperandSpec operand_specs[kSlots][kDirections];
@@ -58,6 +63,21 @@ struct LinearPlan {
 const LinearPlan& plan_of(int64_t handle);
 
 void count(int64_t handle, int what, int64_t times = 1);
+
+// How ranks share a layer (linear/cut.py, `TensorParallel`). Without a group, none do.
+struct Ranks {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  bool column;  // each holds rows of the weight; else columns
+  bool cut;     // x (column) or y (else) along its rows
+  bool sums;    // without a cut: dx (column) or y (else) is summed here
+  int64_t pieces;  // in which y is scattered
+
+  bool gathers(Slot slot) const { return cut && slot == (column ? kInput : kGradOutput); }
+  int64_t count() const { return group->getSize(); }
+};
+
+// What autograd is given for a weight whose gradient is added elsewhere: nothing, a tensor that nothing wrote, or zeros.
+enum class Placeholder : int64_t { kNone, kEmpty, kZeros };
 
 // State of one call of a layer, hidden from autograd.
 struct LinearCall : torch::CustomClassHolder {
@@ -71,6 +91,9 @@ struct LinearCall : torch::CustomClassHolder {
   std::vector<at::Tensor> columnwise;  // weight operand
   MaybeTensor grad_amaxes;             // written by the previous autograd node: amaxes of dy
   Saved saved_input;                   // of the input
+  Ranks ranks = {};
+  MaybeTensor main_grad;               // fp32, to which the backward adds dw
+  Placeholder placeholder = Placeholder::kNone;
 };
 
 c10::intrusive_ptr<LinearCall> call_of(

@@ -239,17 +239,27 @@ void record_error(
   product_error(a.data, b.data, a.scale, b.scale, a.kind, b.kind, counted, call.step, *call.guard, gemm, every, k_end);
 }
 
+namespace {
+
+MaybeTensor alpha_of(const LinearOperand& a, const LinearOperand& b) {
+  if (b.alpha.defined()) return b.alpha;
+  if (a.factor.value == nullptr && b.factor.value == nullptr) return std::nullopt;
+  const at::Tensor alpha = new_empty(a.data, {1}, at::kFloat);
+  check_launch(launch_alpha(a.factor, b.factor, alpha.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
+               "linear_step");
+  return alpha;
+}
+
+}  // namespace
+
+void product_into(const at::Tensor& out, const LinearOperand& a, const LinearOperand& b, bool adds) {
+  TORCH_CHECK_NOT_IMPLEMENTED(a.kind != 0 && b.kind != 0, "only a product of codes is written to a tensor that exists");
+  gemm_out(out, a.data, b.data, a.scale, b.scale, a.kind, b.kind, adds, std::nullopt, alpha_of(a, b), 0);
+}
+
 at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias) {
-  MaybeTensor alpha;
-  if (b.alpha.defined()) {
-    alpha = b.alpha;
-  } else if (a.factor.value != nullptr || b.factor.value != nullptr) {
-    alpha = new_empty(a.data, {1}, at::kFloat);
-    check_launch(launch_alpha(a.factor, b.factor, alpha->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
-                 "linear_step");
-  } else if (a.kind == 0 && b.kind == 0) {
-    return at::linear(a.data, b.data, bias);  // the same bytes as torch
-  }
+  const MaybeTensor alpha = alpha_of(a, b);
+  if (!alpha.has_value() && a.kind == 0 && b.kind == 0) return at::linear(a.data, b.data, bias);  // the same bytes as torch
   return gemm(a.data, b.data, a.scale, b.scale, a.kind, b.kind, dtype, bias, alpha);
 }
 

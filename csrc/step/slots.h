@@ -78,6 +78,9 @@ void record_error(const LinearCall& call, int gemm, const GemmOperand& a, const 
 
 at::Tensor multiply(const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype, const MaybeTensor& bias);
 
+// Write a product of codes to `out`, or add it.
+void product_into(const at::Tensor& out, const LinearOperand& a, const LinearOperand& b, bool adds);
+
 // Append data, scale and tensor amax of each present direction to a list.
 void append(std::vector<at::Tensor>& list, const OperandSpec& r, const Encoded& e);
 

@@ -25,9 +25,12 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
+from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
-from fsdp_quant.linear import call, program
+from fsdp_quant.linear import among_ranks, call, program
+from fsdp_quant.linear.cut import TensorParallel
+from fsdp_quant.ops import native
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -788,3 +791,96 @@ def test_recognized_mlps_multiply_dtensors():
     """If false, an MLP whose projections hand DTensors on fails, because a kernel of ours takes
     none."""
     run_ranks(2, _between_dtensors)
+
+
+STEPS = {  # recipe -> whether a compiled step serves ranks of a cut tensor; None: of no tensor
+    "mxfp8": True,
+    "mxfp6": True,
+    "fp8_block": True,
+    "fp8_row": False,
+    "fp8_current": None,
+    "mxfp4": None,  # rounded stochastically
+    "nvfp4": None,
+    "identity": False,
+    "hybrid": True,
+}
+
+
+def counts_of(receipt) -> list[str]:
+    """Of products and gathers; a step quantizes both directions of a weight in one read."""
+    return [line for line in str(receipt).splitlines() if not line.startswith("quantize")]
+
+
+def one_call(rank: int, world: int) -> None:
+    group, (k, n, tokens), real = dist.group.WORLD, (256, 384, 64), native.linear_step
+    steps = []
+
+    def counted(*args):
+        steps.append(args[5].ranks)
+        return real(*args)
+
+    def run(name: str, column: bool, is_cut: bool, with_bias: bool, needs: str, **options):
+        fq.reset_receipt()
+        torch.manual_seed(rank)
+        recipe = recipe_of(name, **options)
+        layer = fq.Linear(k, n, bias=with_bias, recipe=recipe, dtype=torch.bfloat16)
+        state = layer.runtime.weight_state
+        state.tensor_group, state.tensor_dim = group, int(not column)
+        layer.weight.requires_grad_("w" in needs)
+        layer.fuse_wgrad_accumulation = "+" in needs
+        layer.weight.main_grad = torch.ones(n, k, device=DEVICE)
+        rows = tokens if is_cut and column else tokens * world
+        same = torch.Generator("cpu").manual_seed(rank if is_cut or not column else 0)
+        x = torch.randn(rows, 2, k, generator=same, device="cpu").bfloat16().to(DEVICE)
+        x[:, 1] *= 64  # other scales
+        x.requires_grad_("x" in needs)
+        with torch.set_grad_enabled(bool(needs)):
+            axis = TensorParallel(group, column, 0 if is_cut else None)
+            y = among_ranks.multiply_shared(layer, None, x, layer.weight, layer.bias, axis)
+        dy = torch.Generator("cpu").manual_seed(7 + (rank if column or is_cut else 0))
+        if needs:
+            dy = torch.randn(y.shape, generator=dy, device="cpu").bfloat16().to(DEVICE) / 64
+            y.backward(dy)
+        bias = None if layer.bias is None else layer.bias.grad
+        results = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": bias}
+        return results | {"main_grad": layer.weight.main_grad}, fq.receipt()
+
+    native.linear_step = counted
+    one = among_ranks._ranks_of_step
+    program.LEAST_ROWS, program.LEAST_WEIGHT = 32, 2**17  # y of rows in pieces
+    for name, served in STEPS.items():
+        for column, is_cut in itertools.product((True, False), repeat=2):
+            cases = [("xw", False, {})]
+            if name == "mxfp8" or laws.EVERYTHING:
+                cases += [(needs, False, {}) for needs in ("x", "w", "", "xw+")]
+                cases += [("xw", True, {}), ("xw", False, {"save_original_input": True})]
+            for needs, with_bias, options in cases:
+                what = f"{name}, {'column' if column else 'row'}, {is_cut=} {needs} {options}"
+                steps.clear()
+                got, receipt = run(name, column, is_cut, with_bias, needs, **options)
+                is_served = served if is_cut else served is not None
+                is_served = is_served and (column or not with_bias)
+                assert len(steps) == bool(is_served), f"{what}: {steps}"
+                if not is_served:
+                    continue
+                among_ranks._ranks_of_step = lambda *_: None
+                try:
+                    want, planned = run(name, column, is_cut, with_bias, needs, **options)
+                finally:
+                    among_ranks._ranks_of_step = one
+                assert counts_of(receipt) == counts_of(planned), f"{what}: {receipt}\n{planned}"
+                for key, tensor in want.items():
+                    if tensor is None:
+                        assert got[key] is None, f"{what}: {key}"
+                    else:
+                        laws.assert_same_bytes(got[key], tensor, f"{what}: {key}")
+
+
+def _one_call(rank: int, world: int) -> None:
+    with contextlib.nullcontext() if DEVICE == "cuda" else hopper.emulated("sm_90a"):
+        one_call(rank, world)
+
+
+def test_one_compiled_call_among_ranks_gives_the_bytes_of_the_program():
+    """Otherwise an eager layer that ranks share trains another model than the graph of it."""
+    run_ranks(2, _one_call)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -877,12 +878,12 @@ class Operators:
                 key=key,
             )
         )
-        self.counts.append([0] * 9)
+        self.counts.append([0] * 13)
         return len(self.plans) - 1
 
     def linear_counts(self):
-        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 9)
-        self.counts = [[0] * 9 for _ in self.plans]
+        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 13)
+        self.counts = [[0] * 13 for _ in self.plans]
         return counts
 
     def token_groups(self, ends, tokens, wrong=None, tag=0):
@@ -1389,9 +1390,19 @@ class Operators:
         codes,
         amaxes,
         grad_amaxes,
+        group,
+        column,
+        cut,
+        sums,
+        pieces,
+        main_grad,
+        placeholder,
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
+            ranks=_Ranks(group, column, cut, sums, pieces),
+            main_grad=main_grad,
+            placeholder=placeholder,
             number=plan,
             save=save,
             step=step,
@@ -1519,6 +1530,37 @@ class Operators:
                 self.calls.pop()
         return made
 
+    def _step_rows(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict:
+        """Compact codes of this rank's rows, as they travel."""
+        made = {}
+        wanted = self._wanted(call.slots[slot], row, col)
+        for d, reading in zip(Direction, call.slots[slot]):
+            if not wanted[d is COLUMNWISE]:
+                continue
+            refuse(
+                reading.run == -1 and unpack(reading.side, d).layout != native.HOPPER,
+                "ranks exchange codes of blocks of lines",
+            )
+            self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
+            side = unpack(reading.side, d, reading.eps)
+            side = side._replace(transposed=False, layout=native.COMPACT)
+            made[d] = self._quantized(x, [side], 0, False, [None] * 8)[:2]
+        return made
+
+    def _gathered(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
+        """The operand of all ranks' rows."""
+        reading = call.slots[slot][d is COLUMNWISE]
+        whole = [call.ranks.gathered(b) for b in buffers]
+        self.counts[call.number][9 + slot + (d is COLUMNWISE)] += sum(b.nbytes for b in whole)
+        if reading.run == -1:
+            as_it_is = whole[d is COLUMNWISE]  # of codes and scales
+            return [t if t is as_it_is else t.t().contiguous() for t in whole]
+        codes, size = unpack(reading.side, d).encoding.fmt.element.packing
+        shape = len(whole[0]), whole[0].shape[1] // size * codes
+        made = self._anchors_of(whole, reading, d, shape)
+        self.calls.pop()
+        return made
+
     def _anchors_of(self, made, reading, d, shape) -> list[Tensor]:
         """Compact codes as an operand against anchors."""
         turned, cols = (
@@ -1563,15 +1605,20 @@ class Operators:
         )
         return (values if d is ROWWISE else values.t()), None, 0, factor
 
-    def _step_product(self, call, product: int, a, b, bias=None) -> Tensor:
+    def _step_product(self, call, product: int, a, b, bias=None, out=None) -> Tensor | None:
         self.counts[call.number][6 + product] += 1
         factors = [f for f in (a[3], b[3]) if f is not None]
         if not (factors or a[2] or b[2]):
             return torch.nn.functional.linear(a[0], b[0], bias)
         alpha = None if not factors else functools.reduce(torch.mul, factors)
         self._watch(call.number, product, call.guard, call.step, a, b)
-        y = _product(a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, bias, alpha)
-        return y.to(torch.bfloat16)
+        operands = a[0], b[0], a[1], b[1], a[2], b[2]
+        if out is not None:
+            refuse(not (a[2] and b[2]), "only a product of codes is added to a gradient")
+            self.gemm_out(out, *operands, True, None, alpha)
+            self.calls.pop()
+            return None
+        return _product(*operands, torch.bfloat16, bias, alpha).to(torch.bfloat16)
 
     def _step_forward(
         self, call, x, bias, weight, dgrad, codes
@@ -1580,6 +1627,7 @@ class Operators:
         rows = _matrix(x)
         operand_specs, col = call.slots[0], call.save and not call.saves_input
         wanted = self._wanted(operand_specs, True, col)
+        ranks, gathers = call.ranks, call.ranks.gathers(0)
         if codes:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, operand_specs, wanted):
@@ -1587,20 +1635,30 @@ class Operators:
                     fields = self._buffers(reading, d)
                     made[d], rest = rest[:fields], rest[fields:]
         else:
-            made = self._step_quantize(call, 0, rows, True, col)
+            encode = self._step_rows if gathers else self._step_quantize
+            made = encode(call, 0, rows, True, col)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
-        a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [rows]))
+        of_rows = made.get(ROWWISE, [rows])
+        of_rows = self._gathered(call, 0, ROWWISE, of_rows) if gathers else of_rows
+        a = self._step_operand(operand_specs[0], ROWWISE, of_rows)
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
-        y = y.new_empty(0).set_(
-            y.untyped_storage(), y.storage_offset(), (*x.shape[:-1], y.shape[-1])
-        )
+        if ranks.pieces > 1:
+            self.counts[call.number][6] += ranks.pieces * ranks.count - 1
+        y, sizes = y if ranks.column else ranks.sum(y), list(x.shape[:-1])
+        if ranks.cut:
+            sizes[0] = sizes[0] * ranks.count if ranks.column else sizes[0] // ranks.count
+        y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*sizes, y.shape[-1]))
         kept = [x] if call.saves_input else list(made.values())[-1] if col else []
         return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         operand_specs, dx, dw = call.slots[2], None, None
-        made = self._step_quantize(call, 2, dy, needs_x, needs_w)
+        ranks, gathers = call.ranks, call.ranks.gathers(2)
+        encode = self._step_rows if gathers else self._step_quantize
+        made = encode(call, 2, dy, needs_x, needs_w)
+        if gathers:
+            made = {d: self._gathered(call, 2, d, buffers) for d, buffers in made.items()}
         self.calls.append(
             Call(
                 "linear_step_backward",
@@ -1613,15 +1671,58 @@ class Operators:
             dx = self._step_product(
                 call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight())
             )
+            dx = ranks.sum(dx) if ranks.column else dx
         if needs_w:
             of_x, source = call.slots[0][1], ROWWISE if operand_specs[1].same else COLUMNWISE
             a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
             if call.saves_input:
                 rows = _matrix(saved[0])
-                again = self._step_quantize(call, 0, rows, False, True)
+                encode = self._step_rows if ranks.gathers(0) else self._step_quantize
+                again = encode(call, 0, rows, False, True)
                 saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
-            dw = self._step_product(call, 2, a, self._step_operand(of_x, COLUMNWISE, list(saved)))
+            if ranks.gathers(0):
+                saved = self._gathered(call, 0, COLUMNWISE, list(saved))
+            b = self._step_operand(of_x, COLUMNWISE, list(saved))
+            dw = self._step_product(call, 2, a, b, out=call.main_grad)
         return dx, dw
+
+
+class _Ranks(NamedTuple):
+    """How ranks share a layer: csrc/step/plan.h, csrc/step/ranks.cpp."""
+
+    group: str
+    column: bool
+    cut: bool
+    sums: bool
+    pieces: int
+
+    @property
+    def _group(self):
+        return torch_compat.group_of_name(self.group)
+
+    @property
+    def count(self) -> int:
+        return self._group.size() if self.group else 1
+
+    def gathers(self, slot: int) -> bool:
+        return self.cut and slot == (0 if self.column else 2)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        whole = rows.new_empty(self.count * len(rows), *rows.shape[1:])
+        sent = rows.contiguous().view(-1).view(torch.uint8)
+        torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self._group)
+        return whole
+
+    def sum(self, y: Tensor) -> Tensor:
+        """Over ranks: this rank's rows of it, if cut."""
+        if not self.group or not (self.cut or self.sums):
+            return y
+        if not self.cut:
+            dist.all_reduce(y, group=self._group)
+            return y
+        rows = y.new_empty(len(y) // self.count, y.shape[1])
+        torch_compat.reduce_scatter_rows(rows, y, self._group).wait()
+        return rows
 
 
 class _Step(torch.autograd.Function):
@@ -1654,9 +1755,13 @@ class _Step(torch.autograd.Function):
         dx, dw = ctx.operators._step_backward(
             ctx.call, dy, lambda: ctx.call.columnwise, ctx.saved_tensors, needs_x, needs_w
         )
+        if needs_w and ctx.call.main_grad is not None:  # nothing, anything, zeros
+            values = None, torch.nan, 0.0
+            value = values[ctx.call.placeholder]
+            dw = None if value is None else torch.full_like(ctx.call.main_grad, value)
         return (
             dx.view(ctx.shape) if needs_x else None,
-            dw.to(ctx.dtype) if needs_w else None,
+            None if dw is None else dw.to(ctx.dtype),
             dy.sum(0).to(ctx.bias_dtype) if needs_b else None,
             None,
             None,

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import values
-from fsdp_quant.linear import program
+from dist_tests.single import hopper
+from fsdp_quant.linear import fused, program
+from fsdp_quant.ops import native
 
 BF16 = torch.bfloat16
 RECIPES = ["mxfp8", "fp8_delayed", "nvfp4", "identity"]
@@ -189,6 +191,31 @@ def test_the_owner_of_main_grad_is_told_as_megatrons_ddp(zeros: bool):
     run(layer, values(1, 64, 64, seed=3))
     assert called == [True] and not bool((main == 1).all())
     assert weight.grad.shape == weight.shape and (not zeros or not weight.grad.any())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "fp8_current"])
+def test_a_compiled_step_adds_the_same(recipe: str, monkeypatch):
+    """If false, what is added to main_grad depends on the machine, or a step adds to a main_grad
+    that was replaced since its forward."""
+    x, results = values(2, 64, 64, seed=3, dtype=BF16), []
+    for step in (True, False):
+        with hopper.emulated("sm_90a"), monkeypatch.context() as patch:
+            layer = layer_of("linear", recipe, fuse_wgrad_accumulation=True)
+            first = give_main_grads(layer, torch.float32)["weight"]
+            layer.weight.grad_added_to_main_grad = False
+            steps, real = [], native.linear_step
+            patch.setattr(native, "linear_step", lambda *args: steps.append(args) or real(*args))
+            if not step:
+                patch.setattr(fused, "_adds_to", lambda *_: None)
+            ys = [layer(rows.requires_grad_()) for rows in x.unbind()]
+            ys[0].backward(torch.ones_like(ys[0]))
+            assert layer.weight.grad_added_to_main_grad
+            layer.weight.main_grad = second = torch.ones_like(first)
+            ys[1].backward(torch.ones_like(ys[1]))
+            assert len(steps) == 2 * step
+            results.append((*ys, first, second, layer.weight.grad.shape))
+    assert all(map(torch.equal, results[0][:-1], results[1][:-1]))
+    assert results[0][-1] == results[1][-1] == layer.weight.shape
 
 
 def test_options_hold_in_graphs(monkeypatch):

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import lcm
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,13 +15,17 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import bytes_of
 from ..formats import ROWWISE, Direction
+from ..ops.capability import arch_of
+from ..ops.gemm_layout import has_scales_by_row
+from ..ops.layout import ANCHORED, ANCHORS
 from ..tensor import torch_compat
+from . import fused
 from .base import BaseLinear
-from .call import check_travels
+from .call import Call, StepRanks, check_travels
 from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
-from .program import linear
+from .program import linear, pieces
 from .transport import count_high_precision_gather
 
 
@@ -102,13 +109,16 @@ def _same(a: Layout, b: Layout, dims: int) -> bool:
 
 def multiply_shared(
     layer: BaseLinear,
-    owner: Tensor,
+    owner: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     axis: TensorParallel,
 ) -> Tensor:
-    """Return y of a layer that ranks share as `axis` says; owner: as in `shared_input`."""
+    """Return y of a layer that ranks share as `axis` says.
+
+    owner:  as in `shared_input`; None: no other layer reads x.
+    """
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{layer.runtime.name}: this rank's input is {list(x.shape)}, wanted [.., "
@@ -129,7 +139,7 @@ def multiply_shared(
             "fq.Quantize between modules"
         )
     if torch.compiler.is_compiling() and not layer.delay_wgrad_compute:
-        owner = owner if axis.gathered_slot == "input" else x
+        owner = x if owner is None or axis.gathered_slot != "input" else owner
         _check(layer, owner, weight, plan, axis)
         group, spans_weight = axis.group.group_name, override is None
         ranks = group, axis.column, axis.sequence_dim, axis.reduces, spans_weight, dtype
@@ -140,7 +150,7 @@ def multiply_shared(
 @torch_compat.never_compiled  # runs where a graph broke; a graph holds `program.in_graph`
 def _multiply(
     layer: BaseLinear,
-    owner: Tensor,
+    owner: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -159,7 +169,68 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
+    ranks = _ranks_of_step(call, axis, x, weight, bias, owner is None)
+    if ranks is not None:
+        return fused.linear(x, weight, bias, call._replace(ranks=ranks))
     return linear(x, weight, bias, call, owner)
+
+
+def _ranks_of_step(
+    call: Call,
+    axis: TensorParallel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_alone: bool,
+) -> StepRanks | None:
+    """Return `Call.ranks` where one compiled call per pass gives the bytes of the program.
+
+    is_alone:  no other layer reads x.
+    """
+    column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
+    served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
+    if served is None or ranks == 1 or not (column or bias is None):
+        return None
+    if x.device.type != "cpu" and not torch_compat.is_nccl(axis.group):
+        return None
+    count = 1
+    if is_cut:
+        multiple, in_pieces = served
+        whole, parts = x.numel() // x.shape[-1], 1 if column else ranks
+        rows = whole // parts  # of a rank
+        fits = axis.cut_dim % x.dim() == 0 and x.shape[0] % parts == 0 and rows % multiple == 0
+        count = 1 if column else pieces(rows, weight.shape)
+        if not fits or (column and not is_alone) or (count > 1 and not in_pieces):
+            return None
+    return axis.group.group_name, column, is_cut, axis.reduces, count
+
+
+def _serves_ranks(
+    plan: GemmPlan, column: bool, is_cut: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[int, bool] | None:
+    """Return what divides a rank's rows in a compiled step, and whether it scatters y by pieces;
+    None: it serves no ranks, as they share statistics, or codes that no step lays out behind the
+    gather."""
+    gathered, split = ("input", "grad_output") if column else ("grad_output", "input")
+    resolved, hybrid = plan.resolved(dtype, device), plan.hybrid(gathered)
+    split_spans = any(plan.operand(split, d).spans_tensor for d in Direction)
+    if resolved.call is None or plan.is_keyed or plan.is_delayed or split_spans:
+        return None
+    on_hopper = arch_of(device) == "sm_90a"
+
+    def lays_out(slot: str, direction: Direction, anchored: Sequence[str]) -> bool:
+        layout, fmt = resolved.layouts[slot][direction], plan.operand(slot, direction)
+        return layout in anchored or (on_hopper and has_scales_by_row(fmt, layout))
+
+    formats = {d: plan.operand(gathered, d) for d in Direction}
+    if is_cut and (
+        hybrid.shares_storage
+        or any(f.spans_tensor or f.spans_rows(d) for d, f in formats.items())
+        or not all(lays_out(gathered, d, ANCHORS) for d in Direction)
+    ):
+        return None
+    rows = lcm(*(fmt.row_alignment(d) for d, fmt in formats.items()))
+    return rows, lays_out("input", ROWWISE, [ANCHORED])
 
 
 def _check(

@@ -31,6 +31,9 @@ from .transport import Gather, statistics_of
 
 BySlot = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 NOTHING: BySlot = (), (), ()
+# Group name, column, cut, reduces, pieces of a scattered y
+StepRanks = tuple[str, bool, bool, bool, int]
+NO_RANKS: StepRanks = "", False, False, False, 1
 
 
 class Call(NamedTuple):
@@ -76,6 +79,7 @@ class Call(NamedTuple):
     name: Name = ""
     require_native: bool = False
     wgrad: Callable[[functools.partial[Tensor]], Tensor | None] | None = None
+    ranks: StepRanks = NO_RANKS
 
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:

@@ -35,6 +35,7 @@ from .operands import (
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
 from .shared_input import Handed
+from .weight_gradient import AddsTo, WeightGradient
 
 
 class LateCodes:
@@ -201,6 +202,7 @@ def _compiled(
     resolved: Resolved,
     operand: WeightOperand,
     handed: Handed,
+    adds_to: AddsTo | None,
 ) -> Tensor:
     """Return y with its autograd node, in one call."""
     key, codes, plan = None, None, known(resolved.call, "the compiled step")
@@ -211,8 +213,8 @@ def _compiled(
     # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:
         codes = native.linear_gated(handed.source, plan, call)
-    amaxes = handed.amaxes, handed.grad_amaxes
-    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, codes or [], *amaxes)
+    rest = codes or [], adds_to and adds_to.of_step or (None, 0), handed.amaxes, handed.grad_amaxes
+    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, *rest)
     if key is not None and codes is None:
         handed.codes[key] = kept
     return y
@@ -227,27 +229,40 @@ def linear(
     """
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     resolved, operand, late = call.plan.resolved(x.dtype, x.device), None, None
-    is_plain = call.wgrad is None and not call.plan.batch_invariant
-    is_one_call = is_plain and not torch_compat.dispatch_is_watched()
+    adds_to, is_plain = _adds_to(call, resolved), call.wgrad is None
+    is_one_call = (is_plain or adds_to is not None) and not call.plan.batch_invariant
+    is_one_call = is_one_call and not torch_compat.dispatch_is_watched()
     if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
         late = _late_codes(weight, call.plan, resolved) if dgrad else None
         operand = _weight_operand(weight, call, resolved, x.dtype, dgrad, late)
     if operand is not None:
-        y = _compiled(x, weight, bias, call, resolved, operand, handed)
+        y = _compiled(x, weight, bias, call, resolved, operand, handed, adds_to)
         if late is not None:
             late.serve(y)
+        if adds_to is not None and y.grad_fn is not None:
+            y.grad_fn.register_prehook(adds_to.before)
     elif handed.source is not None:
         raise ValueError(
             "the input of this layer has no values, and no compiled call computes them; see "
             "can_fuse_activation"
         )
-    elif is_plain and _is_torchs(x, weight, bias, call.plan):
+    elif is_plain and not call.plan.batch_invariant and _is_torchs(x, weight, bias, call.plan):
         y = _torchs_linear(x, weight, bias, call.plan, resolved)
     else:
         y = program.linear(x, weight, bias, call)
     if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
+
+
+def _adds_to(call: Call, resolved: Resolved) -> AddsTo | None:
+    """Where a compiled step adds dw itself; None: autograd is given it, or wgrad is no product of
+    codes."""
+    if not isinstance(call.wgrad, WeightGradient):
+        return None
+    of_codes = all(fmt.is_quantized for fmt in call.plan.pair(PRODUCTS[2]))
+    is_served = of_codes and resolved.domains[2] in ("native", "anchored")
+    return call.wgrad.in_step() if is_served else None
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:

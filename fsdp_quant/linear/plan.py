@@ -527,8 +527,13 @@ def _called() -> Iterator[tuple[str, object, int]]:
         for (slot, d), n in zip(operands, counts):
             d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
-        for product, domain, n in zip(PRODUCTS, domains, counts[len(operands) :]):
+        counts = counts[len(operands) :]
+        for product, domain, n in zip(PRODUCTS, domains, counts):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
+        gathered = [(slot, d) for slot, d in operands if slot != "weight"]
+        for (slot, d), n in zip(gathered, counts[len(PRODUCTS) :]):
+            phase = "forward" if (slot, d) == ("input", ROWWISE) else "backward"
+            yield "sequence gather", (phase, d.value, plan.operand(slot, d).name), n
 
 
 def build_plan(

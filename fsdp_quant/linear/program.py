@@ -237,11 +237,10 @@ def _start_input(
     return lambda: call.operands("input", rows, [COLUMNWISE], key, statistics).take(COLUMNWISE)
 
 
-def _pieces(call: Call, cut: SequenceCut, weight: tuple[int, int]) -> int:
-    """Return in how many pieces a sum is scattered; the same on every rank, and one in graphs."""
-    is_large = cut.chunk >= PIECES * LEAST_ROWS and prod(weight) >= LEAST_WEIGHT
-    is_divided = cut.ranks > 1 and cut.outer == 1 and cut.chunk % PIECES == 0
-    return PIECES if is_large and is_divided and not call.traced else 1
+def pieces(rows: int, weight: Sequence[int]) -> int:
+    """Return in how many pieces a sum is scattered, the same on every rank. rows: of a rank."""
+    is_large = rows >= PIECES * LEAST_ROWS and prod(weight) >= LEAST_WEIGHT
+    return PIECES if is_large and rows % PIECES == 0 else 1
 
 
 def _gemm(
@@ -276,7 +275,9 @@ def _product(
     if cut is None:
         y = torch_compat.reshaped(multiply(codes), shape)
     else:
-        y = scattered_product(multiply, codes, cut, _pieces(call, cut, weight.shape))
+        in_one = cut.ranks == 1 or cut.outer > 1 or call.traced
+        count = 1 if in_one else pieces(cut.chunk, weight.shape)
+        y = scattered_product(multiply, codes, cut, count)
         y = torch_compat.reshaped(y, cut.shape)
     if axis is None or axis.column:
         return y

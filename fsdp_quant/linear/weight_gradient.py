@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,16 +209,34 @@ class WeightGradient:
             main_grad.add_(product(out_dtype=torch.float32))
         return self._told()
 
-    def _told(self) -> Tensor | None:
-        """Tell the owner of `main_grad`, if it asks, as Megatron's DDP does: its hook runs for a
-        gradient, of which it reads the values if `zero_out_wgrad` says so."""
-        parameter: Any = self.parameter
+    @property
+    def _placeholder(self) -> int:
+        """What autograd is given (`Placeholder` of csrc/step/plan.h): nothing; where the owner of
+        `main_grad` asks, as Megatron's DDP does, a gradient for its hook, whose values it reads if
+        `zero_out_wgrad` says so."""
+        parameter = self.parameter
         if not hasattr(parameter, "grad_added_to_main_grad"):
+            return 0
+        return 1 + bool(getattr(parameter, "zero_out_wgrad", False))
+
+    def _told(self) -> Tensor | None:
+        """Tell the owner of `main_grad`, if it asks."""
+        parameter: Any = self.parameter
+        if not (placeholder := self._placeholder):
             return None
         parameter.grad_added_to_main_grad = True
-        made = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+        made = torch.zeros if placeholder == 2 else torch.empty
         main_grad = self._part(main_grad_of(parameter, self.name))
         return made(main_grad.shape, dtype=parameter.dtype, device=main_grad.device)
+
+    def in_step(self) -> AddsTo | None:
+        """Where a compiled step adds a product of codes itself; None: no step does."""
+        if not self.fuses or self.waiting or self.index is not None or self.transposed:
+            return None
+        main_grad = main_grad_of(self.parameter, self.name)
+        if main_grad.dtype is not torch.float32 or not main_grad.is_contiguous():
+            return None
+        return AddsTo(self, main_grad.detach(), self._placeholder)
 
     def _add_to_grad(self, dw: Tensor) -> None:
         parameter, dw = self.parameter, dw.to(self.parameter.dtype)
@@ -231,3 +249,24 @@ class WeightGradient:
             if is_whole:
                 return
         self._part(local_of(parameter.grad)).add_(dw)
+
+
+class AddsTo(NamedTuple):
+    """What a compiled step adds dw to; placeholder: what autograd is given then."""
+
+    gradient: WeightGradient
+    main_grad: Tensor
+    placeholder: int
+
+    @property
+    def of_step(self) -> tuple[Tensor, int]:
+        return self.main_grad, self.placeholder
+
+    def before(self, *gradients: object) -> None:
+        """Hook before the backward of the step."""
+        parameter: Any = self.gradient.parameter
+        now: Any = main_grad_of(parameter, self.gradient.name).detach()
+        if now.data_ptr() != self.main_grad.data_ptr():  # replaced since the forward
+            self.main_grad.set_(now)
+        if self.placeholder:
+            parameter.grad_added_to_main_grad = True

@@ -175,7 +175,7 @@ class ParallelLinear(TakesWgrad, Linear):
         weight = self._weight_proxy.read(self.weight)
         # Shared experts set explicit_expert_comm behind the constructor, and communicate themselves
         if isinstance(self.parallel, TensorParallel) and not self.explicit_expert_comm:
-            return multiply_shared(self, input, input, weight, bias, self.parallel)
+            return multiply_shared(self, None, input, weight, bias, self.parallel)
         return self.times(input, weight, bias)
 
     __repr__ = nn.Module.__repr__

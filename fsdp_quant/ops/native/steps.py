@@ -201,6 +201,8 @@ class StepCall(Protocol):
     def factors(self) -> Sequence[Sequence[Tensor]]: ...
     @property
     def histories(self) -> Sequence[Sequence[Tensor]]: ...
+    @property
+    def ranks(self) -> tuple[str, bool, bool, bool, int]: ...
 
 
 class WeightOperand(NamedTuple):
@@ -225,6 +227,7 @@ def linear_step(
     plan: int,
     call: StepCall,
     codes: Sequence[Tensor],
+    adds_to: tuple[Tensor | None, int],
     amaxes: Tensor | None,
     grad_amaxes: Tensor | None,
 ) -> list[Tensor]:
@@ -233,8 +236,12 @@ def linear_step(
 
     operand:      the weight. plan: of `linear_plan`.
     codes:        of x, as an earlier step returned them; empty: x is quantized.
+    adds_to:      fp32 tensor to which the backward adds dw, and what autograd is given then
+                  (`Placeholder` of csrc/step/plan.h); None: autograd is given dw.
     amaxes:       of x, as the kernel that wrote x left them; None: not known.
     grad_amaxes:  where the node of the gradient of y writes its amaxes; None: nowhere.
+
+    Ranks of `call.ranks` exchange what `linear.transport` does.
     """
     is_quantized_here = operand.values is not None
     return _ops.linear_step(
@@ -259,6 +266,8 @@ def linear_step(
         codes,
         amaxes,
         grad_amaxes,
+        *call.ranks,
+        *adds_to,
     )
 
 
@@ -273,7 +282,7 @@ def linear_gated(source: tuple[Tensor, Tensor, int], plan: int, call: StepCall) 
 
 def linear_counts() -> list[list[int]]:
     """Return counts since the last call, per plan: quantizations of input, weight and gradient
-    (rowwise, columnwise each), then GEMMs."""
+    (rowwise, columnwise each), GEMMs, bytes that ranks gathered of input and gradient."""
     return _ops.linear_counts().tolist()
 
 

@@ -30,16 +30,17 @@ def all_gather(
     return gather(out, segment, group=group, async_op=async_op)
 
 
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """It is torch's group, of NCCL alone."""
+    return group.__class__ is dist.ProcessGroup and dist.get_backend(group) == "nccl"
+
+
 def all_gather_rows(
     buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Start all-gathers of (received, sent) pairs: `received` gets `sent` of every rank in order.
     One launch under NCCL."""
-    if (
-        len(buffers) > 1
-        and group.__class__ is dist.ProcessGroup
-        and dist.get_backend(group) == "nccl"
-    ):
+    if len(buffers) > 1 and is_nccl(group):
         options = AllgatherOptions()
         options.asyncOp = True
         single = getattr(group, "all_gather_single_coalesced", None)

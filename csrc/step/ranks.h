@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// What ranks that share a linear layer exchange: rows of codes, and sums. Mirrors linear/transport.py, in its order of
+// collectives: a rank may run that program while another runs this one.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "step/slots.h"
+
+namespace fsdp_quant::step {
+
+// Compact codes of x [rows, cols] in the wanted directions. No scale spans rows, or columns that other ranks hold.
+Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col);
+
+// All ranks' rows of codes, in the order of the ranks, on their way.
+class Gather {
+ public:
+  // local: from `encode_rows`.
+  Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& local);
+
+  // Wait, and return the operand of values [rows, cols] of all ranks.
+  Encoded take(int64_t rows, int64_t cols);
+
+ private:
+  const OperandSpec& r_;
+  Direction d_;
+  Encoded codes_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+// A sum over the ranks on its way: all of y, in place, or of its rows those of this rank. out: where to.
+class Sum {
+ public:
+  Sum(const Ranks& ranks, at::Tensor y, bool scatters, const MaybeTensor& out = std::nullopt);
+
+  at::Tensor take();
+
+ private:
+  at::Tensor y_, sum_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+// This rank's rows of the sum over the ranks of a b^T, of which one piece of a rank's rows is scattered while the next is
+// multiplied; see `scattered_product` of linear/transport.py. a: codes of lines, with scales of their own.
+at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype);
+
+}  // namespace fsdp_quant::step
