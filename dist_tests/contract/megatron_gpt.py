@@ -83,6 +83,18 @@ class _Norm(nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
+class _Attention(nn.Module):
+    """torch's causal attention, [S, B, heads, N]: Megatron's own writes the scores to memory."""
+
+    def __init__(self, config: Any, *_, **__):
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> Tensor:
+        heads = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+
 def _spec(arm: str, experts: int | None) -> Any:
     if arm == "bf16":
         spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm")
@@ -90,6 +102,7 @@ def _spec(arm: str, experts: int | None) -> Any:
         grouped = experts is not None
         spec = gpt_layer_spec(arm, num_experts=experts, moe_grouped_gemm=grouped)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    spec.submodules.self_attention.submodules.core_attention = _Attention
     return spec
 
 

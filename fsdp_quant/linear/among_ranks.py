@@ -191,7 +191,7 @@ def _ranks_of_step(
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
     if served is None or ranks == 1 or not (column or bias is None):
         return None
-    if x.device.type != "cpu" and not torch_compat.is_nccl(axis.group):
+    if x.device.type != "cpu" and not torch_compat.is_nccl(axis.group, x.device):
         return None
     count = 1
     if is_cut:

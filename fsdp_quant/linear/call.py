@@ -31,7 +31,6 @@ from .transport import Gather, statistics_of
 
 BySlot = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 NOTHING: BySlot = (), (), ()
-# Group name, column, cut, reduces, pieces of a scattered y
 StepRanks = tuple[str, bool, bool, bool, int]
 NO_RANKS: StepRanks = "", False, False, False, 1
 
@@ -59,6 +58,8 @@ class Call(NamedTuple):
     require_native:  refuse codes that cannot be gathered.
     wgrad:         takes the product of the wgrad (`linear.weight_gradient`), and returns what
                    autograd is given; None: autograd is given the gradient.
+    ranks:         of a compiled step: group name, column, cut, reduces (`axis`), and in how many
+                   pieces y is scattered; NO_RANKS: none serves the ranks.
     """
 
     plan: GemmPlan

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One compiled call per pass (`native.linear_step`), with the bytes of the program, for a layer
-that no ranks share."""
+that no ranks share, or whose ranks exchange codes and sums alone (`Call.ranks`)."""
 
 from __future__ import annotations
 
@@ -228,12 +228,13 @@ def linear(
     The backward raises StaleWeightError if a quantized parameter was written since.
     """
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
-    resolved, operand, late = call.plan.resolved(x.dtype, x.device), None, None
-    adds_to, is_plain = _adds_to(call, resolved), call.wgrad is None
-    is_one_call = (is_plain or adds_to is not None) and not call.plan.batch_invariant
+    plan, operand, late = call.plan, None, None
+    resolved = plan.resolved(x.dtype, x.device)
+    adds_to, in_any_order = _adds_to(call, resolved), not plan.batch_invariant
+    is_one_call = in_any_order and (call.wgrad is None or adds_to is not None)
     is_one_call = is_one_call and not torch_compat.dispatch_is_watched()
     if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
-        late = _late_codes(weight, call.plan, resolved) if dgrad else None
+        late = _late_codes(weight, plan, resolved) if dgrad else None
         operand = _weight_operand(weight, call, resolved, x.dtype, dgrad, late)
     if operand is not None:
         y = _compiled(x, weight, bias, call, resolved, operand, handed, adds_to)
@@ -246,8 +247,8 @@ def linear(
             "the input of this layer has no values, and no compiled call computes them; see "
             "can_fuse_activation"
         )
-    elif is_plain and not call.plan.batch_invariant and _is_torchs(x, weight, bias, call.plan):
-        y = _torchs_linear(x, weight, bias, call.plan, resolved)
+    elif in_any_order and call.wgrad is call.axis is None and _is_torchs(x, weight, bias, plan):
+        y = _torchs_linear(x, weight, bias, plan, resolved)
     else:
         y = program.linear(x, weight, bias, call)
     if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:

@@ -30,9 +30,9 @@ def all_gather(
     return gather(out, segment, group=group, async_op=async_op)
 
 
-def is_nccl(group: dist.ProcessGroup) -> bool:
-    """It is torch's group, of NCCL alone."""
-    return group.__class__ is dist.ProcessGroup and dist.get_backend(group) == "nccl"
+def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """NCCL runs collectives of the device's tensors in torch's own group."""
+    return group.__class__ is dist.ProcessGroup and group._get_backend(device).name() == "nccl"
 
 
 def all_gather_rows(
@@ -40,7 +40,7 @@ def all_gather_rows(
 ) -> list[dist.Work]:
     """Start all-gathers of (received, sent) pairs: `received` gets `sent` of every rank in order.
     One launch under NCCL."""
-    if len(buffers) > 1 and is_nccl(group):
+    if len(buffers) > 1 and is_nccl(group, buffers[0][0].device):
         options = AllgatherOptions()
         options.asyncOp = True
         single = getattr(group, "all_gather_single_coalesced", None)
