@@ -204,12 +204,14 @@ class GroupedCall(NamedTuple):
     ) -> GroupedCall:
         """Return the call of one product. calls: of each expert, or one if they are equal."""
         first = calls[0]
+        ids = [known(call.ids, "ids") for call in calls] if first.plan.is_keyed else []
+        if len(calls) == 1:
+            return GroupedCall(first, ids, states, experts, tag=tag)
         factors, histories = (
             tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*slots))
             for slots in ([call.factors for call in calls], [call.histories for call in calls])
         )
         save = any(call.save for call in calls)
-        ids = [known(call.ids, "ids") for call in calls] if first.plan.is_keyed else []
         call = first._replace(save=save, factors=factors, histories=histories)
         return GroupedCall(call, ids, states, experts, tag=tag)
 

@@ -368,14 +368,14 @@ class GroupedLinear(HasWeight):
         """y [M, N], of one product for all experts, or of one for each."""
         if not is_traced:
             raise_bad_splits()
-        first = self.first
-        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
+        first, operand = self.first, self._operand(self.owners[0])
+        rows = first.checked(x, operand[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, routes[0] if routes else rows)
         plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
         if plan is not None:
-            return self._in_one(plan, rows, sizes, routes, around)
+            return self._in_one(plan, rows, sizes, operand, routes, around)
         if isinstance(sizes, Tensor):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
@@ -484,7 +484,7 @@ class GroupedLinear(HasWeight):
         self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
     ) -> str | None:
         """Why no product serves all, in one clause; None: one does. plan: default, theirs."""
-        plan, first, bias = plan or self.common_plan, self.first, self._operand(self.owners[0])[1]
+        plan, first, bias = plan or self.common_plan, self.first, self.owners[0].bias
         if plan is None:
             return "experts have different plans"
         if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
@@ -498,11 +498,17 @@ class GroupedLinear(HasWeight):
         return plan is not None and plan.decodes_groups(arch_of(device))
 
     def _in_one(
-        self, plan: GemmPlan, rows: Tensor, sizes: Splits, routes: Routes, around: Around
+        self,
+        plan: GemmPlan,
+        rows: Tensor,
+        sizes: Splits,
+        operand: tuple[Tensor, Tensor | None],
+        routes: Routes,
+        around: Around,
     ) -> Any:
-        """One product for all experts. sizes: see `_sizes`."""
+        """One product for all experts. sizes: see `_sizes`. operand: of the first owner."""
         layers = self._linears
-        held = [self._operand(owner) for owner in self.owners]
+        held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
         differ = plan.is_delayed or plan.is_keyed or bool(plan.weight.delayed_directions)

@@ -22,7 +22,7 @@ from ..linear.grouped_linear import EXPERT, GroupedLinear
 from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
-from ..quantizer import HybridQuantizer, as_rows
+from ..quantizer import as_rows
 from ..recipe import Recipe
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
@@ -49,6 +49,7 @@ class ExpertDispatch:
         self.module, self.style, self.group = module, style, group
         self.experts, self.name = experts, name
         self._under_way: list[tuple] = []
+        self._travels: dict[str, tuple[tuple, Travel]] = {}  # by slot, with what it depends on
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.behind)
 
@@ -58,14 +59,6 @@ class ExpertDispatch:
     def converted(self, slot: str) -> list[GroupedLinear]:
         return [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
 
-    def _quantizers(self, slot: str) -> set[HybridQuantizer]:
-        """Those of this slot of all experts of its layers, on whichever rank they are."""
-        return {
-            plan.hybrid(slot)
-            for m in self.converted(slot)
-            for plan in _plans(m.first.recipe, m._name, self.experts)
-        }
-
     def travel(self, slot: str, dtype: torch.dtype) -> Travel:
         """Return how the tokens ("input") travel, or the gradient of what comes back
         ("grad_output").
@@ -73,17 +66,44 @@ class ExpertDispatch:
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
-        layers = self.converted(slot)
+        layers = [
+            (layer, layer._name, layer.first.recipe) if isinstance(layer, GroupedLinear) else None
+            for layer in self._layers(slot)
+        ]
+        facts = dtype, layers, current_autocast() is None
+        if slot not in self._travels or self._travels[slot][0] != facts:
+            self._travels[slot] = facts, self._travel_of(slot, *facts)
+        return self._travels[slot][1]
+
+    def _travel_of(
+        self,
+        slot: str,
+        dtype: torch.dtype,
+        layers: list[tuple[GroupedLinear, str, Recipe] | None],
+        is_plain: bool,
+    ) -> Travel:
+        converted = [layer for layer in layers if layer is not None]
+        quantizers = {  # of all experts, on whichever rank they are
+            plan.hybrid(slot)
+            for _, name, recipe in converted
+            for plan in _plans(recipe, name, self.experts)
+        }
         transport = self.style.transport if slot == "input" else self.style.gradients
-        if (reason := self._unclear_quantizer(slot)) is not None:
-            travel = Travel(None, reason)
+        if not quantizers or len(converted) < len(layers):
+            option = "reads" if slot == "input" else "writes"
+            names = [*self.style.names(slot)]
+            travel = Travel(None, f"{option}={names} names no converted experts")
+        elif len(quantizers) > 1:
+            travel = Travel(None, "experts quantize it differently")
+        elif not is_plain:
+            travel = Travel(None, "fq.autocast overrides the recipe")
         else:
-            (hybrid,), first = self._quantizers(slot), layers[0].first
+            (hybrid,), first = quantizers, converted[0][0].first
             cols = first.in_features if slot == "input" else first.out_features
             travel = travel_of(hybrid, cols, dtype, transport)
             if not hybrid.side(ROWWISE).fmt.is_quantized:
                 return travel
-        required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
+        required = transport == "auto" and any(r.require_native for _, _, r in converted)
         if travel.hybrid is None and (transport == "codes" or required):
             asked = "require_native=True" if required else "it was asked to travel as codes"
             raise ValueError(
@@ -91,16 +111,6 @@ class ExpertDispatch:
                 f"and {asked}; {REMEDY}, or ask for high precision"
             )
         return travel
-
-    def _unclear_quantizer(self, slot: str) -> str | None:
-        """Return why no one quantizer is known for what travels, in one clause."""
-        quantizers = self._quantizers(slot)
-        if not quantizers or len(self.converted(slot)) < len(self._layers(slot)):
-            option = "reads" if slot == "input" else "writes"
-            return f"{option}={[*self.style.names(slot)]} names no converted experts"
-        if len(quantizers) > 1:
-            return "experts quantize it differently"
-        return None if current_autocast() is None else "fq.autocast overrides the recipe"
 
     @torch_compat.never_compiled
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -123,7 +133,7 @@ class ExpertDispatch:
         route = route_tokens(splits, rows, self.group, *options)
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
-        shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
+        shape = (route.rows.of_rank,) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
         self._under_way.append((route, gradients, shape, summed, results))
         sizes = route.splits
@@ -140,10 +150,10 @@ class ExpertDispatch:
         """Results of this rank's tokens, of those of own experts."""
         route, gradients, shape, summed, results = self._under_way.pop()
         self._under_way.clear()  # of forwards that raised
-        if y.shape[0] != sum(route.splits) or y.dim() != 2:
+        if y.shape[0] != route.rows.of_experts or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
-                f"{sum(route.splits)} tokens"
+                f"{route.rows.of_experts} tokens"
             )
         y, _ = exchanged(y, route, gradients, False)
         y = combine(y, *summed) if summed else y
@@ -153,6 +163,7 @@ class ExpertDispatch:
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
         copied.module, copied._under_way = copy.deepcopy(self.module, memo), []
+        copied._travels = {}
         return copied
 
 

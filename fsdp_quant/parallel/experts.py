@@ -100,7 +100,7 @@ def _dispatched(
         _count(route, phase, "rowwise", storage.fmt.name, buffer)
 
     def values() -> Tensor:
-        shape = sum(route.splits), x.shape[1]
+        shape = route.rows.of_experts, x.shape[1]
         return storage.with_buffers(dict(zip(buffers, arrived())), shape=shape).dequantize(x.dtype)
 
     return values
@@ -109,8 +109,9 @@ def _dispatched(
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, buffer: Tensor) -> None:
     """Count what this rank sends of a buffer."""
     if route.ranks > 1:
-        size = sum(route.counts) * row_bytes(buffer)
-        counters.add("expert dispatch", (phase, direction, fmt), size)
+        counters.add(
+            "expert dispatch", (phase, direction, fmt), route.rows.of_rank * row_bytes(buffer)
+        )
 
 
 class _Exchange(NamedTuple):
@@ -123,42 +124,41 @@ class _Exchange(NamedTuple):
     dispatches: bool
     begun: list[Callable[[], Any]]
 
-    def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> Tensor:
-        """Start to send x; return what stands for it in autograd until it is there."""
+    def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> None:
+        """Start to send x."""
         if self.dispatches is (phase == "forward"):
             wait = _dispatched(x, self.route, self.travel, phase, tokens)
         else:
             wait = self.route.returned(x)
             _count(self.route, phase, "sum", "high precision", x)
         self.begun[:] = [wait]
-        return x.new_zeros(())
 
     def end(self) -> Any:
         return self.begun.pop()()
 
 
-class _Begin(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """begins, ends: the forward starts the exchange of x, or waits for it: one of two nodes that
+    are around what runs meanwhile. The first returns what stands for x until it is there."""
+
     @staticmethod
-    def forward(ctx, x, exchange, tokens, back):
-        ctx.exchange = exchange
+    def forward(ctx, x, exchange, tokens, back, begins, ends):
+        ctx.of_exchange = exchange, begins, ends
         ctx.save_for_backward(back)
-        return exchange.begin(x.detach(), "forward", tokens)
-
-    @staticmethod
-    def backward(ctx, *_):
-        dx, (back,) = ctx.exchange.end(), ctx.saved_tensors
-        return dx if back is None else sum_of_copies(dx, back), None, None, None
-
-
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, begun, exchange):
-        ctx.exchange = exchange
-        return exchange.end()
+        if begins:
+            exchange.begin(x.detach(), "forward", tokens)
+        return exchange.end() if ends else x.new_zeros(())
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.exchange.begin(dy, "backward"), None
+        exchange, begins, ends = ctx.of_exchange
+        if ends:
+            exchange.begin(dy, "backward")
+        if not begins:
+            return dy.new_zeros(()), None, None, None, None, None
+        dx, (back,) = exchange.end(), ctx.saved_tensors
+        dx = dx if back is None else sum_of_copies(dx, back)
+        return dx, None, None, None, None, None
 
 
 def exchanged(
@@ -177,9 +177,11 @@ def exchanged(
     """
     exchange = _Exchange(route, travel, dispatches, [])
     tokens, back = (tokens_of(*routes), routes[1]) if routes else (None, None)
-    begun = _Begin.apply(x, exchange, tokens, back)
-    result = None if meanwhile is None else meanwhile()
-    return _End.apply(begun, exchange), result
+    if meanwhile is None:
+        return _Exchanged.apply(x, exchange, tokens, back, True, True), None
+    begun = _Exchanged.apply(x, exchange, tokens, back, True, False)
+    result = meanwhile()
+    return _Exchanged.apply(begun, exchange, None, None, False, True), result
 
 
 def dispatch_tokens(
@@ -228,9 +230,9 @@ def combine_tokens(
 
     Raises ValueError for other rows than the route's, and as `dispatch_tokens`.
     """
-    if y.dim() != 2 or y.shape[0] != sum(route.splits):
+    if y.dim() != 2 or y.shape[0] != route.rows.of_experts:
         raise ValueError(
-            f"combine_tokens: y is {list(y.shape)}; wanted the {sum(route.splits)} rows of its "
+            f"combine_tokens: y is {list(y.shape)}; wanted the {route.rows.of_experts} rows of its "
             "route, [rows, columns]"
         )
     travel = _travel(quantizer, y, transport, "combine_tokens")

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -222,6 +222,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> torch.autocast:
     """Leave torch.autocast of a device."""
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+def applied(function: type[torch.autograd.Function], *args) -> Any:
+    """`function.apply(*args)`, for one with `setup_context` whose forward has no default arguments:
+    torch inspects the forward's signature, and binds it, in each call."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    args = torch._functorch.utils.unwrap_dead_wrappers(args)
+    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore
 
 
 class _OnceDifferentiable(torch.autograd.Function):
