@@ -203,16 +203,15 @@ class GroupedCall(NamedTuple):
         calls: Sequence[Call], states: Sequence[WeightState], experts: int, tag: int
     ) -> GroupedCall:
         """Return the call of one product. calls: of each expert, or one if they are equal."""
-        first = calls[0]
-        ids = [known(call.ids, "ids") for call in calls] if first.plan.is_keyed else []
-        if len(calls) == 1:
-            return GroupedCall(first, ids, states, experts, tag=tag)
-        factors, histories = (
-            tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*slots))
-            for slots in ([call.factors for call in calls], [call.histories for call in calls])
-        )
-        save = any(call.save for call in calls)
-        call = first._replace(save=save, factors=factors, histories=histories)
+        call = calls[0]
+        ids = [known(of.ids, "ids") for of in calls] if call.plan.is_keyed else []
+        if len(calls) > 1:
+            factors, histories = (
+                tuple([t for side in zip(*of_slot) for t in side] for of_slot in zip(*slots))
+                for slots in ([of.factors for of in calls], [of.histories for of in calls])
+            )
+            save = any(of.save for of in calls)
+            call = call._replace(save=save, factors=factors, histories=histories)
         return GroupedCall(call, ids, states, experts, tag=tag)
 
     def forward(
@@ -407,8 +406,13 @@ def _bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
-    bounds = [0, *ends.tolist()]
-    return x.split([end - start for start, end in zip(bounds, bounds[1:])])
+    return x.split(sizes_of([0, *ends.tolist()]))
+
+
+def sizes_of(bounds: list[int]) -> list[int]:
+    """Return the rows of each piece. bounds: the first row of the first, then the row after the
+    last of each."""
+    return [end - start for start, end in itertools.pairwise(bounds)]
 
 
 def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:

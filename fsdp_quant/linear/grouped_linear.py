@@ -30,7 +30,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
 from .base import plan_of_recipe
-from .grouped import GroupedCall, reads_routes, unsupported_reason
+from .grouped import GroupedCall, reads_routes, sizes_of, unsupported_reason
 from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -379,7 +379,7 @@ class GroupedLinear(HasWeight):
         if isinstance(sizes, Tensor):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
-            sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
+            sizes = self._checked(sizes_of([0, *sizes.tolist()]), len(rows))
         swiglu, of_rows, of_routes = around
         rows = rows if isinstance(swiglu, bool) else with_values(rows, *swiglu)
         y = torch.cat(self._one_by_one(rows.split(sizes)))
@@ -542,7 +542,7 @@ class GroupedLinear(HasWeight):
             )
         if splits.device.type != "cpu" or native.is_available_on(splits.device):
             return splits
-        return self._checked(sizes_of(splits.tolist()), len(rows))
+        return self._checked(sizes_of([0, *splits.tolist()]), len(rows))
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         experts = len(self._linears)
@@ -594,8 +594,3 @@ def _is_for_all(key: str, names: tuple[str, ...], arch: str) -> tuple[bool, bool
     expert."""
     plans = [plan_of_recipe(key, name, arch, EXPERT) for name in names]
     return len({plan.key for plan in plans}) == 1, plans[0].is_keyed
-
-
-def sizes_of(ends: list[int]) -> list[int]:
-    """Return the rows per expert. ends: the row after the last of each."""
-    return [end - start for start, end in zip([0, *ends], ends)]

@@ -100,7 +100,7 @@ def _dispatched(
         _count(route, phase, "rowwise", storage.fmt.name, buffer)
 
     def values() -> Tensor:
-        shape = route.rows.of_experts, x.shape[1]
+        shape = sum(route.rows.received), x.shape[1]
         return storage.with_buffers(dict(zip(buffers, arrived())), shape=shape).dequantize(x.dtype)
 
     return values
@@ -110,7 +110,7 @@ def _count(route: TokenRoute, phase: str, direction: str, fmt: str, buffer: Tens
     """Count what this rank sends of a buffer."""
     if route.ranks > 1:
         counters.add(
-            "expert dispatch", (phase, direction, fmt), route.rows.of_rank * row_bytes(buffer)
+            "expert dispatch", (phase, direction, fmt), sum(route.rows.sent) * row_bytes(buffer)
         )
 
 
@@ -230,9 +230,10 @@ def combine_tokens(
 
     Raises ValueError for other rows than the route's, and as `dispatch_tokens`.
     """
-    if y.dim() != 2 or y.shape[0] != route.rows.of_experts:
+    held = sum(route.rows.received)
+    if y.dim() != 2 or y.shape[0] != held:
         raise ValueError(
-            f"combine_tokens: y is {list(y.shape)}; wanted the {route.rows.of_experts} rows of its "
+            f"combine_tokens: y is {list(y.shape)}; wanted the {held} rows of its "
             "route, [rows, columns]"
         )
     travel = _travel(quantizer, y, transport, "combine_tokens")

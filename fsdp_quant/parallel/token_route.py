@@ -10,13 +10,14 @@ import operator
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..linear.grouped import sizes_of
 from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
@@ -25,16 +26,12 @@ _INT31 = 2**31 - 1
 
 
 class Rows(NamedTuple):
-    """Numbers of rows. counts: [E] that this rank sends, by expert. arriving: [R][E / R] that ranks
-    send to the experts of this rank. sent, received: [R] to each rank, from each rank. of_rank,
-    of_experts: of all tokens of this rank, and of its experts."""
+    """Numbers of rows. sent, received: [R] in all, to and from each rank."""
 
     counts: list[int]
     arriving: list[list[int]]
     sent: list[int]
     received: list[int]
-    of_rank: int
-    of_experts: int
 
 
 @dataclass(eq=False)
@@ -74,7 +71,7 @@ class TokenRoute:
     @property
     def ends(self) -> Tensor:
         """int64 [E / R] on the device, the row behind the last of each expert of this rank."""
-        return self._pieces[2]
+        return self._index[0]
 
     def spread(
         self, buffers: Sequence[Tensor], tokens: Tensor | None = None
@@ -88,7 +85,7 @@ class TokenRoute:
         parts = _as_words(buffers)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         packed = packed if tokens is None else packed.index_select(0, tokens)
-        received = packed.new_empty(self.rows.of_experts, packed.shape[1])
+        received = packed.new_empty(sum(self.rows.received), packed.shape[1])
         wait = self._exchange(received, packed, self.rows.received, self.rows.sent)
         widths = [part.shape[1] for part in parts]
 
@@ -105,7 +102,7 @@ class TokenRoute:
         """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
         ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
         # no view: users may write in place what FSDP2 hooks
-        returned = y.new_empty(self.rows.of_rank, y.shape[1])
+        returned = y.new_empty(sum(self.rows.sent), y.shape[1])
         rows, into = _as_words([y, returned])
         ordered = self._ordered(rows, back=True)
         wait = self._exchange(into, ordered, self.rows.sent, self.rows.received)
@@ -117,34 +114,30 @@ class TokenRoute:
         return arrived
 
     @functools.cached_property
-    def _pieces(self) -> Sequence[Tensor]:
-        """Of the rows of each rank for each expert, by expert, on the device: where they end, how
-        much later they end in the order of ranks, and `ends`. One copy of what the host has read,
-        which waits for nothing."""
-        by_rank = [*accumulate(itertools.chain(*self.rows.arriving))]
-        by_expert = [*accumulate(itertools.chain(*zip(*self.rows.arriving)))]
-        experts, is_cuda = len(self.rows.arriving[0]), self._device.type == "cuda"
+    def _index(self) -> tuple[Tensor, list[Tensor]]:
+        """`ends`; the row in the order of ranks of each row by expert, and the other way. The host
+        gives the device where pieces end, in one copy, and waits for nothing."""
+        arriving, experts = self.rows.arriving, len(self.rows.arriving[0])
+        by_rank = [*accumulate(itertools.chain(*arriving))]
+        by_expert = [*accumulate(itertools.chain(*zip(*arriving)))]
         places = itertools.chain(*(by_rank[e::experts] for e in range(experts)))
-        ends = by_expert[self.ranks - 1 :: self.ranks]
-        numbers = [*by_expert, *map(operator.sub, places, by_expert), *ends]
+        numbers = [*by_expert, *map(operator.sub, places, by_expert)]  # ends, and how far they move
+        numbers += by_expert[self.ranks - 1 :: self.ranks]
+        device, sizes = self._device, (len(by_expert), len(by_expert), experts)
+        is_cuda = device.type == "cuda"
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        sizes = len(by_expert), len(by_expert), experts
-        return host.to(self._device, non_blocking=True).split(sizes)
-
-    @functools.cached_property
-    def _orders(self) -> tuple[Tensor, Tensor]:
-        """The row in the order of ranks of each row by expert, and the other way: int64 [rows]."""
-        ends, shifts, _ = self._pieces
-        places = torch.arange(self.rows.of_experts, dtype=torch.int64, device=self._device)
-        order = places + shifts.index_select(0, torch.searchsorted(ends, places, right=True))
-        return order, torch.empty_like(order).index_copy_(0, order, places)
+        pieces, shifts, ends = host.to(device, non_blocking=True).split(sizes)
+        if 1 in (self.ranks, experts):  # both orders are one
+            return ends, []
+        rows = torch.arange(sum(self.rows.received), dtype=torch.int64, device=device)
+        order = rows + shifts.index_select(0, torch.searchsorted(pieces, rows, right=True))
+        return ends, [order, torch.empty_like(order).index_copy_(0, order, rows)]
 
     def _ordered(self, rows: Tensor, back: bool = False) -> Tensor:
         """Sort rows, a piece of each rank for each expert, from the order of ranks by expert; back:
         the other way."""
-        if 1 in (self.ranks, len(self.rows.arriving[0])):
-            return rows.contiguous()
-        return rows.index_select(0, self._orders[back])
+        orders = self._index[1]
+        return rows.index_select(0, orders[back]) if orders else rows.contiguous()
 
     def _exchange(
         self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
@@ -165,7 +158,8 @@ def _as_words(buffers: Sequence[Tensor]) -> list[Tensor]:
     """Rows [M, ..] as rows of 8-byte words where they can be, which torch copies faster, else of
     bytes."""
     rows = [t.contiguous().view(t.shape[0], math.prod(t.shape[1:])) for t in buffers]
-    fits = all((t.shape[1] | t.storage_offset()) * t.itemsize % 8 == 0 for t in rows)
+    sizes = [n * t.itemsize for t in rows for n in (t.shape[1], t.storage_offset())]
+    fits = all(size % 8 == 0 for size in sizes)
     return [t.view(torch.int64 if fits else torch.uint8) for t in rows]
 
 
@@ -210,16 +204,20 @@ def route_tokens(
         order, back = routes
         rows = order.numel()
         fits = back.dim() == 2 and back.shape[0] == tokens and back.numel() == rows
-    text, checksum = _compared(experts, x.shape[1], x.dtype, travels)
-    sent = _sent(checksum << 31 | rows, splits if fits else (), experts, x.device)
+    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype} {travels}"
+    fact = zlib.crc32(text.encode()) << 31 | rows
+    sent = _sent(fact, splits if fits else (), experts, x.device)
     received = sent
     if ranks > 1:
         received = sent.new_empty(ranks * (experts + 1))
         torch_compat.all_gather(received, sent, group)
-    numbers = _on_host(received.view(ranks, -1))
+    host, is_cuda = received.to("cpu", non_blocking=True), x.device.type == "cuda"
+    arrived = torch.cuda.current_stream(x.device).record_event() if is_cuda else None
 
     def read() -> Rows:
-        ends, rank = numbers(), group.rank()  # the one read
+        if arrived is not None:
+            arrived.synchronize()
+        ends, rank = host.view(ranks, -1).tolist(), group.rank()  # the one read
         facts = [of_rank[0] for of_rank in ends]
         for of_rank in ends:
             of_rank[0] = 0
@@ -239,38 +237,11 @@ def route_tokens(
             sentence = "ranks would send each other different tokens"
             agree({name: text}, [group], None, remedy, sentence)
         first, last = (experts * r // ranks for r in (rank, rank + 1))
-        counts, arriving = _sizes(ends[rank]), [_sizes(of[first : last + 1]) for of in ends]
-        come_from = [of[last] - of[first] for of in ends]
-        sent_to = _sizes(ends[rank][:: experts // ranks])
-        return Rows(counts, arriving, sent_to, come_from, rows, sum(come_from))
+        counts, arriving = sizes_of(ends[rank]), [sizes_of(of[first : last + 1]) for of in ends]
+        sent_to = sizes_of(ends[rank][:: experts // ranks])
+        return Rows(counts, arriving, sent_to, [of[last] - of[first] for of in ends])
 
     return TokenRoute(group, x.device, read)
-
-
-def _sizes(ends: list[int]) -> list[int]:
-    return [end - start for start, end in pairwise(ends)]
-
-
-@functools.cache
-def _compared(experts: int, columns: int, dtype: torch.dtype, travels: str) -> tuple[str, int]:
-    """The text that ranks compare, and its checksum."""
-    text = f"of {experts} experts, {columns} columns, {dtype} {travels}"
-    return text, zlib.crc32(text.encode())
-
-
-def _on_host(t: Tensor) -> Callable[[], list]:
-    """Start to copy t to the host; return the function that waits for it."""
-    host = t.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event() if t.device.type == "cuda" else None
-    if arrived is not None:
-        arrived.record(torch.cuda.current_stream(t.device))
-
-    def wait() -> list:
-        if arrived is not None:
-            arrived.synchronize()
-        return host.tolist()
-
-    return wait
 
 
 def _sent(fact: int, splits: Sequence[int] | Tensor, experts: int, device: torch.device) -> Tensor:
@@ -279,10 +250,9 @@ def _sent(fact: int, splits: Sequence[int] | Tensor, experts: int, device: torch
     try:
         numbers = splits if isinstance(splits, Tensor) else torch.tensor([*splits], device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+        numbers = torch.empty(0, device="cpu")
+    fits = not (numbers.is_floating_point() or numbers.dtype is torch.bool)
+    ends = numbers if isinstance(splits, Tensor) else numbers.cumsum(0)
     sent = torch.full((1 + experts,), fact, dtype=torch.int64, device=device)
-    if numbers.shape != (experts,) or numbers.is_floating_point() or numbers.dtype is torch.bool:
-        sent[1:] = -1
-    else:
-        sent[1:].copy_(splits if isinstance(splits, Tensor) else numbers.cumsum(0))
+    sent[1:] = ends if fits and ends.shape == (experts,) else -1
     return sent

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._functorch import pyfunctorch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -229,8 +230,7 @@ def applied(function: type[torch.autograd.Function], *args) -> Any:
     torch inspects the forward's signature, and binds it, in each call."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    args = torch._functorch.utils.unwrap_dead_wrappers(args)
-    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # pyright: ignore
 
 
 class _OnceDifferentiable(torch.autograd.Function):
