@@ -492,22 +492,11 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    def decodes_on(self, device: Place) -> bool:
-        """One product for all is of values that codes decode to."""
-        plan = self.common_plan
-        return plan is not None and plan.decodes_groups(arch_of(device))
-
     def _in_one(
-        self,
-        plan: GemmPlan,
-        rows: Tensor,
-        sizes: Splits,
-        operand: tuple[Tensor, Tensor | None],
-        routes: Routes,
-        around: Around,
+        self, plan: GemmPlan, rows: Tensor, sizes: Splits, operand: tuple, *of_call: Any
     ) -> Any:
         """One product for all experts. sizes: see `_sizes`. operand: of the first owner."""
-        layers = self._linears
+        layers, (routes, _) = self._linears, of_call
         held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
@@ -526,7 +515,7 @@ class GroupedLinear(HasWeight):
             states = []
         call = GroupedCall.combined(calls, states, len(layers), self._tag)
         call = call._replace(tokens=tokens_of(*routes)) if routes else call
-        return run_experts(call, plan, rows, ends, weights, biases, routes, around)
+        return run_experts(call, plan, rows, ends, weights, biases, *of_call)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

@@ -22,8 +22,6 @@ from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
-_INT31 = 2**31 - 1
-
 
 class Rows(NamedTuple):
     """Numbers of rows. sent, received: [R] in all, to and from each rank."""
@@ -32,6 +30,15 @@ class Rows(NamedTuple):
     arriving: list[list[int]]
     sent: list[int]
     received: list[int]
+
+    @staticmethod
+    def of_rank(rank: int, ends: Sequence[list[int]]) -> Rows:
+        """ends: [R][1 + E] of all ranks, 0 and the row behind the last of each expert."""
+        experts = (len(ends[0]) - 1) // len(ends)
+        first, last = rank * experts, (rank + 1) * experts
+        arriving = [sizes_of(row[first : last + 1]) for row in ends]
+        sent = sizes_of(ends[rank][::experts])
+        return Rows(sizes_of(ends[rank]), arriving, sent, [*map(sum, arriving)])
 
 
 @dataclass(eq=False)
@@ -87,14 +94,13 @@ class TokenRoute:
         packed = packed if tokens is None else packed.index_select(0, tokens)
         received = packed.new_empty(sum(self.rows.received), packed.shape[1])
         wait = self._exchange(received, packed, self.rows.received, self.rows.sent)
-        widths = [part.shape[1] for part in parts]
+        widths, orders = [part.shape[1] for part in parts], self._index[1]  # while rows move
 
         def arrived() -> list[Tensor]:
             wait()
-            return [
-                self._ordered(rows).view(buffer.dtype).view(-1, *buffer.shape[1:])
-                for rows, buffer in zip(received.split(widths, 1), buffers)
-            ]
+            rows = received.split(widths, 1)
+            rows = [t.index_select(0, orders[0]) if orders else t.contiguous() for t in rows]
+            return [t.view(b.dtype).view(-1, *b.shape[1:]) for t, b in zip(rows, buffers)]
 
         return arrived
 
@@ -103,9 +109,9 @@ class TokenRoute:
         ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
         # no view: users may write in place what FSDP2 hooks
         returned = y.new_empty(sum(self.rows.sent), y.shape[1])
-        rows, into = _as_words([y, returned])
-        ordered = self._ordered(rows, back=True)
-        wait = self._exchange(into, ordered, self.rows.sent, self.rows.received)
+        (rows, into), orders = _as_words([y, returned]), self._index[1]
+        rows = rows.index_select(0, orders[1]) if orders else rows
+        wait = self._exchange(into, rows, self.rows.sent, self.rows.received)
 
         def arrived() -> Tensor:
             wait()
@@ -132,12 +138,6 @@ class TokenRoute:
         rows = torch.arange(sum(self.rows.received), dtype=torch.int64, device=device)
         order = rows + shifts.index_select(0, torch.searchsorted(pieces, rows, right=True))
         return ends, [order, torch.empty_like(order).index_copy_(0, order, rows)]
-
-    def _ordered(self, rows: Tensor, back: bool = False) -> Tensor:
-        """Sort rows, a piece of each rank for each expert, from the order of ranks by expert; back:
-        the other way."""
-        orders = self._index[1]
-        return rows.index_select(0, orders[back]) if orders else rows.contiguous()
 
     def _exchange(
         self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
@@ -217,11 +217,9 @@ def route_tokens(
     def read() -> Rows:
         if arrived is not None:
             arrived.synchronize()
-        ends, rank = host.view(ranks, -1).tolist(), group.rank()  # the one read
-        facts = [of_rank[0] for of_rank in ends]
-        for of_rank in ends:
-            of_rank[0] = 0
-        is_wrong = [of[-1] != fact & _INT31 or of != sorted(of) for of, fact in zip(ends, facts)]
+        table, rank = host.view(ranks, -1).tolist(), group.rank()  # the one read
+        facts, ends = zip(*[(row[0], [0, *row[1:]]) for row in table])
+        is_wrong = [(e[-1], e) != (fact % 2**31, sorted(e)) for fact, e in zip(facts, ends)]
         if any(is_wrong):
             error = ValueError(
                 f"{name}: the token splits {splits} of {rows} rows are not of {experts} experts, "
@@ -236,10 +234,7 @@ def route_tokens(
             remedy = "call it with the same experts, columns, dtype and quantizer on every rank"
             sentence = "ranks would send each other different tokens"
             agree({name: text}, [group], None, remedy, sentence)
-        first, last = (experts * r // ranks for r in (rank, rank + 1))
-        counts, arriving = sizes_of(ends[rank]), [sizes_of(of[first : last + 1]) for of in ends]
-        sent_to = sizes_of(ends[rank][:: experts // ranks])
-        return Rows(counts, arriving, sent_to, [of[last] - of[first] for of in ends])
+        return Rows.of_rank(rank, ends)
 
     return TokenRoute(group, x.device, read)
 
@@ -248,9 +243,10 @@ def _sent(fact: int, splits: Sequence[int] | Tensor, experts: int, device: torch
     """int64 [1 + E]: what the host knows, then the row behind each expert's last. Those of
     malformed splits are -1, which the check after the exchange rejects on every rank."""
     try:
-        numbers = splits if isinstance(splits, Tensor) else torch.tensor([*splits], device="cpu")
+        is_tensor = isinstance(splits, Tensor)
+        numbers = splits if is_tensor else torch.tensor([*splits], dtype=None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        numbers = torch.empty(0, device="cpu")
+        numbers = torch.empty(0, dtype=torch.float32, device="cpu")
     fits = not (numbers.is_floating_point() or numbers.dtype is torch.bool)
     ends = numbers if isinstance(splits, Tensor) else numbers.cumsum(0)
     sent = torch.full((1 + experts,), fact, dtype=torch.int64, device=device)
