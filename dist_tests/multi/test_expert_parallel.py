@@ -123,6 +123,10 @@ class Launched(TorchDispatchMode):
 def launches(rank: int, world: int) -> None:
     counts, group = COUNTS[0](rank), dist.group.WORLD
     x, ends = tokens_of(rank, counts), torch.tensor(counts).cumsum(0)
+    net = spread(Experts(fq.recipes.mxfp8()), init_device_mesh(DEVICE, (world,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_compat.fsdp2, "fsdp_states", lambda: pytest.fail("walks FSDP"))
+        net(x, ends).sum().backward()
     with Launched() as launched:
         tokens, route = dispatch_tokens(x, ends, group)
         combine_tokens(tokens, route)
@@ -133,8 +137,8 @@ def launches(rank: int, world: int) -> None:
 
 
 def test_a_route_launches_few_operators():
-    """If false, the host launches operators on one number per rank and expert, of which each takes
-    it longer than a GPU multiplies a token, and GPUs wait for the host."""
+    """If false, the host launches operators on one number per rank and expert, or walks through all
+    parameters under `fully_shard` per layer, and GPUs wait for the host."""
     run_ranks(2, launches)
 
 

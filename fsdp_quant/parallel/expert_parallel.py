@@ -69,11 +69,11 @@ class ExpertDispatch:
         return self._travels[key][1]
 
     def _travel_of(self, layers: list[tuple], slot: str, dtype: torch.dtype, plain: bool) -> Travel:
-        quantizers = {  # of all experts, on whichever rank they are
-            build_plan(recipe, f"{name}.{e}", module_type=EXPERT).hybrid(slot)
-            for _, name, recipe in layers
-            for e in range(self.experts)
-        }
+        # of all experts, on whichever rank they are
+        experts = [
+            (recipe, f"{name}.{e}") for _, name, recipe in layers for e in range(self.experts)
+        ]
+        quantizers = {build_plan(*expert, module_type=EXPERT).hybrid(slot) for expert in experts}
         is_input, names = slot == "input", [*self.style.names(slot)]
         transport = self.style.transport if is_input else self.style.gradients
         if not layers or len(layers) < len(names):
@@ -278,11 +278,10 @@ def planned_dispatch(
     planned, rows = {}, sum(counts)
     k = experts.converted("input")[0].first.in_features
     n = experts.converted("grad_output")[0].first.out_features
-    for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
+    for phase, slot, cols, summed in ("forward", "input", k, n), ("backward", "grad_output", n, k):
         hybrid = experts.travel(slot, dtype).hybrid
         planned |= planned_bytes(phase, hybrid, (ROWWISE,), (rows, cols), dtype, 1)
-    planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
-    planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
+        planned[phase, "sum", "high precision"] = rows * summed * dtype.itemsize
     return planned
 
 

@@ -29,6 +29,7 @@ from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
 from ..ops.capability import is_exact_in_bf16
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
+from ..tensor import torch_compat
 from .sequence import planned_bytes
 from .token_route import TokenRoute, route_tokens, row_bytes
 
@@ -109,15 +110,13 @@ def _dispatched(
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, buffer: Tensor) -> None:
     """Count what this rank sends of a buffer."""
     if route.ranks > 1:
-        counters.add(
-            "expert dispatch", (phase, direction, fmt), sum(route.rows.sent) * row_bytes(buffer)
-        )
+        size = sum(route.rows.sent) * row_bytes(buffer)
+        counters.add("expert dispatch", (phase, direction, fmt), size)
 
 
 class _Exchange(NamedTuple):
-    """dispatches: of tokens to the ranks of their experts; else of results back, which are summed.
-    The backward is the other one. travel: of what is dispatched. begun: waits for the part that is
-    under way."""
+    """dispatches: of tokens to their experts; else of results back, which are summed. The backward
+    is the other one. travel: of what is dispatched. begun: waits for what is under way."""
 
     route: TokenRoute
     travel: Travel
@@ -133,21 +132,21 @@ class _Exchange(NamedTuple):
             _count(self.route, phase, "sum", "high precision", x)
         self.begun[:] = [wait]
 
-    def end(self) -> Any:
-        return self.begun.pop()()
-
 
 class _Exchanged(torch.autograd.Function):
     """begins, ends: the forward starts the exchange of x, or waits for it: one of two nodes that
     are around what runs meanwhile. The first returns what stands for x until it is there."""
 
     @staticmethod
-    def forward(ctx, x, exchange, tokens, back, begins, ends):
-        ctx.of_exchange = exchange, begins, ends
-        ctx.save_for_backward(back)
+    def forward(x, exchange, begins, ends, tokens, back):
         if begins:
             exchange.begin(x.detach(), "forward", tokens)
-        return exchange.end() if ends else x.new_zeros(())
+        return exchange.begun.pop()() if ends else x.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, *ctx.of_exchange, _, back = inputs
+        ctx.save_for_backward(back)
 
     @staticmethod
     def backward(ctx, dy):
@@ -156,9 +155,8 @@ class _Exchanged(torch.autograd.Function):
             exchange.begin(dy, "backward")
         if not begins:
             return dy.new_zeros(()), None, None, None, None, None
-        dx, (back,) = exchange.end(), ctx.saved_tensors
-        dx = dx if back is None else sum_of_copies(dx, back)
-        return dx, None, None, None, None, None
+        dx, (back,) = exchange.begun.pop()(), ctx.saved_tensors
+        return dx if back is None else sum_of_copies(dx, back), None, None, None, None, None
 
 
 def exchanged(
@@ -178,10 +176,10 @@ def exchanged(
     exchange = _Exchange(route, travel, dispatches, [])
     tokens, back = (tokens_of(*routes), routes[1]) if routes else (None, None)
     if meanwhile is None:
-        return _Exchanged.apply(x, exchange, tokens, back, True, True), None
-    begun = _Exchanged.apply(x, exchange, tokens, back, True, False)
+        return torch_compat.applied(_Exchanged, x, exchange, True, True, tokens, back), None
+    begun = torch_compat.applied(_Exchanged, x, exchange, True, False, tokens, back)
     result = meanwhile()
-    return _Exchanged.apply(begun, exchange, None, None, False, True), result
+    return torch_compat.applied(_Exchanged, begun, exchange, False, True, None, None), result
 
 
 def dispatch_tokens(

@@ -35,10 +35,9 @@ class Rows(NamedTuple):
     def of_rank(rank: int, ends: Sequence[list[int]]) -> Rows:
         """ends: [R][1 + E] of all ranks, 0 and the row behind the last of each expert."""
         experts = (len(ends[0]) - 1) // len(ends)
-        first, last = rank * experts, (rank + 1) * experts
-        arriving = [sizes_of(row[first : last + 1]) for row in ends]
-        sent = sizes_of(ends[rank][::experts])
-        return Rows(sizes_of(ends[rank]), arriving, sent, [*map(sum, arriving)])
+        held, sent = slice(rank * experts, (rank + 1) * experts + 1), ends[rank][::experts]
+        arriving = [sizes_of(row[held]) for row in ends]
+        return Rows(sizes_of(ends[rank]), arriving, sizes_of(sent), [*map(sum, arriving)])
 
 
 @dataclass(eq=False)
@@ -142,8 +141,7 @@ class TokenRoute:
     def _exchange(
         self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
     ) -> Callable[[], object]:
-        """Start to send each rank so many rows, and to write what comes to `into`; return the
-        function that waits for it."""
+        """Start to send each rank so many rows into `into`; return the function that waits."""
         if self.ranks == 1:
             return functools.partial(into.copy_, rows)
         work = dist.all_to_all_single(into, rows, arriving, sent, self.group, async_op=True)

@@ -226,10 +226,12 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 
 def applied(function: type[torch.autograd.Function], *args) -> Any:
-    """`function.apply(*args)`, for one with `setup_context` whose forward has no default arguments:
-    torch inspects the forward's signature, and binds it, in each call."""
+    """`function.apply(*args)`, of one with `setup_context`. In each call torch binds the signature
+    of the forward, which must have no defaults, and creates a node also without gradients."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return function.forward(*args)
     return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # pyright: ignore
 
 
