@@ -234,7 +234,8 @@ def modules(rank: int, world: int) -> None:
     mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
     kinds = laws.every_second(list(zip(RECIPES.items(), itertools.cycle(COUNTS))), world // 2)
     for (name, (recipe, options, forward, backward)), counts_of in kinds:
-        reference, net = Experts(recipe), spread(Experts(recipe), mesh, **options)
+        bias = name == "mxfp8"
+        reference, net = Experts(recipe, bias), spread(Experts(recipe, bias), mesh, **options)
         counts, plan = counts_of(rank), reference.gate.first.plan
         travels = ("input", forward), ("grad_output", backward)
         rounds = {slot: plan.hybrid(slot) for slot, fmt in travels if fmt != "high precision"}

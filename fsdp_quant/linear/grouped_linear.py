@@ -286,7 +286,7 @@ class GroupedLinear(HasWeight):
         is_cut = self._packed_state.tensor_group is not None
         if not (isinstance(weight, DTensor) and is_cut and weight.device_mesh.ndim == 1):
             return weight, bias
-        return weight.to_local(), None if bias is None else local_of(bias)
+        return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
 
     @property
     def first(self) -> Linear:
