@@ -70,10 +70,8 @@ class ExpertDispatch:
 
     def _travel_of(self, layers: list[tuple], slot: str, dtype: torch.dtype, plain: bool) -> Travel:
         # of all experts, on whichever rank they are
-        experts = [
-            (recipe, f"{name}.{e}") for _, name, recipe in layers for e in range(self.experts)
-        ]
-        quantizers = {build_plan(*expert, module_type=EXPERT).hybrid(slot) for expert in experts}
+        roles = [(recipe, f"{n}.{e}") for _, n, recipe in layers for e in range(self.experts)]
+        quantizers = {build_plan(*role, module_type=EXPERT).hybrid(slot) for role in roles}
         is_input, names = slot == "input", [*self.style.names(slot)]
         transport = self.style.transport if is_input else self.style.gradients
         if not layers or len(layers) < len(names):
