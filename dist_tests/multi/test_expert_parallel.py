@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -87,12 +88,58 @@ def dispatches(rank: int, world: int) -> None:
             check(HybridQuantizer(fmt, fmt), counts_of, number)
         check(HybridQuantizer("mxfp8", "fp8_1x128", "rowwise_dequantized"), counts_of, number)
     check(HybridQuantizer(Quantizer("mxfp8", rounding="stochastic"), "mxfp8"), COUNTS[0], 0)
+    counts = [[3 * r + e + 1 for e in range(world)] for r in range(world)]  # an expert per rank
+    x, ends = tokens_of(rank, counts[rank]), torch.tensor(counts[rank]).cumsum(0)
+    got, route = dispatch_tokens(x, ends, group)
+    want = torch.cat([tokens_of(r, of).split(of)[rank] for r, of in enumerate(counts)])
+    laws.assert_same_bytes(got, want, "one expert")
+    laws.assert_same_bytes(combine_tokens(got, route), x, "one expert, and back")
+    assert route.ends.tolist() == [len(want)] == route.splits
+    assert (route.counts, route.arriving) == (counts[rank], [[of[rank]] for of in counts])
 
 
 @pytest.mark.parametrize("world", laws.every_second([2, 4], 0))
 def test_dispatched_tokens_have_the_values_of_their_codes(world):
     """If false, an expert multiplies other codes than its tokens have, or those of another."""
     run_ranks(world, dispatches)
+
+
+class Launched(TorchDispatchMode):
+    """Operators that launch a kernel of a device, by name."""
+
+    HOST = "empty", "new_empty", "_to_copy", "detach", "alias", "full_like"
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, results = function.__name__.partition(".")[0], function(*args, **(kwargs or {}))
+        if function.namespace == "aten" and not function.is_view and name not in self.HOST:
+            self.names.append(name)
+        return results
+
+
+def launches(rank: int, world: int) -> None:
+    counts, group = COUNTS[0](rank), dist.group.WORLD
+    x, ends = tokens_of(rank, counts), torch.tensor(counts).cumsum(0)
+    net = spread(Experts(fq.recipes.mxfp8()), init_device_mesh(DEVICE, (world,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_compat.fsdp2, "fsdp_states", lambda: pytest.fail("walks FSDP"))
+        net(x, ends).sum().backward()
+    with Launched() as launched:
+        tokens, route = dispatch_tokens(x, ends, group)
+        combine_tokens(tokens, route)
+    exchange, order = ["full", "copy_"], ["arange", "searchsorted", "index_select", "add"]
+    order += ["empty_like", "index_copy_", "index_copy"]
+    rest = [name for name in launched.names if name not in (*exchange, *order)]
+    assert not rest and len(launched.names) <= 10, launched.names
+
+
+def test_a_route_launches_few_operators():
+    """If false, the host launches operators on one number per rank and expert, or walks through all
+    parameters under `fully_shard` per layer, and GPUs wait for the host."""
+    run_ranks(2, launches)
 
 
 # A module of experts #
@@ -187,7 +234,8 @@ def modules(rank: int, world: int) -> None:
     mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
     kinds = laws.every_second(list(zip(RECIPES.items(), itertools.cycle(COUNTS))), world // 2)
     for (name, (recipe, options, forward, backward)), counts_of in kinds:
-        reference, net = Experts(recipe), spread(Experts(recipe), mesh, **options)
+        bias = name == "mxfp8"
+        reference, net = Experts(recipe, bias), spread(Experts(recipe, bias), mesh, **options)
         counts, plan = counts_of(rank), reference.gate.first.plan
         travels = ("input", forward), ("grad_output", backward)
         rounds = {slot: plan.hybrid(slot) for slot, fmt in travels if fmt != "high precision"}
@@ -268,10 +316,11 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 COLLECTIVES = (
     "all_to_all_single",
     "all_reduce",
-    "all_gather_into_tensor",
+    GATHER,
     "all_gather_object",
     "broadcast",
     "barrier",
@@ -365,7 +414,7 @@ def check_layers(rank: int, world: int, reads: bool) -> None:
         dy = laws.values(*y.shape, seed=rank + 50, dtype=torch.bfloat16)
         with read[1], met(collectives[1]):
             y.backward(dy)
-        want = ["all_to_all_single"] * 3, ["all_to_all_single"] * 2
+        want = [GATHER, *["all_to_all_single"] * 2], ["all_to_all_single"] * 2
         assert collectives == want, (what, collectives)
         if reads:  # copies that start wait for nothing; the underflow check of GPUs has one besides
             waits = [[name for name in of.names if not name.startswith("to ")] for of in read]
@@ -541,6 +590,39 @@ def test_experts_shard_over_their_own_mesh(tmp_path):
 
 
 # Refusals #
+
+
+def changes(rank: int, world: int) -> None:
+    """Each takes effect in the next call, and back again."""
+    mesh, counts = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",)), COUNTS[0](rank)
+    mxfp8, current = fq.recipes.mxfp8(), fq.recipes.fp8_current()
+    net, x = spread(Experts(mxfp8), mesh), tokens_of(rank, counts)
+
+    def sent() -> set[str]:
+        fq.reset_receipt()
+        with torch.no_grad():
+            net(x, counts)
+        return {fmt for _, direction, fmt in fq.receipt().dispatch if direction != "sum"}
+
+    for _ in range(2):
+        fq.set_recipe(net, mxfp8)
+        assert sent() == {"mxfp8"}
+        with fq.autocast(current):
+            assert sent() == {"high precision"}
+        assert sent() == {"mxfp8"}
+        fq.set_recipe(net, current)
+        assert sent() == {"high precision"}
+    gate, net.gate = net.gate, nn.Module()  # of no codes
+    assert "names no converted experts" in str(net.expert_dispatch.travel("input", x.dtype))
+    net.gate = gate
+    fq.set_recipe(net, mxfp8)
+    assert sent() == {"mxfp8"}
+
+
+def test_tokens_travel_by_the_recipe_of_the_call():
+    """If false, how tokens travel is decided once: ranks send codes of a recipe that experts have
+    no more, or high precision for ever."""
+    run_ranks(2, changes)
 
 
 def refusals(rank: int, world: int) -> None:

@@ -5,6 +5,7 @@ reference, in graphs, and on an emulated GPU."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -86,6 +87,29 @@ def test_tokens_come_back_as_the_sums_over_their_experts(
             unit = torch.finfo(got[name].dtype).eps + copies * torch.finfo(dtype).eps / 2
             largest = one.abs().amax() + 1
             assert (got[name].double() - one).abs().amax() <= unit * largest, (name, dtype)
+
+
+def test_no_call_inspects_a_signature(monkeypatch: pytest.MonkeyPatch):
+    """If false, each call of a layer pays for what torch looks up to fill default arguments, which
+    no function of ours has."""
+    order, back = routes(6, 2)
+    x, rows = laws.values(6, 32, seed=1), laws.values(12, 32, seed=1)
+    weights, layer = laws.values(6, 2, seed=2, dtype=FP32), fq.Linear(32, 32, recipe="mxfp8")
+
+    def total(w: Tensor) -> Tensor:
+        return routes_of.combine(rows, back, w).float().sum()
+
+    (want,) = torch.autograd.grad(total(leaf := weights.clone().requires_grad_()), leaf)
+    assert_same_bytes(torch.func.grad(total)(weights), want, "of torch.func")
+    asked, signature = [], inspect.signature
+
+    def ask(function, **options):
+        asked.append(function)
+        return signature(function, **options)
+
+    monkeypatch.setattr(torch.autograd.function.inspect, "signature", ask)
+    passed(x, weights, x, order, back, lambda rows: layer(rows.float()).to(BF16))
+    assert not asked
 
 
 def test_sums_are_in_order_and_rounded_once():

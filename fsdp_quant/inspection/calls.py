@@ -9,7 +9,8 @@ from inspect import signature
 
 from torch import Tensor, nn
 
-from ..linear.grouped_linear import GroupedLinear, sizes_of
+from ..linear.grouped import sizes_of
+from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
 from ..linear.plan import GemmPlan, build_plan
 from ..linear.routes import tokens_of
@@ -92,4 +93,4 @@ def rows_by_layer(
 
 def _sizes(module: GroupedLinear, splits) -> list[int]:
     """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
-    return sizes_of(splits.tolist()) if isinstance(splits, Tensor) else list(splits)
+    return sizes_of([0, *splits.tolist()]) if isinstance(splits, Tensor) else list(splits)

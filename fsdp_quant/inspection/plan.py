@@ -25,6 +25,7 @@ from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
 from ..models.transposed_linear import TransposedLinear
 from ..ops.capability import Place, arch_of, place_of
+from ..ops.reference import known
 from ..parallel.expert_parallel import describe_experts
 from ..parallel.sequence import describe
 from ..recipe import default_override
@@ -419,7 +420,7 @@ def _named_notes(model: nn.Module) -> list[str]:
 def _experts_note(module: GroupedLinear, dtype: torch.dtype, place: Place) -> str:
     why = module.unsupported_reason(dtype, place)
     how = "all in one product" if why is None else f"one after the other ({why})"
-    if why is None and module.decodes_on(place):
+    if why is None and known(module.common_plan, "the plan").decodes_groups(arch_of(place)):
         how += " of values that their codes decode to, in bf16"
     return f"{len(module.layers)} experts, {how}"
 

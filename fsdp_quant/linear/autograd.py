@@ -73,4 +73,4 @@ def differentiated(program: Program, x: Tensor, count: int, parameters: Sequence
     """Return y of a program of x, `count` weights and biases, with its autograd node; then what the
     node keeps."""
     dgrad = torch.is_grad_enabled() and x.requires_grad
-    return LinearFunction.apply(x, program, count, dgrad, *parameters)
+    return torch_compat.applied(LinearFunction, x, program, count, dgrad, *parameters)

@@ -31,7 +31,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native
 from ..ops.capability import ARCHITECTURES, Place, arch_of, has_own_kernels
 from ..ops.layout import is_anchored_of_codes, operand_format
-from ..ops.native import Operand, TokenGroups
+from ..ops.native import TokenGroups
 from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -204,14 +204,15 @@ class GroupedCall(NamedTuple):
     ) -> GroupedCall:
         """Return the call of one product. calls: of each expert, or one if they are equal."""
         first = calls[0]
-        factors, histories = (
-            tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*slots))
-            for slots in ([call.factors for call in calls], [call.histories for call in calls])
-        )
-        save = any(call.save for call in calls)
         ids = [known(call.ids, "ids") for call in calls] if first.plan.is_keyed else []
-        call = first._replace(save=save, factors=factors, histories=histories)
-        return GroupedCall(call, ids, states, experts, tag=tag)
+        if len(calls) > 1:
+            factors, histories = (
+                tuple([t for direction in zip(*of_slot) for t in direction] for of_slot in zip(*s))
+                for s in ([call.factors for call in calls], [call.histories for call in calls])
+            )
+            save = any(call.save for call in calls)
+            first = first._replace(save=save, factors=factors, histories=histories)
+        return GroupedCall(first, ids, states, experts, tag=tag)
 
     def forward(
         self,
@@ -285,7 +286,11 @@ class GroupedCall(NamedTuple):
         transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
         if self._decodes(dy) or not (need_x or need_w or swiglu):
             dw = self._wgrad(dy, codes, groups, transposes) if need_w else None
-            dx = None if operand is None else self._dgrad(dy, operand, groups)
+            dx = None
+            if operand is not None:
+                _count(self.call.plan, PRODUCTS[1], dy, groups)
+                rows = self._decoded("grad_output", dy, ROWWISE, groups)
+                dx = torch_compat.grouped_mm(rows, operand.data, groups.offsets[1:])
         else:
             of_call = self._number(dy), self.call, self.ids
             of_dy = dy, groups, operand, need_w, *of_call, swiglu, tokens
@@ -295,9 +300,10 @@ class GroupedCall(NamedTuple):
             if need_w:
                 dw = native.grouped_wgrad(dy, codes_of_dy, groups, codes, *of_call, transposes)
         dw = dw.mT if dw is not None and transposes else dw
-        if not need_b:
-            return dx, dw, None
-        return dx, dw, dshares if swiglu else _bias_gradients(groups, dy)
+        if swiglu or not need_b:
+            return dx, dw, dshares if need_b else None
+        experts = torch.arange(self.experts, dtype=torch.int64, device=dy.device)
+        return dx, dw, (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
 
     # Operands #
 
@@ -340,11 +346,6 @@ class GroupedCall(NamedTuple):
         _count(plan, PRODUCTS[2], dy, groups)
         ends = groups.padded if fmt.is_quantized else groups.offsets
         return torch_compat.grouped_mm(a.t(), b, ends[1:])
-
-    def _dgrad(self, dy: Tensor, weight: Operand, groups: TokenGroups) -> Tensor:
-        rows = self._decoded("grad_output", dy, ROWWISE, groups)
-        _count(self.call.plan, PRODUCTS[1], dy, groups)
-        return torch_compat.grouped_mm(rows, weight.data, groups.offsets[1:])
 
     # A loop over the experts #
 
@@ -398,15 +399,14 @@ def _count(plan: GemmPlan, product: Product, x: Tensor, groups: TokenGroups) -> 
     counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
 
 
-def _bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
-    """Sum dy [M, N] over the tokens of each group: [E, N]."""
-    experts = torch.arange(groups.groups, dtype=torch.int64, device=dy.device)
-    return (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
-
-
 def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
-    bounds = [0, *ends.tolist()]
-    return x.split([end - start for start, end in zip(bounds, bounds[1:])])
+    return x.split(sizes_of([0, *ends.tolist()]))
+
+
+def sizes_of(bounds: list[int]) -> list[int]:
+    """Return the rows of each piece. bounds: the first row of the first, then the row after the
+    last of each."""
+    return [end - start for start, end in itertools.pairwise(bounds)]
 
 
 def _by_expert(tensors: Sequence[Tensor], dims: int) -> Sequence[Tensor]:

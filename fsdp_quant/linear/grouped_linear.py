@@ -30,7 +30,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
 from .base import plan_of_recipe
-from .grouped import GroupedCall, reads_routes, unsupported_reason
+from .grouped import GroupedCall, reads_routes, sizes_of, unsupported_reason
 from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -286,7 +286,7 @@ class GroupedLinear(HasWeight):
         is_cut = self._packed_state.tensor_group is not None
         if not (isinstance(weight, DTensor) and is_cut and weight.device_mesh.ndim == 1):
             return weight, bias
-        return weight.to_local(), None if bias is None else local_of(bias)
+        return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
 
     @property
     def first(self) -> Linear:
@@ -368,18 +368,18 @@ class GroupedLinear(HasWeight):
         """y [M, N], of one product for all experts, or of one for each."""
         if not is_traced:
             raise_bad_splits()
-        first = self.first
-        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
+        first, operand = self.first, self._operand(self.owners[0])
+        rows = first.checked(x, operand[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, routes[0] if routes else rows)
         plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
         if plan is not None:
-            return self._in_one(plan, rows, sizes, routes, around)
+            return self._in_one(plan, rows, sizes, operand, routes, around)
         if isinstance(sizes, Tensor):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
-            sizes = self._checked(sizes_of(sizes.tolist()), len(rows))
+            sizes = self._checked(sizes_of([0, *sizes.tolist()]), len(rows))
         swiglu, of_rows, of_routes = around
         rows = rows if isinstance(swiglu, bool) else with_values(rows, *swiglu)
         y = torch.cat(self._one_by_one(rows.split(sizes)))
@@ -484,7 +484,7 @@ class GroupedLinear(HasWeight):
         self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
     ) -> str | None:
         """Why no product serves all, in one clause; None: one does. plan: default, theirs."""
-        plan, first, bias = plan or self.common_plan, self.first, self._operand(self.owners[0])[1]
+        plan, first, bias = plan or self.common_plan, self.first, self.owners[0].bias
         if plan is None:
             return "experts have different plans"
         if first.recipe.require_native and plan.decodes_groups(arch_of(device)):
@@ -492,17 +492,12 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    def decodes_on(self, device: Place) -> bool:
-        """One product for all is of values that codes decode to."""
-        plan = self.common_plan
-        return plan is not None and plan.decodes_groups(arch_of(device))
-
     def _in_one(
-        self, plan: GemmPlan, rows: Tensor, sizes: Splits, routes: Routes, around: Around
+        self, plan: GemmPlan, rows: Tensor, sizes: Splits, operand: tuple, *of_call: Any
     ) -> Any:
-        """One product for all experts. sizes: see `_sizes`."""
-        layers = self._linears
-        held = [self._operand(owner) for owner in self.owners]
+        """One product for all experts. sizes: see `_sizes`. operand: of the first owner."""
+        layers, (routes, _) = self._linears, of_call
+        held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
         differ = plan.is_delayed or plan.is_keyed or bool(plan.weight.delayed_directions)
@@ -520,7 +515,7 @@ class GroupedLinear(HasWeight):
             states = []
         call = GroupedCall.combined(calls, states, len(layers), self._tag)
         call = call._replace(tokens=tokens_of(*routes)) if routes else call
-        return run_experts(call, plan, rows, ends, weights, biases, routes, around)
+        return run_experts(call, plan, rows, ends, weights, biases, *of_call)
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""
@@ -536,7 +531,7 @@ class GroupedLinear(HasWeight):
             )
         if splits.device.type != "cpu" or native.is_available_on(splits.device):
             return splits
-        return self._checked(sizes_of(splits.tolist()), len(rows))
+        return self._checked(sizes_of([0, *splits.tolist()]), len(rows))
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         experts = len(self._linears)
@@ -588,8 +583,3 @@ def _is_for_all(key: str, names: tuple[str, ...], arch: str) -> tuple[bool, bool
     expert."""
     plans = [plan_of_recipe(key, name, arch, EXPERT) for name in names]
     return len({plan.key for plan in plans}) == 1, plans[0].is_keyed
-
-
-def sizes_of(ends: list[int]) -> list[int]:
-    """Return the rows per expert. ends: the row after the last of each."""
-    return [end - start for start, end in zip([0, *ends], ends)]

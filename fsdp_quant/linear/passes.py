@@ -200,8 +200,8 @@ class TrainingSteps:
     def _publish(self) -> None:
         """Write the host's count to every device."""
         self.ahead = False
-        with torch_compat.outside_modes():
-            for counts in self._counts.values():
+        for counts in self._counts.values():
+            with torch_compat.outside_modes():
                 counts[0].fill_(self._next)
                 counts[1].fill_(self.open)
 
@@ -278,7 +278,9 @@ class TrainingSteps:
         self._rolled = set()
         if self.open:
             copied = itertools.chain(*self.history_groups)  # of a copy, before it runs
-            roll(self._unrolled([*copied, *histories_of(self.layers)]))
+            unrolled = self._unrolled([*copied, *histories_of(self.layers)])
+            if unrolled or SHARED:
+                roll(unrolled)
 
     def _unrolled(self, histories: Iterable[AmaxHistory]) -> list[AmaxHistory]:
         unrolled = {id(h): h for h in histories if id(h) not in self._rolled}

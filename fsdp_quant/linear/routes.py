@@ -114,10 +114,10 @@ class _Combine(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 def dispatch(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows [T * k, N] of x [T, N], sorted by expert."""
-    return _Dispatch.apply(x, order, back)
+    return torch_compat.applied(_Dispatch, x, order, back)
 
 
 @torch.compiler.allow_in_graph
 def combine(rows: Tensor, back: Tensor, weights: Tensor | None) -> Tensor:
     """y [T, N] of rows [T * k, N], in their dtype; weights: [T, k]."""
-    return _Combine.apply(rows, back, weights)
+    return torch_compat.applied(_Combine, rows, back, weights)

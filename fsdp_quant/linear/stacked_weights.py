@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -104,17 +105,18 @@ def _of_values(
 ) -> dict[Direction, StackedWeight]:
     """Quantize the values of an unsharded weight in one call, or read what `fq.hold` keeps."""
 
-    @functools.cache
-    def encoded() -> dict[Direction, StackedWeight]:
-        for d in directions:
-            if plan.operand("weight", d).is_quantized:
-                for state in states:
-                    counters.add("weight encode", (state.name, d.value))
-        return encode(values, factors, histories)
+    stacks: dict[Direction, StackedWeight] = {}
+
+    def encoded(direction: Direction) -> StackedWeight:
+        if not stacks:
+            coded = [d.value for d in directions if plan.operand("weight", d).is_quantized]
+            counters.add_each("weight encode", itertools.product((s.name for s in states), coded))
+            stacks.update(encode(values, factors, histories))
+        return stacks[direction]
 
     key = plan.key, dtype, bool(histories)
     return {
-        d: held(states[0], ("experts", d, *key), values, lambda d=d: encoded()[d])
+        d: held(states[0], ("experts", d, *key), values, functools.partial(encoded, d))
         for d in directions
     }
 

@@ -47,13 +47,14 @@ def _set(value: bool) -> Iterator[None]:
         _THREAD.is_tracing = before
 
 
-@contextlib.contextmanager
-def tracing(enabled: bool = True) -> Iterator[None]:
+def tracing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """Build a graph on this thread, if `enabled`: functions decorated here do what graphs need.
     Calls are counted when the graph runs."""
-    if not enabled:
-        yield
-        return
+    return _traced() if enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
     with _set(True), counters.uncounted():
         yield
 

@@ -6,7 +6,6 @@ what comes back.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,11 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..context import current_autocast
 from ..formats import ROWWISE
 from ..linear.grouped_linear import EXPERT, GroupedLinear
-from ..linear.plan import GemmPlan, build_plan
+from ..linear.plan import build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
-from ..quantizer import HybridQuantizer, as_rows
-from ..recipe import Recipe
+from ..quantizer import as_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.weight_state import values_of
@@ -49,22 +47,13 @@ class ExpertDispatch:
         self.module, self.style, self.group = module, style, group
         self.experts, self.name = experts, name
         self._under_way: list[tuple] = []
+        self._travels: dict[tuple, tuple[list, Travel]] = {}  # with the layers that decide it
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.behind)
 
-    def _layers(self, slot: str) -> list[nn.Module]:
-        return [self.module.get_submodule(n) for n in self.style.names(slot)]
-
     def converted(self, slot: str) -> list[GroupedLinear]:
-        return [layer for layer in self._layers(slot) if isinstance(layer, GroupedLinear)]
-
-    def _quantizers(self, slot: str) -> set[HybridQuantizer]:
-        """Those of this slot of all experts of its layers, on whichever rank they are."""
-        return {
-            plan.hybrid(slot)
-            for m in self.converted(slot)
-            for plan in _plans(m.first.recipe, m._name, self.experts)
-        }
+        layers = [self.module.get_submodule(n) for n in self.style.names(slot)]
+        return [layer for layer in layers if isinstance(layer, GroupedLinear)]
 
     def travel(self, slot: str, dtype: torch.dtype) -> Travel:
         """Return how the tokens ("input") travel, or the gradient of what comes back
@@ -73,17 +62,32 @@ class ExpertDispatch:
         Raises ValueError for codes that were asked for, or that require_native wants, where they
         cannot travel.
         """
-        layers = self.converted(slot)
-        transport = self.style.transport if slot == "input" else self.style.gradients
-        if (reason := self._unclear_quantizer(slot)) is not None:
-            travel = Travel(None, reason)
+        layers = [(m, m._name, m.first.recipe) for m in self.converted(slot)]
+        key = slot, dtype, current_autocast() is None
+        if key not in self._travels or self._travels[key][0] != layers:
+            self._travels[key] = layers, self._travel_of(layers, *key)
+        return self._travels[key][1]
+
+    def _travel_of(self, layers: list[tuple], slot: str, dtype: torch.dtype, plain: bool) -> Travel:
+        # of all experts, on whichever rank they are
+        roles = [(recipe, f"{n}.{e}") for _, n, recipe in layers for e in range(self.experts)]
+        quantizers = {build_plan(*role, module_type=EXPERT).hybrid(slot) for role in roles}
+        is_input, names = slot == "input", [*self.style.names(slot)]
+        transport = self.style.transport if is_input else self.style.gradients
+        if not layers or len(layers) < len(names):
+            option = "reads" if is_input else "writes"
+            travel = Travel(None, f"{option}={names} names no converted experts")
+        elif len(quantizers) > 1:
+            travel = Travel(None, "experts quantize it differently")
+        elif not plain:
+            travel = Travel(None, "fq.autocast overrides the recipe")
         else:
-            (hybrid,), first = self._quantizers(slot), layers[0].first
-            cols = first.in_features if slot == "input" else first.out_features
+            (hybrid,), first = quantizers, layers[0][0].first
+            cols = first.in_features if is_input else first.out_features
             travel = travel_of(hybrid, cols, dtype, transport)
             if not hybrid.side(ROWWISE).fmt.is_quantized:
                 return travel
-        required = transport == "auto" and any(m.first.recipe.require_native for m in layers)
+        required = transport == "auto" and any(recipe.require_native for *_, recipe in layers)
         if travel.hybrid is None and (transport == "codes" or required):
             asked = "require_native=True" if required else "it was asked to travel as codes"
             raise ValueError(
@@ -91,16 +95,6 @@ class ExpertDispatch:
                 f"and {asked}; {REMEDY}, or ask for high precision"
             )
         return travel
-
-    def _unclear_quantizer(self, slot: str) -> str | None:
-        """Return why no one quantizer is known for what travels, in one clause."""
-        quantizers = self._quantizers(slot)
-        if not quantizers or len(self.converted(slot)) < len(self._layers(slot)):
-            option = "reads" if slot == "input" else "writes"
-            return f"{option}={[*self.style.names(slot)]} names no converted experts"
-        if len(quantizers) > 1:
-            return "experts quantize it differently"
-        return None if current_autocast() is None else "fq.autocast overrides the recipe"
 
     @torch_compat.never_compiled
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -123,7 +117,7 @@ class ExpertDispatch:
         route = route_tokens(splits, rows, self.group, *options)
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
-        shape = (sum(route.counts),) if routes and not summed else x.shape[:-1]
+        shape = (sum(route.rows.sent),) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
         self._under_way.append((route, gradients, shape, summed, results))
         sizes = route.splits
@@ -140,10 +134,10 @@ class ExpertDispatch:
         """Results of this rank's tokens, of those of own experts."""
         route, gradients, shape, summed, results = self._under_way.pop()
         self._under_way.clear()  # of forwards that raised
-        if y.shape[0] != sum(route.splits) or y.dim() != 2:
+        if y.shape[0] != sum(route.rows.received) or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
-                f"{sum(route.splits)} tokens"
+                f"{sum(route.rows.received)} tokens"
             )
         y, _ = exchanged(y, route, gradients, False)
         y = combine(y, *summed) if summed else y
@@ -153,15 +147,8 @@ class ExpertDispatch:
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
         copied.module, copied._under_way = copy.deepcopy(self.module, memo), []
+        copied._travels = {}
         return copied
-
-
-@functools.cache
-def _plans(recipe: Recipe, name: str, experts: int) -> tuple[GemmPlan, ...]:
-    """The plans that experts have, each once."""
-    return tuple(
-        dict.fromkeys(build_plan(recipe, f"{name}.{e}", module_type=EXPERT) for e in range(experts))
-    )
 
 
 class ExpertParallel(ParallelStyle):
@@ -289,11 +276,10 @@ def planned_dispatch(
     planned, rows = {}, sum(counts)
     k = experts.converted("input")[0].first.in_features
     n = experts.converted("grad_output")[0].first.out_features
-    for phase, slot, cols in (("forward", "input", k), ("backward", "grad_output", n)):
+    for phase, slot, cols, summed in ("forward", "input", k, n), ("backward", "grad_output", n, k):
         hybrid = experts.travel(slot, dtype).hybrid
         planned |= planned_bytes(phase, hybrid, (ROWWISE,), (rows, cols), dtype, 1)
-    planned["forward", "sum", "high precision"] = rows * n * dtype.itemsize
-    planned["backward", "sum", "high precision"] = rows * k * dtype.itemsize
+        planned[phase, "sum", "high precision"] = rows * summed * dtype.itemsize
     return planned
 
 

@@ -29,6 +29,7 @@ from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
 from ..ops.capability import is_exact_in_bf16
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
+from ..tensor import torch_compat
 from .sequence import planned_bytes
 from .token_route import TokenRoute, route_tokens, row_bytes
 
@@ -100,7 +101,7 @@ def _dispatched(
         _count(route, phase, "rowwise", storage.fmt.name, buffer)
 
     def values() -> Tensor:
-        shape = sum(route.splits), x.shape[1]
+        shape = sum(route.rows.received), x.shape[1]
         return storage.with_buffers(dict(zip(buffers, arrived())), shape=shape).dequantize(x.dtype)
 
     return values
@@ -109,56 +110,53 @@ def _dispatched(
 def _count(route: TokenRoute, phase: str, direction: str, fmt: str, buffer: Tensor) -> None:
     """Count what this rank sends of a buffer."""
     if route.ranks > 1:
-        size = sum(route.counts) * row_bytes(buffer)
+        size = sum(route.rows.sent) * row_bytes(buffer)
         counters.add("expert dispatch", (phase, direction, fmt), size)
 
 
 class _Exchange(NamedTuple):
-    """dispatches: of tokens to the ranks of their experts; else of results back, which are summed.
-    The backward is the other one. travel: of what is dispatched. begun: waits for the part that is
-    under way."""
+    """dispatches: of tokens to their experts; else of results back, which are summed. The backward
+    is the other one. travel: of what is dispatched. begun: waits for what is under way."""
 
     route: TokenRoute
     travel: Travel
     dispatches: bool
     begun: list[Callable[[], Any]]
 
-    def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> Tensor:
-        """Start to send x; return what stands for it in autograd until it is there."""
+    def begin(self, x: Tensor, phase: str, tokens: Tensor | None = None) -> None:
+        """Start to send x."""
         if self.dispatches is (phase == "forward"):
             wait = _dispatched(x, self.route, self.travel, phase, tokens)
         else:
             wait = self.route.returned(x)
             _count(self.route, phase, "sum", "high precision", x)
         self.begun[:] = [wait]
-        return x.new_zeros(())
-
-    def end(self) -> Any:
-        return self.begun.pop()()
 
 
-class _Begin(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """begins, ends: the forward starts the exchange of x, or waits for it: one of two nodes that
+    are around what runs meanwhile. The first returns what stands for x until it is there."""
+
     @staticmethod
-    def forward(ctx, x, exchange, tokens, back):
-        ctx.exchange = exchange
+    def forward(x, exchange, begins, ends, tokens, back):
+        if begins:
+            exchange.begin(x.detach(), "forward", tokens)
+        return exchange.begun.pop()() if ends else x.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, *ctx.of_exchange, _, back = inputs
         ctx.save_for_backward(back)
-        return exchange.begin(x.detach(), "forward", tokens)
-
-    @staticmethod
-    def backward(ctx, *_):
-        dx, (back,) = ctx.exchange.end(), ctx.saved_tensors
-        return dx if back is None else sum_of_copies(dx, back), None, None, None
-
-
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, begun, exchange):
-        ctx.exchange = exchange
-        return exchange.end()
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.exchange.begin(dy, "backward"), None
+        exchange, begins, ends = ctx.of_exchange
+        if ends:
+            exchange.begin(dy, "backward")
+        if not begins:
+            return dy.new_zeros(()), None, None, None, None, None
+        dx, (back,) = exchange.begun.pop()(), ctx.saved_tensors
+        return dx if back is None else sum_of_copies(dx, back), None, None, None, None, None
 
 
 def exchanged(
@@ -177,9 +175,11 @@ def exchanged(
     """
     exchange = _Exchange(route, travel, dispatches, [])
     tokens, back = (tokens_of(*routes), routes[1]) if routes else (None, None)
-    begun = _Begin.apply(x, exchange, tokens, back)
-    result = None if meanwhile is None else meanwhile()
-    return _End.apply(begun, exchange), result
+    if meanwhile is None:
+        return torch_compat.applied(_Exchanged, x, exchange, True, True, tokens, back), None
+    begun = torch_compat.applied(_Exchanged, x, exchange, True, False, tokens, back)
+    result = meanwhile()
+    return torch_compat.applied(_Exchanged, begun, exchange, False, True, None, None), result
 
 
 def dispatch_tokens(
@@ -228,9 +228,10 @@ def combine_tokens(
 
     Raises ValueError for other rows than the route's, and as `dispatch_tokens`.
     """
-    if y.dim() != 2 or y.shape[0] != sum(route.splits):
+    held = sum(route.rows.received)
+    if y.dim() != 2 or y.shape[0] != held:
         raise ValueError(
-            f"combine_tokens: y is {list(y.shape)}; wanted the {sum(route.splits)} rows of its "
+            f"combine_tokens: y is {list(y.shape)}; wanted the {held} rows of its "
             "route, [rows, columns]"
         )
     travel = _travel(quantizer, y, transport, "combine_tokens")

@@ -4,56 +4,80 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..linear.grouped import sizes_of
 from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
 
+class Rows(NamedTuple):
+    """Numbers of rows. sent, received: [R] in all, to and from each rank."""
+
+    counts: list[int]
+    arriving: list[list[int]]
+    sent: list[int]
+    received: list[int]
+
+    @staticmethod
+    def of_rank(rank: int, ends: Sequence[list[int]]) -> Rows:
+        """ends: [R][1 + E] of all ranks, 0 and the row behind the last of each expert."""
+        experts = (len(ends[0]) - 1) // len(ends)
+        held, sent = slice(rank * experts, (rank + 1) * experts + 1), ends[rank][::experts]
+        arriving = [sizes_of(row[held]) for row in ends]
+        return Rows(sizes_of(ends[rank]), arriving, sizes_of(sent), [*map(sum, arriving)])
+
+
 @dataclass(eq=False)
 class TokenRoute:
     """Rows that each rank of `group` sends to each expert; ranks hold equal numbers of experts, in
-    order. Its counts are on their way when it is made: the host waits for them once, where they are
-    read, which raises what `route_tokens` says.
-
-    counts:    [E] of this rank's tokens, by expert.
-    arriving:  [R][E / R] what ranks send to the experts of this rank.
+    order. Its counts are on their way when it is made: the host waits for them once, where `rows`
+    is read first, which raises what `route_tokens` says.
     """
 
     group: dist.ProcessGroup
-    _arriving: Tensor  # on the device
-    _read: Callable[[], tuple[list[int], list[list[int]]]]
-    _orders: dict[bool, Tensor] = field(default_factory=dict)
+    _device: torch.device
+    _read: Callable[[], Rows]
 
-    @property
-    def counts(self) -> list[int]:
-        return self._read()[0]
-
-    @property
-    def arriving(self) -> list[list[int]]:
-        return self._read()[1]
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return self._read()
 
     @property
     def ranks(self) -> int:
         return self.group.size()
 
-    @functools.cached_property
+    @property
+    def counts(self) -> list[int]:
+        """[E] of this rank's tokens, by expert."""
+        return self.rows.counts
+
+    @property
+    def arriving(self) -> list[list[int]]:
+        """[R][E / R] what ranks send to the experts of this rank."""
+        return self.rows.arriving
+
+    @property
     def splits(self) -> list[int]:
         """[E / R] rows of each expert of this rank: the splits of `fq.GroupedLinear`."""
-        return [sum(rows) for rows in zip(*self.arriving)]
+        return [*map(sum, zip(*self.arriving))]
 
     @property
     def ends(self) -> Tensor:
         """int64 [E / R] on the device, the row behind the last of each expert of this rank."""
-        return self._arriving.sum(0).cumsum(0)
+        return self._index[0]
 
     def spread(
         self, buffers: Sequence[Tensor], tokens: Tensor | None = None
@@ -64,32 +88,29 @@ class TokenRoute:
         buffers:  [rows, ..], row-major.
         tokens:   int64, the row of the buffers of each row that is sent; None: they are in order.
         """
-        parts = _wide([*map(_rows_of_bytes, buffers)])
+        parts = _as_words(buffers)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         packed = packed if tokens is None else packed.index_select(0, tokens)
-        arriving = [*map(sum, self.arriving)]
-        received = packed.new_empty(sum(arriving), packed.shape[1])
-        wait = self._exchange(received, packed, arriving, self._sent_to)
-        widths = [part.shape[1] for part in parts]
+        received = packed.new_empty(sum(self.rows.received), packed.shape[1])
+        wait = self._exchange(received, packed, self.rows.received, self.rows.sent)
+        widths, orders = [part.shape[1] for part in parts], self._index[1]  # while rows move
 
         def arrived() -> list[Tensor]:
             wait()
-            return [
-                self._ordered(rows).view(buffer.dtype).view(-1, *buffer.shape[1:])
-                for rows, buffer in zip(received.split(widths, 1), buffers)
-            ]
+            rows = received.split(widths, 1)
+            rows = [t.index_select(0, orders[0]) if orders else t.contiguous() for t in rows]
+            return [t.view(b.dtype).view(-1, *b.shape[1:]) for t, b in zip(rows, buffers)]
 
         return arrived
 
     def returned(self, y: Tensor) -> Callable[[], Tensor]:
         """Start to send rows of y [sum of splits, N], sorted by expert, then by rank, back to the
         ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
-        (rows,) = _wide([_rows_of_bytes(y)])
-        rows = self._ordered(rows, back=True)
         # no view: users may write in place what FSDP2 hooks
-        returned, from_experts = y.new_empty(sum(self.counts), y.shape[1]), map(sum, self.arriving)
-        into = _rows_of_bytes(returned)
-        wait = self._exchange(into, rows, self._sent_to, [*from_experts])
+        returned = y.new_empty(sum(self.rows.sent), y.shape[1])
+        (rows, into), orders = _as_words([y, returned]), self._index[1]
+        rows = rows.index_select(0, orders[1]) if orders else rows
+        wait = self._exchange(into, rows, self.rows.sent, self.rows.received)
 
         def arrived() -> Tensor:
             wait()
@@ -97,34 +118,30 @@ class TokenRoute:
 
         return arrived
 
-    @property
-    def _sent_to(self) -> list[int]:
-        """[R] rows that each rank is sent."""
-        experts = len(self.counts) // self.ranks
-        return [sum(self.counts[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
-
-    def _ordered(self, rows: Tensor, back: bool = False) -> Tensor:
-        """Sort rows, a piece of each rank for each expert, from the order of ranks by expert; back:
-        the other way. The host builds no index and waits for none."""
-        if 1 in self._arriving.shape:
-            return rows.contiguous()
-        if (order := self._orders.get(back)) is None:
-            by_rank = self._arriving.T if back else self._arriving
-            starts = (by_rank.flatten().cumsum(0) - by_rank.flatten()).view_as(by_rank).T.flatten()
-            sizes = by_rank.T.flatten()
-            # of pieces of these sizes, which begin at these rows
-            shifts = starts - (sizes.cumsum(0) - sizes)
-            order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
-            order = order + shifts.repeat_interleave(sizes, output_size=len(rows))
-            self._orders[back] = order
-        return rows.index_select(0, order)
+    @functools.cached_property
+    def _index(self) -> tuple[Tensor, list[Tensor]]:
+        """`ends`; the row in the order of ranks of each row by expert, and the other way. The host
+        gives the device where pieces end, in one copy, and waits for nothing."""
+        arriving, experts = self.rows.arriving, len(self.rows.arriving[0])
+        by_rank = [*accumulate(itertools.chain(*arriving))]
+        by_expert = [*accumulate(itertools.chain(*zip(*arriving)))]
+        places = itertools.chain(*(by_rank[e::experts] for e in range(experts)))
+        numbers = [*by_expert, *map(operator.sub, places, by_expert)]  # ends, and how far they move
+        numbers += by_expert[self.ranks - 1 :: self.ranks]
+        device, sizes = self._device, (len(by_expert), len(by_expert), experts)
+        is_cuda = device.type == "cuda"
+        host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        pieces, shifts, ends = host.to(device, non_blocking=True).split(sizes)
+        if 1 in (self.ranks, experts):  # both orders are one
+            return ends, []
+        rows = torch.arange(sum(self.rows.received), dtype=torch.int64, device=device)
+        order = rows + shifts.index_select(0, torch.searchsorted(pieces, rows, right=True))
+        return ends, [order, torch.empty_like(order).index_copy_(0, order, rows)]
 
     def _exchange(
         self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
     ) -> Callable[[], object]:
-        """Start to send each rank so many rows, and to write what comes to `into`; return the
-        function that waits for it."""
-        into, rows = into.view(torch.uint8), rows.view(torch.uint8)
+        """Start to send each rank so many rows into `into`; return the function that waits."""
         if self.ranks == 1:
             return functools.partial(into.copy_, rows)
         work = dist.all_to_all_single(into, rows, arriving, sent, self.group, async_op=True)
@@ -135,14 +152,13 @@ def row_bytes(t: Tensor) -> int:
     return t.itemsize * math.prod(t.shape[1:])
 
 
-def _rows_of_bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(-1).view(torch.uint8).view(-1, row_bytes(t))
-
-
-def _wide(parts: list[Tensor]) -> list[Tensor]:
-    """Rows of bytes as those of words where they can be: torch copies rows element by element."""
-    fits = all(n % 8 == 0 for part in parts for n in (part.shape[1], part.storage_offset()))
-    return [part.view(torch.int64) for part in parts] if fits else parts
+def _as_words(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Rows [M, ..] as rows of 8-byte words where they can be, which torch copies faster, else of
+    bytes."""
+    rows = [t.contiguous().view(t.shape[0], math.prod(t.shape[1:])) for t in buffers]
+    sizes = [n * t.itemsize for t in rows for n in (t.shape[1], t.storage_offset())]
+    fits = all(size % 8 == 0 for size in sizes)
+    return [t.view(torch.int64 if fits else torch.uint8) for t in rows]
 
 
 def route_tokens(
@@ -158,8 +174,8 @@ def route_tokens(
     call it.
 
     splits:   as of `fq.GroupedLinear`, of the experts of all ranks: counts on the host, or int
-              tensor [E], the row behind each expert's last. One small all-to-all exchanges
-              the counts, and the host reads them: sizes of an uneven all-to-all are the host's.
+              tensor [E], the row behind each expert's last. One small all-gather exchanges them,
+              and the host reads all ranks': sizes of an uneven all-to-all are the host's.
     experts:  of all ranks; default: as many as splits has.
     travels:  text that must be the same on every rank, as must K and the dtype.
     routes:   of x [T, K], as of `fq.GroupedLinear`; empty: x has the rows.
@@ -169,81 +185,68 @@ def route_tokens(
     up to its rows, routes of other tokens, ranks that would send different things. RuntimeError
     inside a capture of a CUDA graph.
     """
-    experts = experts or len(splits)
-    if not experts or experts % group.size():
+    experts, ranks = experts or len(splits), group.size()
+    if not experts or experts % ranks:
         raise ValueError(
-            f"{name}: {experts} experts over {group.size()} ranks, which do not divide them; "
-            f"choose a multiple of {group.size()}"
+            f"{name}: {experts} experts over {ranks} ranks, which do not divide them; "
+            f"choose a multiple of {ranks}"
         )
     if torch_compat.is_captured(x):
         raise RuntimeError(
             f"{name}: the host reads how many tokens ranks send each other, which no CUDA graph "
             "captures; run this step eagerly, or capture what is around it"
         )
-    rows, fits = x.shape[0], True
+    tokens = rows = x.shape[0]
+    fits = True
     if routes:
         order, back = routes
         rows = order.numel()
-        fits = back.dim() == 2 and len(back) == len(x) and back.numel() == rows
-    counts = _counts_of(splits if fits else (), experts).to(x.device, torch.int64)
-    is_fine = (counts >= 0).all() & (counts.sum() == rows)
+        fits = back.dim() == 2 and back.shape[0] == tokens and back.numel() == rows
     text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype} {travels}"
-    checksum = torch.full_like(is_fine, zlib.crc32(text.encode()), dtype=torch.int64)
-    facts = torch.stack([is_fine.long(), checksum])
-    sent = torch.cat([counts.view(group.size(), -1), facts.expand(group.size(), 2)], 1)
+    fact = zlib.crc32(text.encode()) << 31 | rows
+    sent = _sent(fact, splits if fits else (), experts, x.device)
     received = sent
-    if group.size() > 1:
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-    numbers, width = _on_host(torch.cat([counts, received.flatten()])), sent.shape[1]
+    if ranks > 1:
+        received = sent.new_empty(ranks * (experts + 1))
+        torch_compat.all_gather(received, sent, group)
+    host, is_cuda = received.to("cpu", non_blocking=True), x.device.type == "cuda"
+    arrived = torch.cuda.current_stream(x.device).record_event() if is_cuda else None
 
-    @functools.cache
-    def read() -> tuple[list[int], list[list[int]]]:
-        flat = numbers()  # the one read
-        by_rank = [flat[i : i + width] for i in range(experts, len(flat), width)]
-        is_wrong = [not is_fine for *_, is_fine, _ in by_rank]
+    def read() -> Rows:
+        if arrived is not None:
+            arrived.synchronize()
+        table, rank = host.view(ranks, -1).tolist(), group.rank()  # the one read
+        facts, ends = zip(*[(row[0], [0, *row[1:]]) for row in table])
+        is_wrong = [(e[-1], e) != (fact % 2**31, sorted(e)) for fact, e in zip(facts, ends)]
         if any(is_wrong):
             error = ValueError(
                 f"{name}: the token splits {splits} of {rows} rows are not of {experts} experts, "
                 "or do not add up to its rows; give counts, none negative, that add up to the "
                 "input's rows, or a tensor of the row behind each expert's last"
                 if fits
-                else f"{name}: routes are {[list(t.shape) for t in routes]} of {x.shape[0]} "
+                else f"{name}: routes are {[list(t.shape) for t in routes]} of {tokens} "
                 "tokens; wanted order [T * k] and back [T, k]"
             )
-            agree({}, [group], error if is_wrong[group.rank()] else None)
-        if len({checksum for *_, checksum in by_rank}) > 1:
+            agree({}, [group], error if is_wrong[rank] else None)
+        if len({fact >> 31 for fact in facts}) > 1:
             remedy = "call it with the same experts, columns, dtype and quantizer on every rank"
             sentence = "ranks would send each other different tokens"
             agree({name: text}, [group], None, remedy, sentence)
-        return flat[:experts], [rows for *rows, _, _ in by_rank]
+        return Rows.of_rank(rank, ends)
 
-    return TokenRoute(group, received[:, :-2], read)
-
-
-def _on_host(t: Tensor) -> Callable[[], list]:
-    """Start to copy t [n] to the host; return the function that waits for it."""
-    host = t.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event() if t.device.type == "cuda" else None
-    if arrived is not None:
-        arrived.record(torch.cuda.current_stream(t.device))
-
-    def wait() -> list:
-        if arrived is not None:
-            arrived.synchronize()
-        return host.tolist()
-
-    return wait
+    return TokenRoute(group, x.device, read)
 
 
-def _counts_of(splits: Sequence[int] | Tensor, experts: int) -> Tensor:
-    """Token counts per expert, int [E]. Malformed splits become all -1, which the check after the
-    exchange rejects on every rank."""
+def _sent(fact: int, splits: Sequence[int] | Tensor, experts: int, device: torch.device) -> Tensor:
+    """int64 [1 + E]: what the host knows, then the row behind each expert's last. Those of
+    malformed splits are -1, which the check after the exchange rejects on every rank."""
     try:
         is_tensor = isinstance(splits, Tensor)
-        counts = splits if is_tensor else torch.tensor(list(splits), dtype=None, device="cpu")
+        numbers = splits if is_tensor else torch.tensor([*splits], dtype=None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        counts = torch.empty(0, dtype=torch.int64, device="cpu")
-    if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype is torch.bool:
-        return torch.full((experts,), -1, dtype=torch.int64, device="cpu")
-    return counts.diff(prepend=counts.new_zeros(1)) if isinstance(splits, Tensor) else counts
+        numbers = torch.empty(0, dtype=torch.float32, device="cpu")
+    fits = not (numbers.is_floating_point() or numbers.dtype is torch.bool)
+    ends = numbers if isinstance(splits, Tensor) else numbers.cumsum(0)
+    sent = torch.full((1 + experts,), fact, dtype=torch.int64, device=device)
+    sent[1:] = ends if fits and ends.shape == (experts,) else -1
+    return sent

@@ -7,13 +7,14 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._functorch import pyfunctorch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -222,6 +223,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> torch.autocast:
     """Leave torch.autocast of a device."""
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+def applied(function: type[torch.autograd.Function], *args) -> Any:
+    """`function.apply(*args)`, of one with `setup_context`. In each call torch binds the signature
+    of the forward, which must have no defaults, and creates a node also without gradients."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return function.forward(*args)
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # pyright: ignore
 
 
 class _OnceDifferentiable(torch.autograd.Function):

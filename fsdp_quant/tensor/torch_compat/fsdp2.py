@@ -286,7 +286,7 @@ def all_managed_params() -> Iterator[ManagedParam]:
 
 def is_managed(parameter: Tensor) -> bool:
     """The tensor is the registered parameter, sharded or not, of any `fully_shard`."""
-    return any(
+    return type(parameter) is not Tensor and any(
         parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None)
         for m in all_managed_params()
     )
