@@ -1547,7 +1547,7 @@ class Operators:
             made[d] = self._quantized(x, [side], 0, False, [None] * 8)[:2]
         return made
 
-    def _gathered(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
+    def _of_all_ranks(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
         """The operand of all ranks' rows."""
         reading = call.slots[slot][d is COLUMNWISE]
         whole = [call.ranks.gathered(b) for b in buffers]
@@ -1639,7 +1639,7 @@ class Operators:
             made = encode(call, 0, rows, True, col)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
         of_rows = made.get(ROWWISE, [rows])
-        of_rows = self._gathered(call, 0, ROWWISE, of_rows) if gathers else of_rows
+        of_rows = self._of_all_ranks(call, 0, ROWWISE, of_rows) if gathers else of_rows
         a = self._step_operand(operand_specs[0], ROWWISE, of_rows)
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
@@ -1658,7 +1658,7 @@ class Operators:
         encode = self._step_rows if gathers else self._step_quantize
         made = encode(call, 2, dy, needs_x, needs_w)
         if gathers:
-            made = {d: self._gathered(call, 2, d, buffers) for d, buffers in made.items()}
+            made = {d: self._of_all_ranks(call, 2, d, buffers) for d, buffers in made.items()}
         self.calls.append(
             Call(
                 "linear_step_backward",
@@ -1681,7 +1681,7 @@ class Operators:
                 again = encode(call, 0, rows, False, True)
                 saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
             if ranks.gathers(0):
-                saved = self._gathered(call, 0, COLUMNWISE, list(saved))
+                saved = self._of_all_ranks(call, 0, COLUMNWISE, list(saved))
             b = self._step_operand(of_x, COLUMNWISE, list(saved))
             dw = self._step_product(call, 2, a, b, out=call.main_grad)
         return dx, dw
