@@ -217,12 +217,6 @@ class QuantizedWeight(WeightCodes):
         values = self.inner.detach()
         return _rebuild, (values, self.state, True, self.requires_grad, self.dtype)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return (
-            f"QuantizedWeight({self.state.name}, {list(self.shape)}, {self.dtype}, "
-            f"{self.state.quantizer})"
-        )
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -133,12 +133,6 @@ class WeightShard(FSDPHooks, Tensor):
         """Of the values: files hold no class of the library."""
         return self.inner.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return (
-            f"WeightShard({self.state.name}, {list(self.shape)}, {self.dtype}, "
-            f"{self.state.quantizer})"
-        )
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod

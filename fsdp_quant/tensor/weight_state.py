@@ -312,6 +312,10 @@ class WeightTensor(Tensor):
         """The tensor in a state dict."""
         return self.inner
 
+    def __repr__(self, *, tensor_contents=None) -> str:
+        facts = self.state.name, list(self.shape), self.dtype, self.state.quantizer
+        return f"{type(self).__name__}({', '.join(map(str, facts))})"
+
 
 _COPIES_ARE_WEIGHTS = contextvars.ContextVar("fsdp_quant_copies_are_weights", default=False)
 
