@@ -305,7 +305,9 @@ def multi_tensor_encode(
                 record_amax(record, known(encoded.amax, "the amax"))
         return results
     known_stats: Sequence[Statistics | None] | None = stats
-    if any(s is None for s in stats) and not _has_local_scales(encoding.fmt):
+    # a kernel computes the amaxes as it encodes, if no scale spans more than a block
+    spans_blocks = encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale
+    if spans_blocks and any(s is None for s in stats):
         is_delayed = any(scale is not None for scale in encode_scales)
         if not any(stats) and not encoding.fmt.tensor_scale and not is_delayed:
             known_stats = None  # each replay computes them again
@@ -325,11 +327,6 @@ def multi_tensor_encode(
     )
     _count(encoding, "native", len(x))
     return [Encoded(*buffers) for buffers in codes]
-
-
-def _has_local_scales(fmt: Format) -> bool:
-    """No scale spans more than a block, so that a kernel computes the amaxes as it encodes."""
-    return not (fmt.scale_leaves_contraction or fmt.tensor_scale)
 
 
 def _completed(

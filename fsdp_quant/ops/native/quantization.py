@@ -60,10 +60,11 @@ def statistics(
     x."""
     call = call_of(tuple(encodings))
     outputs = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
-    results: dict[int, tuple] = {}
-    for i in call.places:
-        if i is not None:
-            results[i] = (next(outputs), next(outputs) if encodings[i].fmt.tensor_scale else None)
+    results = {
+        i: (next(outputs), next(outputs) if encodings[i].fmt.tensor_scale else None)
+        for i in call.places
+        if i is not None
+    }
     return [results[i] for i in range(len(encodings))]
 
 
