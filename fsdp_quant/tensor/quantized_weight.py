@@ -24,13 +24,12 @@ from ..ops.layout import COMPACT
 from ..ops.reference import known
 from ..storage import to_storage
 from . import torch_compat
-from .aten_table import AtenTable, aten
 from .fsdp_hooks import managed_of
 from .quantized_tensor import QuantizedTensor, as_parameter, refused, sent_by_ddp
 from .refresh import encode_stale, refresh_codes
 from .storage_pair import StoragePair
+from .subclasses import AtenTable, NoDynamoGuard, aten
 from .torch_compat import ManagedParam, tree_map_only
-from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
 from .weight_state import WeightQuantizer, WeightState, is_weight_copied

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_compat
-from .aten_table import aten
 from .fsdp_hooks import FSDPHooks, managed_of
-from .traced import NoDynamoGuard, stable_text
+from .subclasses import NoDynamoGuard, aten, stable_text
 from .weight_state import WeightState
 
 _T = TypeVar("_T", bound=Tensor)
