@@ -32,12 +32,7 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized", "rowwise")
 
 
-@cache
-def _encoding(*fields) -> Encoding:
-    """One object per value, so that caches find it without a comparison."""
-    return Encoding(*fields)
-
-
+_encoding = cache(Encoding)  # one object per value, so that caches find it without a comparison
 _OPTIONS = {
     "rounding": choice("nearest", "stochastic"),
     "rotation": flag(),
@@ -418,11 +413,10 @@ class HybridQuantizer:
                 raise ValueError(
                     f"cannot update {out!r} {direction.value} with {quantizer}: the formats differ"
                 )
-        if out.rowwise is not None and out.columnwise is not None and not self.shares_storage:
-            if out.rowwise.data is out.columnwise.data:
-                raise ValueError(
-                    f"cannot update {out!r} with {self}: one storage serves both of its directions"
-                )
+        if out._pair.shares_data and not self.shares_storage:
+            raise ValueError(
+                f"cannot update {out!r} with {self}: one storage serves both of its directions"
+            )
         fresh = self.quantize(x, key=key)
         for direction in self.sides:
             new = fresh.storage_for(direction).buffers()

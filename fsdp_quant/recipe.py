@@ -31,6 +31,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+import fsdp_quant.roles as roles
+
 from .families import FAMILIES, family_of
 from .formats import canonical_text
 from .migration import recipe_remedy
@@ -47,12 +49,7 @@ from .recipe_options import (
     with_options,
 )
 from .roles import QUANTIZED_TYPES, Role, default_override, overridden
-from .roles import Selection as _Selection
-from .roles import Selector as _Selector
 from .roles import matches as matches
-from .roles import selected as _selected
-from .roles import selectors_of as _selectors_of
-from .roles import shown as _shown
 from .scaling import DelayedScaling
 
 __all__ = ["PerLayer", "Recipe", "Schedule", "by_name", "custom", "names", "per_layer", "schedule"]
@@ -208,7 +205,7 @@ class PerLayer(_OfAllSteps):
     """
 
     default: Recipe
-    named: tuple[tuple[_Selector | _Selection, Recipe], ...] = ()
+    named: tuple[tuple[roles.Selector | roles.Selection, Recipe], ...] = ()
     first: tuple[int, Recipe] | None = None
     last: tuple[int, Recipe] | None = None
 
@@ -249,7 +246,7 @@ class PerLayer(_OfAllSteps):
             for i in range(count):
                 result[i if place == "first" else -1 - i] = recipe
         for pattern, recipe in reversed(self.named):
-            matching = _selected("per_layer", pattern, names, {})
+            matching = roles.selected("per_layer", pattern, names, {})
             result = [recipe if n in matching else r for n, r in zip(names, result)]
         return result
 
@@ -258,7 +255,7 @@ class PerLayer(_OfAllSteps):
         return " ".join(f"{place} {key}: {recipe.fingerprint()};" for place, key, recipe in rules)
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{_shown(k)}: {r}" for k, r in self.named)
+        named = ", ".join(f"{roles.shown(k)}: {r}" for k, r in self.named)
         parts = [repr(self.default), *(["{" + named + "}"] if named else [])]
         parts += [f"{place}={(count, recipe)}" for place, count, recipe in self._ends]
         return f"per_layer({', '.join(parts)})"
@@ -282,7 +279,7 @@ def per_layer(
         raise ValueError(f"per_layer(named=) must be recipes by name pattern, got {named!r}")
     rules = []
     for pattern, recipe in (named or {}).items():
-        _selectors_of("per_layer(named=): a pattern", [pattern])
+        roles.selectors_of("per_layer(named=): a pattern", [pattern])
         rules.append((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)))
     ends: list[tuple[int, Recipe] | None] = []
     for place, end in (("first", first), ("last", last)):

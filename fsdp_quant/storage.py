@@ -204,10 +204,6 @@ class Storage(EncodedMatrix):
             self.fmt, self.direction, self.shape, data, scale, tensor_amax, self.dtype, 0, layout
         )
 
-    def needs_transpose(self, layout: str) -> bool:
-        """`to_gemm_operand(layout)` transposes the codes."""
-        return layout in LAID_OUT and self.direction is not ROWWISE and self.fmt.is_quantized
-
     def expected_buffers(self) -> dict[str, tuple[set[torch.dtype], set[tuple[int, ...]]]]:
         fmt, (rows, cols) = self.fmt, self.padded_shape
         expected: dict[str, tuple[set, set]] = {
@@ -322,7 +318,7 @@ def to_gemm_operands(
     transposing: dict[Format, list[int]] = {}
     anchoring: dict[tuple[Format, Direction, str], list[int]] = {}
     for i, (storage, layout) in enumerate(targets):
-        if storage.needs_transpose(layout):
+        if layout in LAID_OUT and storage.direction is not ROWWISE and storage.fmt.is_quantized:
             transposing.setdefault(storage.fmt, []).append(i)
         elif layout in ANCHORS and storage.row0 == 0:
             anchoring.setdefault((storage.fmt, storage.direction, layout), []).append(i)

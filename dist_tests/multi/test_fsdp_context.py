@@ -15,7 +15,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from fsdp_quant.linear import root_context
 from fsdp_quant.tensor import rendezvous
-from fsdp_quant.tensor.fsdp_hooks import all_managed_weights, managed_states
+from fsdp_quant.tensor.fsdp_hooks import managed_states
 
 # name -> recipe of the context, whether blocks are recomputed, reshard_after_forward
 CONTEXTS = {
@@ -91,7 +91,7 @@ def _disagree(rank: int, world: int) -> list[str]:
     with pytest.raises(ValueError) as refused, fq.autocast(("nvfp4", "fp8_row")[rank]):
         net(nets.batch())
     nets.train_step(net, nets.adam(net), 1)
-    formats = {m.local.state.matrices[0].quantizer for m in all_managed_weights()}
+    formats = {state.matrices[0].quantizer for _, state in managed_states().values()}
     assert len(formats) == 1, f"a refused context stays: {formats}"
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(rendezvous, "PATIENCE", 1.0)

@@ -2149,7 +2149,6 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
         }
         replace_in_native(patch, replaced)
         give_operators(patch, Traced(operators))
-        patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(base, "_plan_of_key", functools.cache(base._plan_of_key.__wrapped__))
         patch.setattr(plan, "_CALLS", {})

@@ -27,8 +27,8 @@ from fsdp_quant.ops import dispatch, reference
 from fsdp_quant.ops.layout import COMPACT, NATIVE
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
 from fsdp_quant.storage import Storage, to_layout
-from fsdp_quant.tensor.aten_table import AtenTable, aten
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+from fsdp_quant.tensor.subclasses import AtenTable, aten
 
 TENSORS = {
     "both": lambda: HybridQuantizer("mxfp8", "nvfp4").quantize(values(33, 48)),

@@ -86,7 +86,7 @@ def sync(path: str | PathLike) -> None:
         os.close(handle)
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
     """Return a copy of the unsharded tensor. Every rank must call it."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -128,7 +128,7 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
                 replaced[id(w.piece.state)] = name = torch_compat.in_state_dict(w.name)
                 storage = w.storage(ROWWISE)
                 buffers = storage_tensors(storage, w.like, w.rows)
-                named = {f"{name}.rowwise.{buffer}": _on_cpu(t) for buffer, t in buffers.items()}
+                named = {f"{name}.rowwise.{buffer}": on_cpu(t) for buffer, t in buffers.items()}
                 tensors |= named if writes else {}
                 metadata[name] = json.dumps(
                     storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]}
@@ -138,7 +138,7 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
         name = torch_compat.in_state_dict(name)
         quantized = replaced.get(owners.get(name, -1))
         if quantized is None:
-            values = _on_cpu(tensor)
+            values = on_cpu(tensor)
             tensors |= {name: values} if writes else {}
         elif quantized != name:
             metadata[name] = json.dumps({"tied": quantized})

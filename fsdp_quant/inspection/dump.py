@@ -7,11 +7,10 @@ import itertools
 import json
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.files import installed, replacing
+from ..checkpoint.files import installed, on_cpu, replacing
 from ..formats import Direction
 from ..storage import Storage
 
@@ -42,13 +41,13 @@ class Dump:
         name = next(call for call in calls if call not in facts)
         facts[name] = json.dumps(next((s.row0 for s in storages.values()), 0))
         if values is not None:
-            tensors[name] = _copied(values)
+            tensors[name] = on_cpu(values)
         for direction, storage in storages.items():
             fmt = storage.fmt
             if fmt.is_quantized and storage.row0 % fmt.row_alignment(direction) == 0:
                 key, side = f"{name}.{direction.value}", storage.direction.value
                 for buffer, tensor in storage.buffers().items():
-                    tensors[f"{key}.{side}.{buffer}"] = _copied(tensor)
+                    tensors[f"{key}.{side}.{buffer}"] = on_cpu(tensor)
                 facts[key] = json.dumps(storage.facts())
 
     def write(self, step: int) -> None:
@@ -62,7 +61,3 @@ class Dump:
             path = folder / f"{layer or 'model'}.rank{rank}.safetensors"
             with replacing(path) as part:
                 self._save(by_name, part, {"format": "pt", **facts[layer]})
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -280,14 +280,12 @@ def plan(
         id(s): m for m in managed if isinstance(m.local, FSDPHooks) for s in m.local.state.matrices
     }
 
-    def dtype_of(layer: Linear) -> torch.dtype:
-        m = by_state.get(id(layer._weight_state))
-        return dtype or (m.param_dtype if m else layer.weight.dtype)
-
     place = None if on is None else _known_place(on)
 
     def runs(layer: Linear) -> tuple[torch.dtype, Place]:
-        return dtype_of(layer), place or layer.weight.device
+        m = by_state.get(id(layer._weight_state))
+        parameter_dtype = m.param_dtype if m else layer.weight.dtype
+        return dtype or parameter_dtype, place or layer.weight.device
 
     result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs, place))
     for name, module in modules.items():

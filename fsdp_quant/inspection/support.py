@@ -70,8 +70,7 @@ def _recipes_of(phase: Recipe | PerLayer) -> list[Recipe]:
     """Return every recipe that a layer may have."""
     if isinstance(phase, Recipe):
         return [phase]
-    ends = [end for end in (phase.first, phase.last) if end is not None]
-    return [phase.default, *(recipe for _, recipe in (*phase.named, *ends))]
+    return [phase.default, *(recipe for *_, recipe in phase._rules)]
 
 
 def _fallbacks(recipe: Recipe, dtype: torch.dtype, device: Place) -> list[str]:

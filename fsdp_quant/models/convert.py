@@ -163,9 +163,9 @@ def _make_quantized(module: nn.Module, recipe: Recipe, name: str) -> None:
 def _leave_fast_paths(model: nn.Module) -> None:
     """Stop inference that reads weights without a call of their layers."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(m, OURS) for m in module.modules()):
-                module.activation_relu_or_gelu = 0
+        is_encoder = isinstance(module, nn.TransformerEncoderLayer)
+        if is_encoder and any(isinstance(m, OURS) for m in module.modules()):
+            module.activation_relu_or_gelu = 0
 
 
 def _fused(

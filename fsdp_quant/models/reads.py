@@ -136,7 +136,8 @@ class Reads:
         """The name of a fact that is no longer true; None: the forward computes what it did."""
         for space, name, value in self._looked_up:
             current = space.get(name, _MISSING)
-            if current is not value and not _is_equal(current, value):
+            is_value = type(current) is type(value) and isinstance(value, (*_VALUES, tuple))
+            if current is not value and not (is_value and current == value):
                 return name
         for child, cls in self._modules.values():
             if type(child) is not cls:
@@ -242,10 +243,6 @@ class Reads:
                 function = getattr(value, "__func__", value)
                 if isinstance(function, types.FunctionType) and not _is_stable(function):
                     self._add(((), base, name), base.__dict__)
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (*_VALUES, tuple)) and a == b
 
 
 def _check(value: Any, name: str) -> None:

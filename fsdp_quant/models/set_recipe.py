@@ -271,13 +271,10 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
     experts of one module."""
     units, inside = {}, set()
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear):
-            units[name] = module.layers
-            inside.update(map(id, module.layers))
-        elif isinstance(module, Linear) and id(module) not in inside:
-            units[name] = [module]
-        elif isinstance(module, TransposedLinear):
-            units[name] = [module.layer]
+        is_unit = isinstance(module, (Linear, GroupedLinear, TransposedLinear))
+        if is_unit and id(module) not in inside:
+            units[name] = module._matrix_layers
+            inside.update(map(id, module._matrix_layers))
     return units
 
 

@@ -17,6 +17,7 @@ The rules read names and shapes, never values, so that all ranks skip the same l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -85,10 +86,6 @@ def read_by_others(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _is_too_small(n: int, k: int) -> bool:
-    return min(n, k) < SMALLEST or n % MULTIPLE > 0 or k % MULTIPLE > 0
-
-
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return name -> reason of each layer that stays in high precision.
 
@@ -114,6 +111,6 @@ def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, s
             reasons[name] = "output head"
         elif "router" in parts or (parts[-1] in GATES and "experts" in siblings):
             reasons[name] = "router"
-        elif _is_too_small(*shape):
+        elif min(shape) < SMALLEST or math.gcd(MULTIPLE, *shape) < MULTIPLE:
             reasons[name] = f"too small, {list(shape)}"
     return reasons

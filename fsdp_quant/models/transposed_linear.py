@@ -49,16 +49,12 @@ class TransposedLinear(nn.Module):
         torch_compat.make_fx_leaf(self)
 
     @property
-    def layer(self) -> Linear:
-        """The `fq.Linear` of it, over the values of now."""
-        return self._layer
-
-    @property
     def _weight_state(self) -> WeightState:
         return self._layer.runtime.weight_state
 
     @property
     def _matrix_layers(self) -> list[Linear]:
+        """The `fq.Linear` of it, over the values of now."""
         return [self._layer]
 
     def read(self) -> Tensor:

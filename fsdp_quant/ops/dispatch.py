@@ -18,17 +18,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import anchoring, layout, native, opaque, reference
-from .layout import (
-    ANCHOR_RUNS,
-    ANCHORED,
-    ANCHORED_TENSOR,
-    ANCHORED_TILE,
-    COMPACT,
-    LAID_OUT,
-    is_anchored_as_encoded,
-    is_anchored_of_codes,
-    is_exact_operand,
-)
+from .layout import COMPACT
 from .reference import known
 
 
@@ -98,8 +88,8 @@ class _Calls(NamedTuple):
 
 
 def _is_anchored_by_kernel(e: Encoding, target: str) -> bool:
-    anchors_values = target in ANCHOR_RUNS and not is_anchored_of_codes(e.fmt, target)
-    return not e.stochastic and (anchors_values or is_anchored_as_encoded(e.fmt, target))
+    anchors_values = target in layout.ANCHOR_RUNS and not layout.is_anchored_of_codes(e.fmt, target)
+    return not e.stochastic and (anchors_values or layout.is_anchored_as_encoded(e.fmt, target))
 
 
 @functools.cache
@@ -115,13 +105,13 @@ def _calls_for(
         i for i in by_kernel if can_anchor[i] and _is_anchored_by_kernel(encodings[i], targets[i])
     )
     # one launch writes one kind; the others are compact
-    if len({targets[i] == ANCHORED_TENSOR for i in anchored}) > 1:
-        anchored = tuple(i for i in anchored if targets[i] != ANCHORED_TENSOR)
+    if len({targets[i] == layout.ANCHORED_TENSOR for i in anchored}) > 1:
+        anchored = tuple(i for i in anchored if targets[i] != layout.ANCHORED_TENSOR)
     plain = tuple(i for i in by_kernel if i not in anchored)
     calls = _Calls(anchored, plain, [], [], [])
     for i, (e, target) in enumerate(zip(encodings, targets)):
-        is_exact = can_anchor[i] and is_exact_operand(e.fmt, target)
-        fits = i in anchored or is_exact or (from_row_0 and target in LAID_OUT)
+        is_exact = can_anchor[i] and layout.is_exact_operand(e.fmt, target)
+        fits = i in anchored or is_exact or (from_row_0 and target in layout.LAID_OUT)
         calls.layouts.append(target if fits else COMPACT)
         calls.transposed.append(fits and e.direction is not ROWWISE)
         layout_of_exact = native.OPERAND if is_exact else native_scales
@@ -240,7 +230,7 @@ def _anchored_by_kernel(
     results = {}
     for i, (data, scale, *amax) in zip(calls.anchored, codes):
         scale, target = scale if calls.transposed[i] else scale.t(), calls.layouts[i]
-        if target in (ANCHORED_TENSOR, ANCHORED):
+        if target in (layout.ANCHORED_TENSOR, layout.ANCHORED):
             scale = scale.flatten()
         else:  # [runs, lines rounded up to 4]
             scale = layout.pad_to(scale, 1, 4).contiguous()
@@ -305,7 +295,9 @@ def multi_tensor_encode(
                 record_amax(record, known(encoded.amax, "the amax"))
         return results
     known_stats: Sequence[Statistics | None] | None = stats
-    if any(s is None for s in stats) and not _has_local_scales(encoding.fmt):
+    # a kernel computes the amaxes as it encodes, if no scale spans more than a block
+    spans_blocks = encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale
+    if spans_blocks and any(s is None for s in stats):
         is_delayed = any(scale is not None for scale in encode_scales)
         if not any(stats) and not encoding.fmt.tensor_scale and not is_delayed:
             known_stats = None  # each replay computes them again
@@ -325,11 +317,6 @@ def multi_tensor_encode(
     )
     _count(encoding, "native", len(x))
     return [Encoded(*buffers) for buffers in codes]
-
-
-def _has_local_scales(fmt: Format) -> bool:
-    """No scale spans more than a block, so that a kernel computes the amaxes as it encodes."""
-    return not (fmt.scale_leaves_contraction or fmt.tensor_scale)
 
 
 def _completed(
@@ -484,8 +471,8 @@ def anchor_codes(
     if fmt.becomes_e4m3:
         codes, scale = anchoring.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
-        of_tensor, run = target == ANCHORED_TENSOR, ANCHOR_RUNS.get(target)
-        tiles = target == ANCHORED_TILE
+        of_tensor, run = target == layout.ANCHORED_TENSOR, layout.ANCHOR_RUNS.get(target)
+        tiles = target == layout.ANCHORED_TILE
         codes, scale = anchoring.anchored_codes(
             data, scale, fmt, direction, of_tensor, cols, run, tiles
         )

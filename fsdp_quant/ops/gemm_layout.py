@@ -73,7 +73,7 @@ def in_native_order(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
 
 def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch: str) -> Tensor:
     """Invert `native_scale`. Returns scales [outer blocks, contraction blocks]."""
-    outer_blocks, blocks = _blocks(fmt, outer, contraction)
+    outer_blocks, blocks = fmt.scale_shape((outer, contraction), ROWWISE) or (1, 1)
     if fmt.scale_leaves_contraction:
         return scale.reshape(-1, 1)
     if has_scales_by_row(fmt, NATIVE):
@@ -95,7 +95,7 @@ def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[
         if run is None:
             return {1 if layout == ANCHORED_TENSOR else outer}
         return {ceil_div(contraction, run) * round_up(outer, 4)}
-    outer_blocks, blocks = _blocks(fmt, outer, contraction)
+    outer_blocks, blocks = fmt.scale_shape((outer, contraction), ROWWISE) or (1, 1)
     if fmt.scale_leaves_contraction:
         return {outer_blocks}
     if layout == SPREAD:
@@ -105,12 +105,6 @@ def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[
     if fmt.has_fp32_scales:
         return {outer_blocks * round_up(blocks, 4)}
     return {outer_blocks * blocks, round_up(outer, TILE_ROWS) * round_up(blocks, TILE_COLS)}
-
-
-def _blocks(fmt: Format, outer: int, contraction: int) -> tuple[int, int]:
-    """Return the number of blocks along the outer dim and along the contraction."""
-    b0, b1 = fmt.block
-    return 1 if b0 is None else ceil_div(outer, b0), 1 if b1 is None else ceil_div(contraction, b1)
 
 
 def _is_swizzled(fmt: Format, arch: str) -> bool:

@@ -64,11 +64,6 @@ class _Kind(NamedTuple):
     has_kernel: bool = False
 
 
-def _relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
-    r = F.relu(x)
-    return _aten.threshold_backward(dy * (2 * r), r, 0)
-
-
 QUICK = 1.702  # x * sigmoid(QUICK * x) approximates GELU
 LIMIT = 7.0  # of gpt-oss' gate from above, and of its up from both sides
 
@@ -82,10 +77,6 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     d, values = dy.float(), x.float()
     s = torch.sigmoid(QUICK * values)
     return (d * s + _aten.sigmoid_backward(d * values, s) * QUICK).to(x.dtype)
-
-
-def _clamped_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return torch.where(x <= LIMIT, _quick_gelu_backward(dy, x.clamp(max=LIMIT)), 0.0)
 
 
 _CLAMPED_UP = _Kind(
@@ -102,11 +93,17 @@ KINDS = {  # those that have kernels first, in the order of csrc/norm/norm.h
     "relu": _Kind(
         F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0), has_kernel=True
     ),
-    "relu_squared": _Kind(lambda x: F.relu(x).square(), _relu_squared_backward, has_kernel=True),
+    "relu_squared": _Kind(
+        lambda x: F.relu(x).square(),
+        lambda dy, x: _aten.threshold_backward(dy * (2 * F.relu(x)), x, 0),
+        has_kernel=True,
+    ),
     "sigmoid": _Kind(torch.sigmoid, lambda dy, x: _aten.sigmoid_backward(dy, torch.sigmoid(x))),
     "qgelu": _Kind(_quick_gelu, _quick_gelu_backward),
     "clamped_silu": _Kind(
-        lambda g: _quick_gelu(g.clamp(max=LIMIT)), _clamped_backward, factor=_CLAMPED_UP
+        lambda g: _quick_gelu(g.clamp(max=LIMIT)),
+        lambda dy, g: torch.where(g <= LIMIT, _quick_gelu_backward(dy, g.clamp(max=LIMIT)), 0.0),
+        factor=_CLAMPED_UP,
     ),
 }
 _KINDS = tuple(KINDS.values())

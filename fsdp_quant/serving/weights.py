@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import storage_tensors
@@ -36,7 +35,7 @@ from ..tensor.frozen import gathered_codes
 from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.torch_compat import in_state_dict, local_of
+from ..tensor.torch_compat import in_state_dict, local_of, reshard
 from ..tensor.weight_state import Piece, Shard, encode_shards
 
 
@@ -111,9 +110,7 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
 
     Raises ValueError for what transformers stores in another form than rows of the parameter.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     quantized = {id(p): (layers, transposed) for p, layers, transposed in _quantized(model)}
     sources, visited = [], set()
     for prefix, module in model.named_modules():
@@ -142,7 +139,7 @@ def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
         elif isinstance(module, GroupedLinear) and module.packed:
             weight = module.weight, list(module.layers), module.transposed
         elif isinstance(module, TransposedLinear):
-            weight = getattr(module, module.source), [module.layer], module.source == "weight"
+            weight = getattr(module, module.source), module._matrix_layers, module.transposed
         else:
             continue
         if weight[1][0].plan.weight.side(ROWWISE).fmt.is_quantized:

@@ -219,17 +219,12 @@ def check_layout(managed: ManagedParam) -> None:
             )
 
 
-def all_managed_weights() -> list[ManagedParam]:
-    """Every weight that any `fully_shard` of the process gathers as codes."""
-    return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
-
-
 def managed_states() -> dict[int, tuple[ManagedParam, WeightState]]:
     """Return id of the state of a matrix -> (the weight that FSDP2 manages, the state of all its
     matrices)."""
     return {
         id(matrix): (m, local.state)
-        for m in all_managed_weights()
+        for m in torch_compat.all_managed_params()
         if isinstance(local := m.local, FSDPHooks)
         for matrix in local.state.matrices
     }

@@ -30,9 +30,8 @@ from ..formats import ROWWISE, Direction
 from ..ops import opaque
 from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
-from .aten_table import AtenTable, aten
 from .storage_pair import StoragePair, name_in_graphs
-from .traced import NoDynamoGuard, stable_text
+from .subclasses import AtenTable, NoDynamoGuard, aten, stable_text
 from .weight_state import WeightQuantizer, WeightState
 
 _TABLE = AtenTable()

@@ -24,13 +24,12 @@ from ..ops.layout import COMPACT
 from ..ops.reference import known
 from ..storage import to_storage
 from . import torch_compat
-from .aten_table import AtenTable, aten
 from .fsdp_hooks import managed_of
 from .quantized_tensor import QuantizedTensor, as_parameter, refused, sent_by_ddp
 from .refresh import encode_stale, refresh_codes
 from .storage_pair import StoragePair
+from .subclasses import AtenTable, NoDynamoGuard, aten
 from .torch_compat import ManagedParam, tree_map_only
-from .traced import NoDynamoGuard
 from .weight_codes import CodesState, WeightCodes, WeightContent
 from .weight_shard import WeightShard
 from .weight_state import WeightQuantizer, WeightState, is_weight_copied
@@ -216,12 +215,6 @@ class QuantizedWeight(WeightCodes):
             return self.saved.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
         values = self.inner.detach()
         return _rebuild, (values, self.state, True, self.requires_grad, self.dtype)
-
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return (
-            f"QuantizedWeight({self.state.name}, {list(self.shape)}, {self.dtype}, "
-            f"{self.state.quantizer})"
-        )
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_compat
-from .aten_table import aten
 from .fsdp_hooks import FSDPHooks, managed_of
-from .traced import NoDynamoGuard, stable_text
+from .subclasses import NoDynamoGuard, aten, stable_text
 from .weight_state import WeightState
 
 _T = TypeVar("_T", bound=Tensor)
@@ -132,12 +131,6 @@ class WeightShard(FSDPHooks, Tensor):
     def __reduce_ex__(self, protocol):
         """Of the values: files hold no class of the library."""
         return self.inner.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return (
-            f"WeightShard({self.state.name}, {list(self.shape)}, {self.dtype}, "
-            f"{self.state.quantizer})"
-        )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 

@@ -54,8 +54,6 @@ class WeightQuantizer(Protocol):
 
     @property
     def rowwise(self) -> Any: ...
-    @property
-    def columnwise(self) -> Any: ...
     @cached_property
     def sides(self) -> Mapping[Direction, SideQuantizer]: ...
     @cached_property
@@ -311,6 +309,10 @@ class WeightTensor(Tensor):
     def saved(self) -> Tensor:
         """The tensor in a state dict."""
         return self.inner
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        facts = self.state.name, list(self.shape), self.dtype, self.state.quantizer
+        return f"{type(self).__name__}({', '.join(map(str, facts))})"
 
 
 _COPIES_ARE_WEIGHTS = contextvars.ContextVar("fsdp_quant_copies_are_weights", default=False)

@@ -107,12 +107,12 @@ class ReplicaSum(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
-        if torch_compat.is_all_reduce(func):
-            (tensor,), group = args[0], torch_compat.group_of_call(args[1])
+        if func is torch.ops.c10d.allreduce_.default:
+            (tensor,), group = args[0], dist.ProcessGroup.unbox(args[1])
             reduce = tensor.reduce
             if reduce is not None and group.group_name == tensor.group.group_name:
                 tensor.reduce = None  # later ones are of the user's hooks
-                return args[0], torch_compat.work_of_call(reduce(tensor.values))
+                return args[0], reduce(tensor.values).boxed()
         plain = torch_compat.tree_map_only(ReplicaSum, values_of, (args, kwargs or {}))
         result = func(*plain[0], **plain[1])
         return args[0] if result is plain[0][0] else result

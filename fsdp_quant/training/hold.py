@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..counters import counters
@@ -162,9 +161,7 @@ def freeze(module: nn.Module, backward: bool = True, keep: str = "codes") -> int
     True
     """
     read_all(_OPTIONS, backward=backward, keep=keep)
-    for m in module.modules():
-        if isinstance(m, FSDPModule):
-            m.reshard()  # an evaluation leaves the root gathered
+    torch_compat.reshard(module)
     weights = _untrained_weights(module)
     for weight in weights:
         _check_can_freeze(weight)
@@ -301,9 +298,7 @@ def unfreeze(module: nn.Module) -> int:
     >>> fq.freeze(model), fq.unfreeze(model)
     (1, 1)
     """
-    for m in module.modules():
-        if isinstance(m, FSDPModule):
-            m.reshard()
+    torch_compat.reshard(module)
     weights = [w for w in quantized_weights(module) if is_frozen(w.parameter)]
     if not weights:
         raise ValueError("fq.unfreeze found no weight that fq.freeze made")

@@ -13,30 +13,13 @@ and cut. Rotations mix elements across cuts and are not supported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import dispatch, flat_codes
-from ..ops.dispatch import Statistics
+from ..ops.dispatch import Encoded, Statistics
 from ..scaling import Fragment, share_statistics
-
-
-class Cast(NamedTuple):
-    """One encoding of a piece.
-
-    codes:        uint8, the bytes that hold the codes of the piece (`ops.flat_codes.codes_of_run`).
-    scale:        scales of the block rows that the piece touches, or of the whole tensor; None for
-                  identity.
-    tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
-    amax:         of the whole tensor, if one scale spans it.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    tensor_amax: Tensor | None
-    amax: Tensor | None
 
 
 def cast_master_weights(
@@ -45,7 +28,7 @@ def cast_master_weights(
     factors: Sequence[Sequence[Tensor | None]] | None = None,
     whole_scales: bool = False,
     parts: dist.ProcessGroup | None = None,
-) -> list[list[Cast]]:
+) -> list[list[Encoded]]:
     """Encode every (fragment, encoding), with at most one MAX all-reduce per group.
 
     fragments:     the same weights, encodings and cuts in the same order on every rank of `group`,
@@ -53,12 +36,15 @@ def cast_master_weights(
     factors:       fp32 [1] encode scale of a history per encoding (delayed scaling), or None.
     whole_scales:  return the scales of every block, not only of those that the piece touches.
     parts:         group of the other tensor-parallel parts (`scaling.share_statistics`), or None.
+    returns:       `data`: uint8, the bytes that hold the codes of the piece
+                   (`flat_codes.codes_of_run`); `scale`: of the block rows that the piece touches,
+                   or of the whole tensor.
 
     Every rank of the groups must call it. Equal encodings share one launch.
     """
     shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
-    casts: dict[tuple[int, int], Cast] = {}
+    casts: dict[tuple[int, int], Encoded] = {}
     by_encoding: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
@@ -88,7 +74,7 @@ def cast_master_weights(
             scale, amaxes = encoded[i].scale, statistics[i]
             if whole_scales and amaxes is not None:
                 scale = dispatch.scales(amaxes, encoding, encode_scales[i])
-            casts[place] = Cast(codes, scale, encoded[i].tensor_amax, encoded[i].amax)
+            casts[place] = encoded[i]._replace(data=codes, scale=scale)
     return [
         [casts[f, e] for e in range(len(fragment.encodings))]
         for f, fragment in enumerate(fragments)

@@ -16,9 +16,10 @@ from ..formats import Direction, Encoding, canonical_text
 from ..gemm import StaleWeightError
 from ..linear.passes import roll
 from ..ops import native
+from ..ops.dispatch import Encoded
 from ..scaling import Fragment
 from ..tensor import torch_compat
-from .cast import Cast, cast_master_weights
+from .cast import cast_master_weights
 from .cast_plan import CastPlan
 from .shard_map import ALIGNMENT, Segments
 from .synced_weight import BOTH, GatherBuffer, SyncedWeight
@@ -284,7 +285,7 @@ class WeightSync:
         weight: SyncedWeight,
         fragment: Fragment,
         encoding: Encoding,
-        cast: Cast,
+        cast: Encoded,
         skip: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
         """(target, source) of what one encoding of a piece writes; records its amax."""
@@ -297,7 +298,7 @@ class WeightSync:
             copies.append((weight.amaxes[direction], amax.view_as(weight.amaxes[direction])))
         if weight.gathers_values:
             return copies
-        copies.append((self._run(weight.name, direction, "codes"), cast.codes))
+        copies.append((self._run(weight.name, direction, "codes"), cast.data))
         copies += (
             (target, getattr(cast, name)) for name, target in weight.staged[direction].items()
         )

@@ -60,10 +60,11 @@ def statistics(
     x."""
     call = call_of(tuple(encodings))
     outputs = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
-    results: dict[int, tuple] = {}
-    for i in call.places:
-        if i is not None:
-            results[i] = (next(outputs), next(outputs) if encodings[i].fmt.tensor_scale else None)
+    results = {
+        i: (next(outputs), next(outputs) if encodings[i].fmt.tensor_scale else None)
+        for i in call.places
+        if i is not None
+    }
     return [results[i] for i in range(len(encodings))]
 
 
@@ -179,7 +180,7 @@ class RecordedEncode:
         self._measured = None if stats is not None else (encoding, row0, round_to_bf16)
         if stats is None:
             stats = multi_tensor_amax(x, encoding, row0, round_to_bf16)
-        self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
+        self.encoding, self.device = encoding, x[0].device
         size, offsets, views = _staged(encoding, tuple(t.shape for t in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
         self._first, known = _group_arguments(x, encoding, row0, stats, encode_scales, records)
@@ -190,10 +191,6 @@ class RecordedEncode:
             for (data, scale), amaxes in zip(views, known)
         ]
         self._write(x)
-
-    def takes(self, x: Sequence[Tensor]) -> bool:
-        """Return whether x, of the recorded shapes, also has the recorded dtype and device."""
-        return all([t.dtype is self.dtype and t.device == self.device for t in x])
 
     def __call__(self, x: Sequence[Tensor]) -> None:
         if self._measured is not None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ops import opaque
-from .autograd import is_fake
+from .autograd import is_fake, is_transformed
 
 
 class Observer:
@@ -34,7 +33,7 @@ class Observer:
 @opaque.compiled_as(lambda: False)
 def can_observe() -> bool:
     """Operators compute values now: no graph, no fake tensors, no transform of torch.func."""
-    return not (is_fake() or peek_interpreter_stack() is not None)
+    return not (is_fake() or is_transformed())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import inspect
 import sys
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -87,9 +86,6 @@ def set_reduce_scatter(group: FSDPParamGroup, comm: ReduceScatter | None) -> Non
     group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
 
 
-# Operators #
-
-
 def factor_of(op: Any, ranks: int) -> float:
     """What an operator multiplies the sum over the ranks by: SUM, AVG, PREMUL_SUM. Raises
     ValueError for others."""
@@ -102,18 +98,3 @@ def factor_of(op: Any, ranks: int) -> float:
     if not isinstance(factor, float):
         raise ValueError(f"gradients are reduced by {op}; wanted SUM, AVG or PREMUL_SUM(factor)")
     return factor
-
-
-def is_all_reduce(func: object) -> bool:
-    """A tensor subclass sees `dist.all_reduce` of itself."""
-    return func is torch.ops.c10d.allreduce_.default
-
-
-def group_of_call(boxed: Any) -> dist.ProcessGroup:
-    """The process group among the arguments of an operator that a tensor subclass sees."""
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def work_of_call(work: Any) -> Any:
-    """A work as such an operator returns it."""
-    return work.boxed()

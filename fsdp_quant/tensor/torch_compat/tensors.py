@@ -43,13 +43,6 @@ def with_index(device: torch.device | str) -> torch.device:
     return torch.empty(0, dtype=torch.float32, device=device).device
 
 
-def stream_of(device: torch.device) -> tuple[int, bool]:
-    """The current stream of a CUDA device, and whether it captures a graph."""
-    return torch._C._cuda_getCurrentRawStream(
-        device.index
-    ), torch.cuda.is_current_stream_capturing()
-
-
 def is_captured(x: Tensor) -> bool:
     """A CUDA graph records what is done to x now."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
