@@ -196,8 +196,8 @@ def _ranks_of_step(
     count = 1
     if is_cut:
         multiple, in_pieces = served
-        whole, parts = x.numel() // x.shape[-1], 1 if column else ranks
-        rows = whole // parts  # of a rank
+        parts = 1 if column else ranks
+        rows = x.numel() // x.shape[-1] // parts  # of a rank
         fits = axis.cut_dim % x.dim() == 0 and x.shape[0] % parts == 0 and rows % multiple == 0
         count = 1 if column else pieces(rows, weight.shape)
         if not fits or (column and not is_alone) or (count > 1 and not in_pieces):

@@ -213,8 +213,9 @@ def _compiled(
     # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:
         codes = native.linear_gated(handed.source, plan, call)
-    rest = codes or [], adds_to and adds_to.of_step or (None, 0), handed.amaxes, handed.grad_amaxes
-    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, *rest)
+    adds = (None, 0) if adds_to is None else adds_to[:2]
+    state = codes or [], adds, handed.amaxes, handed.grad_amaxes
+    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, *state)
     if key is not None and codes is None:
         handed.codes[key] = kept
     return y

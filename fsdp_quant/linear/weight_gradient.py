@@ -236,7 +236,7 @@ class WeightGradient:
         main_grad = main_grad_of(self.parameter, self.name)
         if main_grad.dtype is not torch.float32 or not main_grad.is_contiguous():
             return None
-        return AddsTo(self, main_grad.detach(), self._placeholder)
+        return AddsTo(main_grad.detach(), self._placeholder, self)
 
     def _add_to_grad(self, dw: Tensor) -> None:
         parameter, dw = self.parameter, dw.to(self.parameter.dtype)
@@ -254,19 +254,15 @@ class WeightGradient:
 class AddsTo(NamedTuple):
     """What a compiled step adds dw to; placeholder: what autograd is given then."""
 
-    gradient: WeightGradient
     main_grad: Tensor
     placeholder: int
-
-    @property
-    def of_step(self) -> tuple[Tensor, int]:
-        return self.main_grad, self.placeholder
+    gradient: WeightGradient
 
     def before(self, *gradients: object) -> None:
         """Hook before the backward of the step."""
         parameter: Any = self.gradient.parameter
-        now: Any = main_grad_of(parameter, self.gradient.name).detach()
-        if now.data_ptr() != self.main_grad.data_ptr():  # replaced since the forward
-            self.main_grad.set_(now)
+        main_grad: Any = main_grad_of(parameter, self.gradient.name).detach()
+        if main_grad.data_ptr() != self.main_grad.data_ptr():  # replaced since the forward
+            self.main_grad.set_(main_grad)
         if self.placeholder:
             parameter.grad_added_to_main_grad = True

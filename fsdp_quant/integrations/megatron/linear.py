@@ -84,7 +84,7 @@ class WeightProxy:
                     "were not tested; leave --use-torch-fsdp2 out, or build the model of fq.Linear"
                 )
             return parameter
-        weight = self.synced.detach()
+        weight = self.synced._aliased()  # detach(), without a dispatch
         if torch.is_grad_enabled() and parameter.requires_grad:
             return _PassGradient.apply(parameter, [weight])
         return weight
