@@ -18,6 +18,7 @@ from ..formats import ROWWISE, Direction
 from ..ops.capability import arch_of
 from ..ops.gemm_layout import has_scales_by_row
 from ..ops.layout import ANCHORED, ANCHORS
+from ..ops.reference import known
 from ..tensor import torch_compat
 from . import fused
 from .base import BaseLinear
@@ -169,29 +170,24 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
-    ranks = _ranks_of_step(call, axis, x, weight, bias, owner is None)
+    ranks = _ranks_of_step(call, x, weight, bias, owner is None)
     if ranks is not None:
         return fused.linear(x, weight, bias, call._replace(ranks=ranks))
     return linear(x, weight, bias, call, owner)
 
 
 def _ranks_of_step(
-    call: Call,
-    axis: TensorParallel,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_alone: bool,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, is_alone: bool
 ) -> StepRanks | None:
     """Return `Call.ranks` where one compiled call per pass gives the bytes of the program.
 
     is_alone:  no other layer reads x.
     """
+    axis = known(call.axis, "the ranks")
     column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
-    if served is None or ranks == 1 or not (column or bias is None):
-        return None
-    if x.device.type != "cpu" and not torch_compat.is_nccl(axis.group, x.device):
+    talks = ranks > 1 and (not x.is_cuda or torch_compat.is_nccl(axis.group, x.device))
+    if served is None or not talks or not (column or bias is None):
         return None
     count = 1
     if is_cut:
