@@ -112,6 +112,20 @@ def test_no_call_inspects_a_signature(monkeypatch: pytest.MonkeyPatch):
     assert not asked
 
 
+def test_frames_between_graphs_have_the_bits_of_eager_mode():
+    """If false, a layer that a compiled model calls outside its graphs, where dynamo compiles each
+    function by itself, raises."""
+    torch.compiler.reset()
+    order, back = routes(6, 2)
+    x, weights = laws.values(6, 32, seed=1), laws.values(6, 2, seed=2, dtype=FP32)
+    layer = fq.Linear(32, 32, recipe="mxfp8", name="between")
+    args = x, weights, x, order, back, lambda rows: layer(rows.float()).to(BF16)
+    between = torch.compiler.disable(passed, recursive=False)
+    want, got = passed(*args), torch.compile(lambda: between(*args), backend="aot_eager")()
+    for name, value in want.items():
+        assert_same_bytes(got[name], value, name)
+
+
 def test_sums_are_in_order_and_rounded_once():
     """If false, bits depend on where experts are, or a sum of eight experts is rounded eight
     times."""

@@ -225,6 +225,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
+@opaque.compiled_as(lambda function, *args: function.apply(*args))
 def applied(function: type[torch.autograd.Function], *args) -> Any:
     """`function.apply(*args)`, of one with `setup_context`. In each call torch binds the signature
     of the forward, which must have no defaults, and creates a node also without gradients."""
