@@ -195,6 +195,7 @@ struct Linear : torch::autograd::Function<Linear> {
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["dtype"] = static_cast<int64_t>(edge.scalar_type());
     ctx->saved_data["shape"] = x.sizes();
+    ctx->saved_data["dgrad"] = dgrad;
     if (bias.has_value()) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     return (*result)[0];
   }
@@ -208,7 +209,10 @@ struct Linear : torch::autograd::Function<Linear> {
     const auto dtype_of_weight = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
     std::vector<at::Tensor> saved = call->saved_input.unpack();  // hooks may run a forward again
     const bool has_bias = ctx->saved_data.count("bias") != 0;
-    const bool needs_x = ctx->needs_input_grad(0), needs_w = ctx->needs_input_grad(1);
+    // Among ranks, whatever this backward wants, they exchange what those that run the program do.
+    const bool is_shared = call->ranks.group.defined();
+    const bool needs_x = is_shared ? ctx->saved_data["dgrad"].toBool() : ctx->needs_input_grad(0);
+    const bool needs_w = is_shared ? call->saves : ctx->needs_input_grad(1);
     const bool needs_b = has_bias && ctx->needs_input_grad(2);
     if (needs_x) check_not_freed(*call);
     variable_list input_grads(3);

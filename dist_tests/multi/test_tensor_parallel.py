@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
+from dist_tests.multi.harness import DEVICE, most_ranks, on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
@@ -887,3 +888,76 @@ def _one_call(rank: int, world: int) -> None:
 def test_one_compiled_call_among_ranks_gives_the_bytes_of_the_program():
     """Otherwise an eager layer that ranks share trains another model than the graph of it."""
     run_ranks(2, _one_call)
+
+
+def _wants_dx(layer, y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+    y.backward(dy, inputs=[x])
+
+
+def _wants_dw(layer, y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+    y.backward(dy, inputs=[layer.weight])
+
+
+def _wants_both(layer, y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+    y.backward(dy)
+
+
+PROGRAMS = {  # what a user calls of f(x), and how
+    "once": (lambda f, x: f(x), _wants_both, {}),
+    "input": (lambda f, x: f(x), _wants_both, {"save_original_input": True}),
+    "again": (lambda f, x: checkpoint(f, x, use_reentrant=False), _wants_both, {}),
+    "twice": (lambda f, x: f(x) + 2 * f(x), _wants_both, {}),
+    "dx": (lambda f, x: f(x), _wants_dx, {}),
+    "dw": (lambda f, x: f(x), _wants_dw, {}),
+}
+
+
+def _one_program(rank: int, world: int) -> None:
+    group, one = dist.group.WORLD, among_ranks._ranks_of_step
+
+    def run(name: str, column: bool, is_cut: bool, by_step: bool) -> dict:
+        among_ranks._ranks_of_step = one if by_step else lambda *_: None
+        call_of, backward, options = PROGRAMS[name]
+        torch.manual_seed(rank)
+        layer = fq.Linear(64, 96, False, recipe=recipe_of("mxfp8", **options), dtype=torch.bfloat16)
+        state = layer.runtime.weight_state
+        state.tensor_group, state.tensor_dim = group, int(not column)
+        axis = TensorParallel(group, column, 0 if is_cut else None)
+        x = laws.values(128, 64, seed=3 + rank, dtype=torch.bfloat16).requires_grad_()
+
+        def multiplied(x: torch.Tensor) -> torch.Tensor:
+            return among_ranks.multiply_shared(layer, None, x, layer.weight, None, axis)
+
+        fq.reset_receipt()
+        y = call_of(multiplied, x)
+        backward(layer, y, x, laws.values(*y.shape, seed=7 + rank, dtype=torch.bfloat16))
+        return {"y": y, "dx": x.grad, "dw": layer.weight.grad, "calls": counts_of(fq.receipt())}
+
+    for name, column, is_cut in itertools.product(PROGRAMS, (True, False), (True, False)):
+        what = f"{name}, {'column' if column else 'row'}, {is_cut=}"
+        want = run(name, column, is_cut, False)
+        for by_step in (True, rank == 1):  # all ranks; one, as the guard moved a product of another
+            got = run(name, column, is_cut, by_step)
+            assert got.pop("calls") == want["calls"], what
+            for key, tensor in got.items():
+                assert (tensor is None) == (want[key] is None), f"{what}: {key}"
+                if tensor is not None:
+                    laws.assert_same_bytes(tensor, want[key], f"{what}: {key}")
+    among_ranks._ranks_of_step = one
+    layer = fq.Linear(64, 96, False, recipe="mxfp8", dtype=torch.bfloat16)
+    for column, dim in itertools.product((True, False), (2, 4, -1, -4)):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            axis, x = TensorParallel(group, column, dim), torch.ones(64, 64, dtype=torch.bfloat16)
+            among_ranks.multiply_shared(layer, None, x, layer.weight, None, axis)
+
+
+def _programs_of_ranks(rank: int, world: int) -> None:
+    with hopper.emulated("sm_90a"):
+        _one_program(rank, world)
+
+
+@on_cpu
+def test_ranks_of_which_one_runs_the_program_exchange_the_same():
+    """Otherwise ranks wait for each other for ever, or sum what does not belong together, when the
+    guard moves a product on one of them; or a layer that is called twice trains another model."""
+    run_ranks(2, _programs_of_ranks)

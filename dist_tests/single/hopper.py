@@ -654,6 +654,17 @@ class Operators:
     ):
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
+        (rows, cols), step = made.shape, out.stride(0)
+        refuse(out.shape != made.shape, f"out is {list(out.shape)}; wanted {list(made.shape)}")
+        refuse(
+            (cols > 1 and out.stride(1) != 1) or (rows > 1 and step < cols),
+            f"out has strides {out.stride()}; wanted rows of {cols} contiguous elements",
+        )
+        row_bytes = (step if rows > 1 else cols) * out.element_size()
+        refuse(
+            a.dtype not in _HALVES and out.numel() and (row_bytes % 16 or out.data_ptr() % 16),
+            f"out has rows {row_bytes} bytes apart, from address {out.data_ptr() % 16} modulo 16",
+        )
         refuse(
             a_kind >> 3 == _1X512 and accumulate and out.dtype is not torch.float32,
             f"{out.dtype} +=",
@@ -1659,6 +1670,14 @@ class Operators:
         made = encode(call, 2, dy, needs_x, needs_w)
         if gathers:
             made = {d: self._of_all_ranks(call, 2, d, buffers) for d, buffers in made.items()}
+        of_x = call.slots[0][1]
+        if needs_w and call.saves_input:
+            rows = _matrix(saved[0])
+            encode = self._step_rows if ranks.gathers(0) else self._step_quantize
+            again = encode(call, 0, rows, False, True)
+            saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
+        if needs_w and ranks.gathers(0):
+            saved = self._of_all_ranks(call, 0, COLUMNWISE, list(saved))
         self.calls.append(
             Call(
                 "linear_step_backward",
@@ -1673,15 +1692,8 @@ class Operators:
             )
             dx = ranks.sum(dx) if ranks.column else dx
         if needs_w:
-            of_x, source = call.slots[0][1], ROWWISE if operand_specs[1].same else COLUMNWISE
+            source = ROWWISE if operand_specs[1].same else COLUMNWISE
             a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
-            if call.saves_input:
-                rows = _matrix(saved[0])
-                encode = self._step_rows if ranks.gathers(0) else self._step_quantize
-                again = encode(call, 0, rows, False, True)
-                saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
-            if ranks.gathers(0):
-                saved = self._of_all_ranks(call, 0, COLUMNWISE, list(saved))
             b = self._step_operand(of_x, COLUMNWISE, list(saved))
             dw = self._step_product(call, 2, a, b, out=call.main_grad)
         return dx, dw
@@ -1725,6 +1737,14 @@ class _Ranks(NamedTuple):
         return rows
 
 
+def _is_computed(node) -> bool:
+    """The backward that runs wants the gradient that this node takes."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad was given
+        return True
+
+
 class _Step(torch.autograd.Function):
     """The node that the compiled step makes."""
 
@@ -1742,7 +1762,11 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3]
+        if not ctx.call.ranks.group:  # else whatever the backward wants, ranks exchange the same
+            nodes = [node for node, _ in ctx.next_functions]
+            needs = [need and _is_computed(node) for need, node in zip(needs, nodes + [None])]
+        needs_x, needs_w, needs_b = needs
         if ctx.call.grad_amaxes is not None:
             ctx.operators._check_amaxes(dy, ctx.call.grad_amaxes)
         dy = _matrix(dy)

@@ -218,6 +218,53 @@ def test_a_compiled_step_adds_the_same(recipe: str, monkeypatch):
     assert results[0][-1] == results[1][-1] == layer.weight.shape
 
 
+REPLACED = {
+    "bf16": lambda buffer: buffer.to(BF16),
+    "transposed": lambda buffer: buffer.clone().t(),
+    "of the same memory, transposed": lambda buffer: buffer.t(),
+    "of the same memory, bf16": lambda buffer: buffer.view(BF16)[:, :64].fill_(1),
+    "unaligned": lambda buffer: torch.ones(64 * 64 + 1)[1:].view(64, 64),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_compiled_step_adds_to_any_main_grad(kind: str, when: str, monkeypatch):
+    """If false, a step refuses what the program adds to, or adds to other elements: main_grad is
+    any buffer of the backward, and no kernel writes all of them."""
+    results = []
+    for step in (True, False):
+        with hopper.emulated("sm_90a"), monkeypatch.context() as patch:
+            layer = layer_of("linear", "mxfp8", fuse_wgrad_accumulation=True)
+            layer.weight.main_grad = buffer = torch.ones(64, 64)
+            if not step:
+                patch.setattr(fused, "_adds_to", lambda *_: None)
+            if when == "before":
+                layer.weight.main_grad = REPLACED[kind](buffer)
+            y = layer(values(64, 64, seed=3, dtype=BF16).requires_grad_())
+            if when == "between":
+                layer.weight.main_grad = REPLACED[kind](buffer)
+            for _ in range(2):
+                y.backward(values(64, 64, seed=4, dtype=BF16), retain_graph=True)
+            results.append(layer.weight.main_grad)
+    assert torch.equal(*results) and not bool((results[0] == 1).all())
+
+
+def test_a_backward_of_the_input_alone_tells_no_owner_of_main_grad():
+    """If false, Megatron's DDP drops a gradient of this weight that comes later: it believes that
+    main_grad holds it."""
+    with hopper.emulated("sm_90a"):
+        layer = layer_of("linear", "mxfp8", fuse_wgrad_accumulation=True)
+        main_grad = give_main_grads(layer, torch.float32)["weight"]
+        layer.weight.grad_added_to_main_grad = False
+        x = values(64, 64, seed=3, dtype=BF16).requires_grad_()
+        y = layer(x).sum()
+        torch.autograd.grad(y, x, retain_graph=True)
+        assert not layer.weight.grad_added_to_main_grad and bool((main_grad == 1).all())
+        y.backward()
+        assert layer.weight.grad_added_to_main_grad and not bool((main_grad == 1).all())
+
+
 def test_options_hold_in_graphs(monkeypatch):
     """If false, a compiled layer drops its wgrad, adds another value, or refuses the backwards of
     two forwards in flight; or a delayed layer's graph returns what backward_dw computes again."""

@@ -194,7 +194,7 @@ def _ranks_of_step(
         multiple, in_pieces = served
         parts = 1 if column else ranks
         rows = x.numel() // x.shape[-1] // parts  # of a rank
-        fits = axis.cut_dim % x.dim() == 0 and x.shape[0] % parts == 0 and rows % multiple == 0
+        fits = axis.cut_dim in (0, -x.dim()) and not x.shape[0] % parts and not rows % multiple
         count = 1 if column else pieces(rows, weight.shape)
         if not fits or (column and not is_alone) or (count > 1 and not in_pieces):
             return None

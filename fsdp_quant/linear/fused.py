@@ -243,6 +243,7 @@ def linear(
             late.serve(y)
         if adds_to is not None and y.grad_fn is not None:
             y.grad_fn.register_prehook(adds_to.before)
+            y.grad_fn.register_hook(adds_to.behind)
     elif handed.source is not None:
         raise ValueError(
             "the input of this layer has no values, and no compiled call computes them; see "

@@ -329,9 +329,9 @@ def linear(
 ) -> Tensor:
     """Return y = x w^T + b, of this rank's part where ranks share the layer.
 
-    owner:  as in `shared_input`; None: x.
+    owner:  as in `shared_input`.
     """
-    shared = shared_input(x, x if owner is None else owner, call)
+    shared = shared_input(x, owner, call)
     x = x if shared is None else shared.x
     parameters = (weight,) if bias is None else (weight, bias)
     return differentiated(functools.partial(_dense, call, shared), x, 1, parameters)[0]

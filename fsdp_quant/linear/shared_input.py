@@ -188,17 +188,18 @@ class Shared(NamedTuple):
     saved: list[Tensor]
 
 
-def shared_input(x: Tensor, owner: Tensor, call: Call) -> Shared | None:
+def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     """Return the cut input that layers share; None if x is not cut.
 
     The first of several layers that are given one tensor leaves it with the tensor, for the others,
     if what all ranks know is the same: not which products the guard moved.
 
-    owner:  the tensor that several layers are given: x, or the DTensor over it.
+    owner:  the tensor that several layers are given: x, or the DTensor over it; None: one layer is.
     """
     axis, plan = call.axis, call.plan
     if axis is None or axis.gathered_slot != "input":
         return None
+    owner = x.detach() if owner is None else owner
     values = torch_compat.local_of(owner)
     version = 0 if values.is_inference() else values._version
     key = version, x.dtype, plan.input, plan.saves, axis.sequence_dim, call.save, call.grad

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ NOT_INSIDE = (
     "a weight gradient of delay_wgrad_compute=True waits where a captured step begins or ends; "
     "call backward_dw() inside the step, behind its backward"
 )
-_DTYPES = torch.float32, torch.bfloat16
 
 
 def add_in_graph(main_grad: Tensor, product: Product) -> None:
@@ -52,15 +51,20 @@ def main_grad_of(weight: Any, name: str) -> Tensor:
             f"{name}: fuse_wgrad_accumulation=True, and the weight has no main_grad; set "
             "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before the forward"
         )
-    main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    main_grad, local = local_of(main_grad), local_of(weight)
     fits = main_grad.shape == local.shape and main_grad.device == local.device
-    if not fits or main_grad.dtype not in _DTYPES:
+    if not fits or main_grad.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"{name}: weight.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
             f"{main_grad.device}; wanted float32 or bfloat16 {list(local.shape)} on {local.device}"
         )
     return main_grad
+
+
+def _takes_products(main_grad: Tensor) -> bool:
+    """A kernel adds a product of codes to it: fp32 rows at multiples of 16 bytes."""
+    is_aligned = main_grad.is_contiguous() and main_grad.storage_offset() % 4 == 0
+    return main_grad.dtype is torch.float32 and is_aligned
 
 
 def refuse_reduced(weight: Tensor, name: str, fuses: bool) -> None:
@@ -198,45 +202,35 @@ class WeightGradient:
 
     @torch.no_grad()
     def add(self, product: Product) -> Tensor | None:
-        """Compute the product, and add it where it goes."""
+        """Compute the product, add it where it goes, and tell the owner of `main_grad`."""
+        parameter: Any = self.parameter
         if not self.fuses:
             self._add_to_grad(product())
             return None
-        main_grad = self._part(main_grad_of(self.parameter, self.name))
-        if main_grad.dtype is torch.float32 and main_grad.is_contiguous():
+        main_grad = self._part(main_grad_of(parameter, self.name))
+        if _takes_products(main_grad):
             product(out_dtype=torch.float32, out=main_grad, accumulate=True)
         else:
             main_grad.add_(product(out_dtype=torch.float32))
-        return self._told()
-
-    @property
-    def _placeholder(self) -> int:
-        """What autograd is given (`Placeholder` of csrc/step/plan.h): nothing; where the owner of
-        `main_grad` asks, as Megatron's DDP does, a gradient for its hook, whose values it reads if
-        `zero_out_wgrad` says so."""
-        parameter = self.parameter
-        if not hasattr(parameter, "grad_added_to_main_grad"):
-            return 0
-        return 1 + bool(getattr(parameter, "zero_out_wgrad", False))
-
-    def _told(self) -> Tensor | None:
-        """Tell the owner of `main_grad`, if it asks."""
-        parameter: Any = self.parameter
         if not (placeholder := self._placeholder):
             return None
         parameter.grad_added_to_main_grad = True
-        made = torch.zeros if placeholder == 2 else torch.empty
-        main_grad = self._part(main_grad_of(parameter, self.name))
-        return made(main_grad.shape, dtype=parameter.dtype, device=main_grad.device)
+        allocate = torch.zeros if placeholder == 2 else torch.empty
+        return allocate(main_grad.shape, dtype=parameter.dtype, device=main_grad.device)
+
+    @property
+    def _placeholder(self) -> int:
+        """What autograd is given (`Placeholder` of csrc/step/plan.h): nothing; a gradient where the
+        owner of `main_grad` asks, as Megatron's DDP does for its hook; zeros if that adds it."""
+        is_asked = hasattr(self.parameter, "grad_added_to_main_grad")
+        return is_asked * (1 + bool(getattr(self.parameter, "zero_out_wgrad", False)))
 
     def in_step(self) -> AddsTo | None:
         """Where a compiled step adds a product of codes itself; None: no step does."""
         if not self.fuses or self.waiting or self.index is not None or self.transposed:
             return None
-        main_grad = main_grad_of(self.parameter, self.name)
-        if main_grad.dtype is not torch.float32 or not main_grad.is_contiguous():
-            return None
-        return AddsTo(main_grad.detach(), self._placeholder, self)
+        main_grad = main_grad_of(self.parameter, self.name).detach()
+        return AddsTo(main_grad, self._placeholder, self) if _takes_products(main_grad) else None
 
     def _add_to_grad(self, dw: Tensor) -> None:
         parameter, dw = self.parameter, dw.to(self.parameter.dtype)
@@ -259,10 +253,18 @@ class AddsTo(NamedTuple):
     gradient: WeightGradient
 
     def before(self, *gradients: object) -> None:
-        """Hook before the backward of the step."""
+        """Hook before the backward of the step, which adds to the `main_grad` of now."""
+        current: Any = main_grad_of(self.gradient.parameter, self.gradient.name).detach()
+        if not _takes_products(current):
+            current = torch.zeros(current.shape, dtype=torch.float32, device=current.device)
+        if not current.is_set_to(self.main_grad):  # replaced since the forward
+            self.main_grad.set_(current)
+
+    def behind(self, gradients: Sequence[Tensor | None], *_: object) -> None:
+        """Hook behind it. gradients: of x and the weight; None: this backward wants none."""
         parameter: Any = self.gradient.parameter
-        main_grad: Any = main_grad_of(parameter, self.gradient.name).detach()
-        if main_grad.data_ptr() != self.main_grad.data_ptr():  # replaced since the forward
-            self.main_grad.set_(main_grad)
-        if self.placeholder:
+        current = main_grad_of(parameter, self.gradient.name).detach()
+        if not _takes_products(current):
+            current.add_(self.main_grad)
+        if gradients[1] is not None:
             parameter.grad_added_to_main_grad = True
