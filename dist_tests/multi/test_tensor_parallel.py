@@ -943,6 +943,16 @@ def _one_program(rank: int, world: int) -> None:
                 assert (tensor is None) == (want[key] is None), f"{what}: {key}"
                 if tensor is not None:
                     laws.assert_same_bytes(tensor, want[key], f"{what}: {key}")
+    with fq.quantized_model_init("mxfp8"):
+        layer = fq.Linear(64, 96, False, dtype=torch.bfloat16)
+    for served in (one, lambda *_: None):
+        among_ranks._ranks_of_step, axis = served, TensorParallel(group, False)
+        x = laws.values(64, 64, seed=3, dtype=torch.bfloat16).requires_grad_()
+        y = among_ranks.multiply_shared(layer, None, x, layer.weight, None, axis)
+        with torch.no_grad():
+            layer.weight.copy_(laws.values(96, 64, seed=4, dtype=torch.bfloat16))
+        with pytest.raises(fq.StaleWeightError, match="written between the forward and"):
+            y.sum().backward()
     among_ranks._ranks_of_step = one
     layer = fq.Linear(64, 96, False, recipe="mxfp8", dtype=torch.bfloat16)
     for column, dim in itertools.product((True, False), (2, 4, -1, -4)):

@@ -173,7 +173,7 @@ def _multiply(
     ranks = _ranks_of_step(call, x, weight, bias, owner is None)
     if ranks is not None:
         return fused.linear(x, weight, bias, call._replace(ranks=ranks))
-    return linear(x, weight, bias, call, owner)
+    return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
 def _ranks_of_step(

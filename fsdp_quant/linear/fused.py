@@ -174,9 +174,8 @@ def _lacks_columnwise(weight: Tensor, plan: GemmPlan, x: Tensor) -> bool:
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call accepts x [.., cols] and the other operand's n rows as they are."""
-    if resolved.call is None or type(x) not in (Tensor, Parameter):
-        return False
-    if bias is not None and bias.dtype is not x.dtype:
+    has_type = type(x) in (Tensor, Parameter) and (bias is None or bias.dtype is x.dtype)
+    if resolved.call is None or not has_type:
         return False
     size, cols = x.numel(), x.shape[-1]
     return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
@@ -253,6 +252,11 @@ def linear(
         y = _torchs_linear(x, weight, bias, plan, resolved)
     else:
         y = program.linear(x, weight, bias, call)
+    return unwritten(y, weight, dgrad)
+
+
+def unwritten(y: Tensor, weight: Tensor, dgrad: bool) -> Tensor:
+    """Return y, whose backward refuses codes of a quantized parameter that was written since."""
     if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y

@@ -98,8 +98,7 @@ class Waiting:
         self.name = name
         self.behind: list[Callable[[], object]] = []
         # the last: a CUDA graph records them
-        self.products: deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]], bool]]
-        self.products = deque()
+        self.products = deque[tuple[WeightGradient, Product, list[tuple[Tensor, int]], bool]]()
 
     def leave(self, gradient: WeightGradient, product: functools.partial[Tensor]) -> None:
         """Leave a product for `compute`. product: of two `EncodedMatrix` operands."""
