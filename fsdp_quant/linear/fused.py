@@ -155,9 +155,8 @@ def _columnwise_buffers(
     kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
         return buffers_of(kept)
-    if kept is None and layout == COMPACT and plan.weight.shares_storage:
-        return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
-    if kept is None or kept.is_freed:
+    is_shared = kept is None and layout == COMPACT and plan.weight.shares_storage
+    if not is_shared and (kept is None or kept.is_freed):
         return None
     return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
 
@@ -289,9 +288,8 @@ def _torchs_linear(
     """torch's linear, whose products are counted as those of the program."""
 
     def count(*products: int) -> None:
-        for product in products:
-            pair = map(repr, plan.pair(PRODUCTS[product]))
-            counters.add("gemm", (resolved.domains[product], *pair))
+        for i in products:
+            counters.add("gemm", (resolved.domains[i], *map(repr, plan.pair(PRODUCTS[i]))))
 
     y = torch.nn.functional.linear(x, weight, bias)
     count(0)
