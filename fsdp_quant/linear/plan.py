@@ -521,18 +521,16 @@ def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: b
 def _called() -> Iterator[tuple[str, object, int]]:
     """Yield what compiled steps ran since the last call, as entries of `counters`."""
     operands = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
-    for (plan, domains, turned), counts in zip(
-        _CALLS.values(), native.linear_counts() if _CALLS else ()
-    ):
+    of_plans = native.linear_counts() if _CALLS else ()
+    for (plan, domains, turned), of_plan in zip(_CALLS.values(), of_plans):
+        counts = iter(of_plan)
         for (slot, d), n in zip(operands, counts):
             d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
-        counts = counts[len(operands) :]
         for product, domain, n in zip(PRODUCTS, domains, counts):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
-        gathered = [(slot, d) for slot, d in operands if slot != "weight"]
-        for (slot, d), n in zip(gathered, counts[len(PRODUCTS) :]):
-            phase = "forward" if (slot, d) == ("input", ROWWISE) else "backward"
+        for (slot, d), n in zip(operands[:2] + operands[4:], counts):  # of input and gradient
+            phase = "forward" if (slot, d) == operands[0] else "backward"
             yield "sequence gather", (phase, d.value, plan.operand(slot, d).name), n
 
 

@@ -42,14 +42,6 @@ class ModelWeight(NamedTuple):
         return self.module._matrix_layers
 
     @property
-    def layer_names(self) -> list[str]:
-        """Qualified names of the layers, as `fq.plan` prints them."""
-        if not self.state.packed:
-            return [self.path]
-        first = self.module.first_expert
-        return [f"{self.path}.{e}".lstrip(".") for e in range(first, first + len(self.layers))]
-
-    @property
     def is_transposed(self) -> bool:
         """The parameter is stored [.., K, N]."""
         return getattr(self.module, "transposed", False)
