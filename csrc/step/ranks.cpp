@@ -5,7 +5,14 @@
 #include <utility>
 #include <vector>
 
+#include <torch/version.h>
+
 #include "api/operands.h"
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13  // their names before
+#define all_gather_single_coalesced allgather_into_tensor_coalesced
+#define reduce_scatter_single _reduce_scatter_base
+#endif
 
 namespace fsdp_quant::step {
 
@@ -33,7 +40,7 @@ Gather::Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& lo
   const auto bytes = [](const at::Tensor& t) { return t.view({-1}).view(at::kByte); };
   std::vector<at::Tensor> received = {bytes(codes_.data), bytes(codes_.scale)};
   std::vector<at::Tensor> sent = {bytes(local.data), bytes(local.scale)};
-  work_ = ranks.group->allgather_into_tensor_coalesced(received, sent);
+  work_ = ranks.group->all_gather_single_coalesced(received, sent);
   count(call.handle, gathered_bytes_of(slot, d), received[0].numel() + received[1].numel());
 }
 
@@ -54,7 +61,7 @@ Encoded Gather::take(int64_t rows, int64_t cols) {
 Sum::Sum(const Ranks& ranks, at::Tensor y, bool scatters, const MaybeTensor& out) : y_(std::move(y)) {
   if (scatters) {
     sum_ = out.has_value() ? *out : new_empty(y_, {y_.size(0) / ranks.count(), y_.size(1)}, y_.scalar_type());
-    work_ = ranks.group->_reduce_scatter_base(sum_, y_);
+    work_ = ranks.group->reduce_scatter_single(sum_, y_);
   } else {
     sum_ = y_;
     std::vector<at::Tensor> all = {sum_};
