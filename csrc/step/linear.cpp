@@ -191,11 +191,10 @@ struct Linear : torch::autograd::Function<Linear> {
       const c10::intrusive_ptr<LinearCall>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
       const std::vector<at::Tensor>* codes, std::vector<at::Tensor>* result) {
     *result = step::forward(*call, x, bias, *weight, dgrad, *amaxes, *codes);
-    call->saved_input.save(saved_for_backward(*call, x, *result));
+    call->dgrad = dgrad, call->saved_input.save(saved_for_backward(*call, x, *result));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["dtype"] = static_cast<int64_t>(edge.scalar_type());
     ctx->saved_data["shape"] = x.sizes();
-    ctx->saved_data["dgrad"] = dgrad;
     if (bias.has_value()) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     return (*result)[0];
   }
@@ -211,7 +210,7 @@ struct Linear : torch::autograd::Function<Linear> {
     const bool has_bias = ctx->saved_data.count("bias") != 0;
     // Among ranks, whatever this backward wants, they exchange what those that run the program do.
     const bool is_shared = call->ranks.group.defined();
-    const bool needs_x = is_shared ? ctx->saved_data["dgrad"].toBool() : ctx->needs_input_grad(0);
+    const bool needs_x = is_shared ? call->dgrad : ctx->needs_input_grad(0);
     const bool needs_w = is_shared ? call->saves : ctx->needs_input_grad(1);
     const bool needs_b = has_bias && ctx->needs_input_grad(2);
     if (needs_x) check_not_freed(*call);

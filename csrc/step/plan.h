@@ -92,6 +92,7 @@ struct LinearCall : torch::CustomClassHolder {
   MaybeTensor grad_amaxes;             // written by the previous autograd node: amaxes of dy
   Saved saved_input;                   // of the input
   Ranks ranks = {};
+  bool dgrad = false;                  // the forward left what dgrad reads
   MaybeTensor main_grad;               // fp32, to which the backward adds dw
   Placeholder placeholder = Placeholder::kNone;
 };

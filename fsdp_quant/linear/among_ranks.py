@@ -186,8 +186,9 @@ def _ranks_of_step(
     axis = known(call.axis, "the ranks")
     column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
-    talks = ranks > 1 and (not x.is_cuda or torch_compat.is_nccl(axis.group, x.device))
-    if served is None or not talks or not (column or bias is None):
+    if served is None or ranks == 1 or not (column or bias is None):
+        return None
+    if x.is_cuda and not torch_compat.is_nccl(axis.group, x.device):
         return None
     count = 1
     if is_cut:

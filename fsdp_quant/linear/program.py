@@ -327,7 +327,7 @@ def _dense(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, owner: Tensor | None = None
 ) -> Tensor:
-    """Return y = x w^T + b, of this rank's part where ranks share the layer; owner: of x."""
+    """Return y = x w^T + b, or this rank's part of it. owner: as in `shared_input`."""
     shared = shared_input(x, owner, call)
     x = x if shared is None else shared.x
     parameters = (weight,) if bias is None else (weight, bias)

@@ -199,19 +199,20 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     axis, plan = call.axis, call.plan
     if axis is None or axis.gathered_slot != "input":
         return None
-    owner = x.detach() if owner is None else owner
-    values = torch_compat.local_of(owner)
+    source = x if owner is None else owner
+    values = torch_compat.local_of(source)
     version = 0 if values.is_inference() else values._version
     key = version, x.dtype, plan.input, plan.saves, axis.sequence_dim, call.save, call.grad
-    is_alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
-    before, shared = owner.__dict__.get("_fq_shared_input", (None, None))
+    has_state = plan.input.is_stochastic or plan.input.delayed_directions
+    is_alone = owner is None or has_state or values.is_inference()
+    before, shared = source.__dict__.get("_fq_shared_input", (None, None))
     if is_alone or shared is None or before != key:
-        cut_of = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
-        cut = cut_of(tuple(owner.shape), axis.cut_dim, axis.group, call.described("input"))
+        cut_of = SequenceCut.of_whole if isinstance(source, DTensor) else SequenceCut.of_local
+        cut = cut_of(tuple(source.shape), axis.cut_dim, axis.group, call.described("input"))
         rank_input = SharedInput(call, cut, x.device)
         with call.running(x.device), torch.no_grad():
             encoded = rank_input.encode(x.detach().reshape(-1, x.shape[-1]))
         shared = Shared(rank_input, _GatherInput.apply(x, rank_input), *encoded)
         if not is_alone:
-            vars(owner)["_fq_shared_input"] = key, shared
+            vars(source)["_fq_shared_input"] = key, shared
     return shared

@@ -189,7 +189,9 @@ class WeightGradient:
 
     def __call__(self, product: functools.partial[Tensor]) -> Tensor | None:
         """Take the product; return what autograd is given for the weight."""
-        return self.add(product) if self.waiting is None else self.waiting.leave(self, product)
+        if self.waiting is None:
+            return self.add(product)
+        return self.waiting.leave(self, product)
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Return of a tensor like the parameter the part like the product."""
@@ -219,7 +221,7 @@ class WeightGradient:
         """What autograd is given (`Placeholder` of csrc/step/plan.h): nothing; a gradient where the
         owner of `main_grad` asks, as Megatron's DDP does for its hook; zeros if that adds it."""
         is_asked = hasattr(self.parameter, "grad_added_to_main_grad")
-        return is_asked * (1 + bool(getattr(self.parameter, "zero_out_wgrad", False)))
+        return 1 + bool(getattr(self.parameter, "zero_out_wgrad", False)) if is_asked else 0
 
     def in_step(self) -> AddsTo | None:
         """Where a compiled step adds a product of codes itself; None: no step does."""

@@ -10,7 +10,6 @@ import operator
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -123,8 +122,8 @@ class TokenRoute:
         """`ends`; the row in the order of ranks of each row by expert, and the other way. The host
         gives the device where pieces end, in one copy, and waits for nothing."""
         arriving, experts = self.rows.arriving, len(self.rows.arriving[0])
-        by_rank = [*accumulate(itertools.chain(*arriving))]
-        by_expert = [*accumulate(itertools.chain(*zip(*arriving)))]
+        by_rank = [*itertools.accumulate(itertools.chain(*arriving))]
+        by_expert = [*itertools.accumulate(itertools.chain(*zip(*arriving)))]
         places = itertools.chain(*(by_rank[e::experts] for e in range(experts)))
         numbers = [*by_expert, *map(operator.sub, places, by_expert)]  # ends, and how far they move
         numbers += by_expert[self.ranks - 1 :: self.ranks]
