@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks that share a linear layer exchange: rows of codes, and sums. Mirrors linear/transport.py, in its order of
+// What ranks that share a linear layer exchange: amaxes, rows of codes, and sums. Mirrors linear/transport.py, in its order of
 // collectives: a rank may run that program while another runs this one.
 #pragma once
 
@@ -9,21 +9,28 @@
 
 namespace fsdp_quant::step {
 
-// Compact codes of x [rows, cols] in the wanted directions. No scale spans rows, or columns that other ranks hold.
-Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col);
+// Amaxes of x [rows, cols] by which the wanted directions of a slot are scaled, as far as scales follow from values of all
+// ranks, after one MAX all-reduce.
+ScalingAmaxes share_amaxes(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col,
+                           bool round_to_bf16 = false);
+
+// Direction of the codes that ranks send of a direction of a slot.
+Direction sent_direction(const LinearCall& call, Slot slot, Direction d);
+
+// Compact codes of x [rows, cols] in the directions that are sent of those wanted. amaxes: from `share_amaxes`.
+Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col, const ScalingAmaxes& amaxes);
 
 // All ranks' rows of codes, in the order of the ranks, on their way.
 class Gather {
  public:
-  // local: from `encode_rows`.
+  // local: from `encode_rows`. d: which pass reads them first.
   Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& local);
 
   // Wait, and return the operand of values [rows, cols] of all ranks.
-  Encoded take(int64_t rows, int64_t cols);
+  Encoded take(Direction d, int64_t rows, int64_t cols);
 
  private:
-  const OperandSpec& r_;
-  Direction d_;
+  const OperandSpec (&r_)[kDirections];
   Encoded codes_;
   c10::intrusive_ptr<c10d::Work> work_;
 };

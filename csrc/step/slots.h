@@ -27,6 +27,9 @@ struct Amaxes {
     return {part(0, 1), part(layout.at_rows(), rows), part(layout.at_runs(), layout.runs() * cols)};
   }
 
+  // by: that scale the directions of a tensor of which no scale spans lines alone.
+  static Amaxes of(const ScalingAmaxes& by) { return {by[kRowwise].has_value() ? by[kRowwise] : by[kColumnwise]}; }
+
   // all: amaxes of x [rows, cols] as AmaxLayout, or only the whole's.
   static Amaxes given(const MaybeTensor& all, const at::Tensor& x) {
     if (!all.has_value()) return {};
@@ -47,9 +50,9 @@ at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slo
 Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history,
                    int64_t tensors = 1);
 
-// Quantize x in the present directions and record amaxes of delayed scaling. amax: of x, if known.
+// Quantize x in the present directions and record amaxes of delayed scaling.
 Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by,
-                            const MaybeTensor& key, bool round_to_bf16, const MaybeTensor& amax,
+                            const MaybeTensor& key, bool round_to_bf16, const ScalingAmaxes& amaxes,
                             const EncodeExtras& extras = {});
 
 // Anchor compact codes of values [rows, cols] (or stacked matrices) as `r` says.

@@ -51,6 +51,8 @@ TOLERANCE = 6e-5 if DEVICE == "cpu" else 5e-3
 def recipe_of(name: str, **options) -> fq.Recipe:
     if name == "qat":
         return fq.recipes.qat("nvfp4", **options)
+    if "+" in name:
+        return fq.recipes.hybrid(*name.split("+"), **options)
     return (
         fq.recipes.hybrid("mxfp8", "fp8_block")
         if name == "hybrid"
@@ -798,12 +800,13 @@ STEPS = {  # recipe -> whether a compiled step serves ranks of a cut tensor; Non
     "mxfp8": True,
     "mxfp6": True,
     "fp8_block": True,
-    "fp8_row": False,
-    "fp8_current": None,
+    "fp8_row": True,
+    "fp8_current": True,
     "mxfp4": None,  # rounded stochastically
     "nvfp4": None,
     "identity": False,
     "hybrid": True,
+    "fp8_row+fp8_current": True,
 }
 
 
@@ -848,11 +851,11 @@ def one_call(rank: int, world: int) -> None:
 
     native.linear_step = counted
     one = among_ranks._ranks_of_step
-    program.LEAST_ROWS, program.LEAST_WEIGHT = 32, 2**17  # y of rows in pieces
+    program.LEAST_ROWS, program.LEAST_WEIGHT = 32, 2**16  # y of rows in pieces
     for name, served in STEPS.items():
         for column, is_cut in itertools.product((True, False), repeat=2):
             cases = [("xw", False, {})]
-            if name == "mxfp8" or laws.EVERYTHING:
+            if name in ("mxfp8", "fp8_current") or laws.EVERYTHING:
                 cases += [(needs, False, {}) for needs in ("x", "w", "", "xw+")]
                 cases += [("xw", True, {}), ("xw", False, {"save_original_input": True})]
             if name in ("mxfp8", "identity"):  # which no step multiplies
@@ -915,11 +918,11 @@ PROGRAMS = {  # what a user calls of f(x), and how
 def _one_program(rank: int, world: int) -> None:
     group, one = dist.group.WORLD, among_ranks._ranks_of_step
 
-    def run(name: str, column: bool, is_cut: bool, by_step: bool) -> dict:
+    def run(recipe: str, name: str, column: bool, is_cut: bool, by_step: bool) -> dict:
         among_ranks._ranks_of_step = one if by_step else lambda *_: None
         call_of, backward, options = PROGRAMS[name]
         torch.manual_seed(rank)
-        layer = fq.Linear(64, 96, False, recipe=recipe_of("mxfp8", **options), dtype=torch.bfloat16)
+        layer = fq.Linear(64, 96, False, recipe=recipe_of(recipe, **options), dtype=torch.bfloat16)
         state = layer.runtime.weight_state
         state.tensor_group, state.tensor_dim = group, int(not column)
         axis = TensorParallel(group, column, 0 if is_cut else None)
@@ -933,11 +936,13 @@ def _one_program(rank: int, world: int) -> None:
         backward(layer, y, x, laws.values(*y.shape, seed=7 + rank, dtype=torch.bfloat16))
         return {"y": y, "dx": x.grad, "dw": layer.weight.grad, "calls": counts_of(fq.receipt())}
 
-    for name, column, is_cut in itertools.product(PROGRAMS, (True, False), (True, False)):
-        what = f"{name}, {'column' if column else 'row'}, {is_cut=}"
-        want = run(name, column, is_cut, False)
+    program.LEAST_ROWS, program.LEAST_WEIGHT = 32, 2**12  # y of rows in pieces
+    recipes, both = ("mxfp8", "fp8_current"), (True, False)
+    for case in itertools.product(recipes, PROGRAMS, both, both):
+        (recipe, name, column, is_cut), want = case, run(*case, False)
+        what = f"{recipe}, {name}, {'column' if column else 'row'}, {is_cut=}"
         for by_step in (True, rank == 1):  # all ranks; one, as the guard moved a product of another
-            got = run(name, column, is_cut, by_step)
+            got = run(*case, by_step)
             assert got.pop("calls") == want["calls"], what
             for key, tensor in got.items():
                 assert (tensor is None) == (want[key] is None), f"{what}: {key}"

@@ -889,12 +889,12 @@ class Operators:
                 key=key,
             )
         )
-        self.counts.append([0] * 13)
+        self.counts.append([0] * 15)
         return len(self.plans) - 1
 
     def linear_counts(self):
-        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 13)
-        self.counts = [[0] * 13 for _ in self.plans]
+        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 15)
+        self.counts = [[0] * 15 for _ in self.plans]
         return counts
 
     def token_groups(self, ends, tokens, wrong=None, tag=0):
@@ -1186,7 +1186,9 @@ class Operators:
             else [codes, scale.flatten()]
         )
 
-    def linear_weight(self, weight, plan, row, col, round_to_bf16, factors, histories):
+    def linear_weight(
+        self, weight, plan, row, col, round_to_bf16, factors, histories, amaxes: dict | None = None
+    ):
         if weight.dim() == 3:
             refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
             n, operand_specs = len(weight), self.plans[plan].slots[1]
@@ -1224,12 +1226,12 @@ class Operators:
             self.counts[plan][2 + (d is COLUMNWISE)] += 1
             side = unpack(reading.side, d, reading.eps)
             enc = None if reading.factor < 0 else factors[reading.factor]
-            known = [None] * 8
-            known[2 + 4 * (d is COLUMNWISE)] = enc
+            known, shared = [None] * 8, (amaxes or {}).get(d)
+            known[2 + 4 * (d is COLUMNWISE)], known[4 * (d is COLUMNWISE)] = enc, shared
             compact = side if reading.run == -1 else side._replace(transposed=False)
             made = self._quantized(weight, [compact], 0, round_to_bf16, known)
             if side.encoding.fmt.block[1] is None:
-                amax = made.pop()
+                amax = made.pop() if shared is None else shared
                 if (
                     enc is not None
                     and reading.factor < len(histories)
@@ -1405,13 +1407,14 @@ class Operators:
         column,
         cut,
         sums,
+        spans_weight,
         pieces,
         main_grad,
         placeholder,
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
-            ranks=_Ranks(group, column, cut, sums, pieces),
+            ranks=_Ranks(group, column, cut, sums, spans_weight, pieces),
             main_grad=main_grad,
             placeholder=placeholder,
             number=plan,
@@ -1453,8 +1456,9 @@ class Operators:
         if values is None:
             return list(rowwise)
         one, other = call.slots[1]
+        amaxes = self._shared_amaxes(call, 1, _matrix(values), True, True, round_to_bf16)
         made = self.linear_weight(
-            values, call.number, True, dgrad, round_to_bf16, factors, histories
+            values, call.number, True, dgrad, round_to_bf16, factors, histories, amaxes
         )
         fields = 0 if not one.side else self._buffers(one, ROWWISE)
         row = made[:fields] if one.side else [values]
@@ -1493,8 +1497,32 @@ class Operators:
             bool(other.side) and col and not other.same,
         )
 
+    def _shared_amaxes(
+        self, call, slot: int, x: Tensor, row: bool, col: bool, round_to_bf16: bool = False
+    ) -> dict[Direction, Tensor]:
+        """Amaxes that scale x, of all ranks."""
+        needs = [row, col]
+        if _share_codes(call.slots[slot]):
+            needs = [row or col, False]
+        shared = {}
+        for d, reading, needed in zip(Direction, call.slots[slot], needs):
+            side = unpack(reading.side, d) if needed else None
+            if side is not None and call.ranks.spans(slot, side.encoding):
+                values = reference.prepared(_seen(x, round_to_bf16), side.encoding)
+                shared[d], _ = reference.statistics(values, side.encoding, 0)
+        if not shared:
+            return {}
+        self.counts[call.number][13 + (slot == 1)] += 1
+        everything = torch.cat([amax.reshape(-1) for amax in shared.values()])
+        dist.all_reduce(everything.view(torch.int32), dist.ReduceOp.MAX, call.ranks.process_group)
+        pieces = everything.split([amax.numel() for amax in shared.values()])
+        shared = {d: p.view(amax.shape) for (d, amax), p in zip(shared.items(), pieces)}
+        if _share_codes(call.slots[slot]):
+            shared[COLUMNWISE] = shared[ROWWISE]
+        return shared
+
     def _step_quantize(
-        self, call, slot: int, x: Tensor, row: bool, col: bool
+        self, call, slot: int, x: Tensor, row: bool, col: bool, amaxes: dict | None = None
     ) -> dict[Direction, list[Tensor]]:
         operand_specs, made, recorded = call.slots[slot], {}, set()
         group = slot // 2  # of the input, of the gradient
@@ -1524,11 +1552,12 @@ class Operators:
             )
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
+            known[4 * (d is COLUMNWISE)] = shared = (amaxes or {}).get(d)
             made[d] = self._quantized(x, [side], 0, False, known)
             # the tensor amax is in the scale of an operand
             del made[d][2 + (side.layout != native.OPERAND) :]
             if side.encoding.fmt.block[1] is None:
-                amax = made[d].pop()
+                amax = made[d].pop() if shared is None else shared
                 if (
                     enc is not None
                     and reading.factor < len(call.histories[group])
@@ -1541,31 +1570,44 @@ class Operators:
                 self.calls.pop()
         return made
 
-    def _step_rows(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict:
-        """Compact codes of this rank's rows, as they travel."""
-        made = {}
-        wanted = self._wanted(call.slots[slot], row, col)
-        for d, reading in zip(Direction, call.slots[slot]):
-            if not wanted[d is COLUMNWISE]:
+    def _step_rows(self, call, slot: int, x: Tensor, row: bool, col: bool, amaxes: dict) -> dict:
+        """Compact codes of this rank's rows, as they travel: one set, where it serves both."""
+        made, needs = {}, [row, col]
+        if _share_codes(call.slots[slot]):
+            needs = [row or col, False]
+        for d, reading, needed in zip(Direction, call.slots[slot], needs):
+            if not (needed and reading.side):
                 continue
             refuse(
                 reading.run == -1 and unpack(reading.side, d).layout != native.HOPPER,
-                "ranks exchange codes of blocks of lines",
+                "ranks exchange codes of blocks of lines, or of tensors",
             )
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             side = unpack(reading.side, d, reading.eps)
-            side = side._replace(transposed=False, layout=native.COMPACT)
-            made[d] = self._quantized(x, [side], 0, False, [None] * 8)[:2]
+            side, known = side._replace(transposed=False, layout=native.COMPACT), [None] * 8
+            known[4 * (d is COLUMNWISE)] = amaxes.get(d)
+            made[d] = self._quantized(x, [side], 0, False, known)[:2]
         return made
 
-    def _of_all_ranks(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
-        """The operand of all ranks' rows."""
+    def _sent(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
+        """Compact codes of all ranks' rows."""
         reading = call.slots[slot][d is COLUMNWISE]
-        whole = [call.ranks.gathered(b) for b in buffers]
+        spans = call.ranks.spans(slot, unpack(reading.side, d).encoding)
+        sent = buffers[:1] if spans else buffers  # all ranks have the scale
+        whole = [call.ranks.gathered(b) for b in sent]
         self.counts[call.number][9 + slot + (d is COLUMNWISE)] += sum(b.nbytes for b in whole)
+        return whole + buffers[len(sent) :]
+
+    def _of_all_ranks(self, call, slot: int, d: Direction, whole: list[Tensor]) -> list[Tensor]:
+        """The operand of all ranks' rows, of their codes."""
+        reading = call.slots[slot][d is COLUMNWISE]
         if reading.run == -1:
-            as_it_is = whole[d is COLUMNWISE]  # of codes and scales
-            return [t if t is as_it_is else t.t().contiguous() for t in whole]
+            data, scale = whole
+            if unpack(reading.side, d).encoding.fmt.scale_leaves_contraction:
+                scale = scale.flatten()
+            elif d is ROWWISE:
+                scale = scale.t().contiguous()
+            return [data if d is ROWWISE else data.t().contiguous(), scale]
         codes, size = unpack(reading.side, d).encoding.fmt.element.packing
         shape = len(whole[0]), whole[0].shape[1] // size * codes
         made = self._anchors_of(whole, reading, d, shape)
@@ -1635,10 +1677,11 @@ class Operators:
         self, call, x, bias, weight, dgrad, codes
     ) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
-        rows = _matrix(x)
+        rows, ranks, gathers = _matrix(x), call.ranks, call.ranks.gathers(0)
         operand_specs, col = call.slots[0], call.save and not call.saves_input
+        if gathers and _share_codes(operand_specs):
+            col = False
         wanted = self._wanted(operand_specs, True, col)
-        ranks, gathers = call.ranks, call.ranks.gathers(0)
         if codes:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, operand_specs, wanted):
@@ -1647,10 +1690,13 @@ class Operators:
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             encode = self._step_rows if gathers else self._step_quantize
-            made = encode(call, 0, rows, True, col)
+            call.amaxes = self._shared_amaxes(call, 0, rows, True, call.save)
+            made = encode(call, 0, rows, True, col, call.amaxes)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
         of_rows = made.get(ROWWISE, [rows])
-        of_rows = self._of_all_ranks(call, 0, ROWWISE, of_rows) if gathers else of_rows
+        if gathers:
+            sent = self._sent(call, 0, ROWWISE, of_rows)
+            of_rows = self._of_all_ranks(call, 0, ROWWISE, sent)
         a = self._step_operand(operand_specs[0], ROWWISE, of_rows)
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
@@ -1660,24 +1706,32 @@ class Operators:
         if ranks.cut:
             sizes[0] = sizes[0] * ranks.count if ranks.column else sizes[0] // ranks.count
         y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*sizes, y.shape[-1]))
-        kept = [x] if call.saves_input else list(made.values())[-1] if col else []
-        return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
+        if not call.save:
+            kept = []
+        else:
+            kept = [x] if call.saves_input else list(made.values())[-1]
+        return [y, *(t for buffers in made.values() for t in buffers)], kept
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         operand_specs, dx, dw = call.slots[2], None, None
         ranks, gathers = call.ranks, call.ranks.gathers(2)
         encode = self._step_rows if gathers else self._step_quantize
-        made = encode(call, 2, dy, needs_x, needs_w)
+        amaxes = self._shared_amaxes(call, 2, dy, needs_x, needs_w)
+        made = encode(call, 2, dy, needs_x, needs_w, amaxes)
         if gathers:
-            made = {d: self._of_all_ranks(call, 2, d, buffers) for d, buffers in made.items()}
+            sent = {d: self._sent(call, 2, d, buffers) for d, buffers in made.items()}
+            if _share_codes(operand_specs):
+                sent[COLUMNWISE] = sent[ROWWISE]
+            made = {d: self._of_all_ranks(call, 2, d, whole) for d, whole in sent.items()}
         of_x = call.slots[0][1]
         if needs_w and call.saves_input:
             rows = _matrix(saved[0])
             encode = self._step_rows if ranks.gathers(0) else self._step_quantize
-            again = encode(call, 0, rows, False, True)
-            saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
+            again = encode(call, 0, rows, False, True, call.amaxes)
+            saved = list(again.values())[0] if again else [rows]
         if needs_w and ranks.gathers(0):
-            saved = self._of_all_ranks(call, 0, COLUMNWISE, list(saved))
+            sent = self._sent(call, 0, COLUMNWISE, list(saved))
+            saved = self._of_all_ranks(call, 0, COLUMNWISE, sent)
         self.calls.append(
             Call(
                 "linear_step_backward",
@@ -1706,15 +1760,27 @@ class _Ranks(NamedTuple):
     column: bool
     cut: bool
     sums: bool
+    spans_weight: bool
     pieces: int
 
     @property
-    def _group(self):
+    def process_group(self):
         return torch_compat.group_of_name(self.group)
 
     @property
     def count(self) -> int:
-        return self._group.size() if self.group else 1
+        return self.process_group.size() if self.group else 1
+
+    def spans(self, slot: int, encoding: Encoding) -> bool:
+        """A scale follows from values of all ranks."""
+        fmt, gathers = encoding.fmt, self.gathers(slot)
+        if not self.group or not fmt.scale_leaves_contraction:
+            return False
+        if slot == 1:
+            return self.spans_weight and fmt.block[0] is None
+        if gathers and encoding.direction is COLUMNWISE:
+            return True
+        return fmt.block[0] is None and (gathers or slot == (2 if self.column else 0))
 
     def gathers(self, slot: int) -> bool:
         return self.cut and slot == (0 if self.column else 2)
@@ -1722,7 +1788,7 @@ class _Ranks(NamedTuple):
     def gathered(self, rows: Tensor) -> Tensor:
         whole = rows.new_empty(self.count * len(rows), *rows.shape[1:])
         sent = rows.contiguous().view(-1).view(torch.uint8)
-        torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self._group)
+        torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self.process_group)
         return whole
 
     def sum(self, y: Tensor) -> Tensor:
@@ -1730,11 +1796,22 @@ class _Ranks(NamedTuple):
         if not self.group or not (self.cut or self.sums):
             return y
         if not self.cut:
-            dist.all_reduce(y, group=self._group)
+            dist.all_reduce(y, group=self.process_group)
             return y
+        pieces = y.view(self.count, self.pieces, -1, y.shape[1]).transpose(0, 1).contiguous()
         rows = y.new_empty(len(y) // self.count, y.shape[1])
-        torch_compat.reduce_scatter_rows(rows, y, self._group).wait()
+        for piece, out in zip(pieces, rows.view(self.pieces, -1, y.shape[1])):
+            torch_compat.reduce_scatter_rows(out, piece.flatten(0, 1), self.process_group).wait()
         return rows
+
+
+def _share_codes(operand_specs) -> bool:
+    """The rowwise codes are those of both directions, a transpose apart."""
+    row, col = operand_specs
+    if not (row.side and col.side) or (row.eps, row.factor) != (col.eps, col.factor):
+        return False
+    one, other = (unpack(spec.side, ROWWISE).encoding for spec in operand_specs)
+    return one == other and one.fmt.block[0] == one.fmt.block[1]
 
 
 def _is_computed(node) -> bool:

@@ -16,8 +16,7 @@ from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import bytes_of
 from ..formats import ROWWISE, Direction
 from ..ops.capability import arch_of
-from ..ops.gemm_layout import has_scales_by_row
-from ..ops.layout import ANCHORED, ANCHORS
+from ..ops.layout import ANCHORED, ANCHORS, NATIVE
 from ..ops.reference import known
 from ..tensor import torch_compat
 from . import fused
@@ -199,30 +198,31 @@ def _ranks_of_step(
         count = 1 if column else pieces(rows, weight.shape)
         if not fits or (column and not is_alone) or (count > 1 and not in_pieces):
             return None
-    return axis.group.group_name, column, is_cut, axis.reduces, count
+    spans_weight = call.weight_group is not None
+    return axis.group.group_name, column, is_cut, axis.reduces, spans_weight, count
 
 
 def _serves_ranks(
     plan: GemmPlan, column: bool, is_cut: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, bool] | None:
     """Return what divides a rank's rows in a compiled step, and whether it scatters y by pieces;
-    None: it serves no ranks, as they share statistics, or codes that no step lays out behind the
-    gather."""
+    None: it serves no ranks, as they share amaxes of a second level, or codes that no step lays out
+    behind the gather."""
     gathered, split = ("input", "grad_output") if column else ("grad_output", "input")
-    resolved, hybrid = plan.resolved(dtype, device), plan.hybrid(gathered)
-    split_spans = any(plan.operand(split, d).spans_tensor for d in Direction)
+    resolved, is_square = plan.resolved(dtype, device), plan.hybrid(gathered).shares_storage
+    split_spans = any(plan.operand(split, d).tensor_scale for d in Direction)
     if resolved.call is None or plan.is_keyed or plan.is_delayed or split_spans:
         return None
     on_hopper = arch_of(device) == "sm_90a"
 
     def lays_out(slot: str, direction: Direction, anchored: Sequence[str]) -> bool:
         layout, fmt = resolved.layouts[slot][direction], plan.operand(slot, direction)
-        return layout in anchored or (on_hopper and has_scales_by_row(fmt, layout))
+        is_known = fmt.has_fp32_scales and fmt.block[0] in (1, None)  # of lines, or of the tensor
+        return layout in anchored or (on_hopper and layout == NATIVE and is_known)
 
     formats = {d: plan.operand(gathered, d) for d in Direction}
     if is_cut and (
-        hybrid.shares_storage
-        or any(f.spans_tensor or f.spans_rows(d) for d, f in formats.items())
+        any(f.tensor_scale or (is_square and not f.spans_tensor) for f in formats.values())
         or not all(lays_out(gathered, d, ANCHORS) for d in Direction)
     ):
         return None

@@ -105,15 +105,20 @@ def _weight_operand(
     directions = [ROWWISE, *([COLUMNWISE] if dgrad else [])]
     if isinstance(weight, QuantizedTensor):
         record_activations(weight, dtype)
-        return _coded_operand(weight, plan, resolved, dgrad, late)
-    values = values_of(weight).detach()
-    state = call.state
-    is_cast = values.dtype is not dtype and not all(
-        plan.weight.side(d).fmt.is_quantized for d in Direction
-    )
+        layouts = resolved.layouts["weight"]
+        read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
+        if read is None:
+            return None
+        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
+        return WeightOperand(None, False, buffers_of(rowwise), read)
+    values, state = values_of(weight).detach(), call.state
+    is_shared, formats = call.weight_group is not None, [plan.weight.side(d).fmt for d in Direction]
+    is_cast = values.dtype is not dtype and not all(fmt.is_quantized for fmt in formats)
     is_held = state is not None and state.held is not None
-    is_made_here = is_held or call.weight_group is not None or code_check.checking or is_cast
-    if is_made_here or plan.weight.turns:
+    is_made_here = is_held or code_check.checking or is_cast or plan.weight.turns
+    if is_shared and (is_made_here or any(fmt.tensor_scale for fmt in formats)):
+        return None  # else ranks would share its amax before that of x, and the program does behind
+    if is_made_here:
         codes = call.weight_operands(weight, directions, dtype, {})
         columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else []
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
@@ -124,24 +129,13 @@ def _weight_operand(
     for d in coded:
         if d in plan.weight.encodings:
             counters.add("weight encode", ("weight" if state is None else state.name, d.value))
-    transposed = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
+    is_turned = bool(coded) and not is_shared and lies_transposed(values)
+    transposed = plan.turned(dtype, values.device) if is_turned else None
     if transposed is None:
         return WeightOperand(quantized_values, round_to_bf16)
     codes = codes_of_transposed(quantized_values, transposed, coded, round_to_bf16)
     columnwise = codes.get(COLUMNWISE, [values]) if dgrad else ()
     return WeightOperand(None, False, codes.get(ROWWISE, [values]), columnwise)
-
-
-def _coded_operand(
-    weight: QuantizedTensor, plan: GemmPlan, resolved: Resolved, dgrad: bool, late: LateCodes | None
-) -> WeightOperand | None:
-    """`_weight_operand` of codes."""
-    layouts = resolved.layouts["weight"]
-    read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
-    if read is None:
-        return None
-    rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-    return WeightOperand(None, False, buffers_of(rowwise), read)
 
 
 def _columnwise_buffers(

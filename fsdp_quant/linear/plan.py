@@ -521,17 +521,18 @@ def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: b
 def _called() -> Iterator[tuple[str, object, int]]:
     """Yield what compiled steps ran since the last call, as entries of `counters`."""
     operands = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
-    of_plans = native.linear_counts() if _CALLS else ()
-    for (plan, domains, turned), of_plan in zip(_CALLS.values(), of_plans):
-        counts = iter(of_plan)
+    of_plans = map(iter, native.linear_counts() if _CALLS else ())
+    for (plan, domains, turned), counts in zip(_CALLS.values(), of_plans):
         for (slot, d), n in zip(operands, counts):
-            d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
+            d = tuple(Direction)[(d is COLUMNWISE) != turned]
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
         for product, domain, n in zip(PRODUCTS, domains, counts):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
         for (slot, d), n in zip(operands[:2] + operands[4:], counts):  # of input and gradient
             phase = "forward" if (slot, d) == operands[0] else "backward"
+            d = ROWWISE if plan.hybrid(slot).shares_storage else d  # of the codes that are sent
             yield "sequence gather", (phase, d.value, plan.operand(slot, d).name), n
+        yield from (("amax all-reduce", of, n) for of, n in zip(("activations", "weights"), counts))
 
 
 def build_plan(

@@ -202,7 +202,7 @@ class StepCall(Protocol):
     @property
     def histories(self) -> Sequence[Sequence[Tensor]]: ...
     @property
-    def ranks(self) -> tuple[str, bool, bool, bool, int]: ...
+    def ranks(self) -> tuple[str, bool, bool, bool, bool, int]: ...
 
 
 class WeightOperand(NamedTuple):
@@ -282,7 +282,8 @@ def linear_gated(source: tuple[Tensor, Tensor, int], plan: int, call: StepCall) 
 
 def linear_counts() -> list[list[int]]:
     """Return counts since the last call, per plan: quantizations of input, weight and gradient
-    (rowwise, columnwise each), GEMMs, bytes that ranks gathered of input and gradient."""
+    (rowwise, columnwise each), GEMMs, bytes that ranks gathered of input and gradient, all-reduces
+    of amaxes of activations and weights."""
     return _ops.linear_counts().tolist()
 
 
