@@ -82,11 +82,11 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
     y = multiply(a, b, x.scalar_type(), bias);
     record_error(call, kFprop, a, b);
     count(call.handle, kSlots * kDirections + kFprop);
-    if (ranks.group && !ranks.column && (ranks.cut || ranks.sums)) y = Sum(ranks, std::move(y), ranks.cut).take();
+    if (ranks.group && !ranks.column && (ranks.is_cut() || ranks.sums)) y = Sum(ranks, std::move(y), ranks.is_cut()).take();
   }
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
-  if (ranks.cut) sizes[0] = ranks.column ? sizes[0] * ranks.count() : sizes[0] / ranks.count();
+  if (ranks.is_cut()) sizes[ranks.cut] = ranks.column ? sizes[ranks.cut] * ranks.count() : sizes[ranks.cut] / ranks.count();
   std::vector<at::Tensor> result = {with_shape(y, sizes)};
   for (const Direction d : {kRowwise, kColumnwise}) append(result, r[d], encoded[d]);
   return result;
@@ -180,7 +180,7 @@ std::array<at::Tensor, 3> backward(
   std::optional<Sum> sum;
   if (ranks.group && needs_x) {
     dgrad();
-    if (ranks.column && (ranks.cut || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.cut);
+    if (ranks.column && (ranks.is_cut() || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.is_cut());
   }
   if (needs_w) wgrad();
   saved.clear(), x_codes = {}, encoded[kColumnwise] = {};
@@ -282,13 +282,17 @@ std::vector<at::Tensor> linear_step(
     at::TensorList columnwise, int64_t plan, bool round_to_bf16, bool save, const at::Tensor& step, const at::Tensor& ids,
     const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors, at::TensorList weight_factors,
     at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
-    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, bool cut, bool sums,
+    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, int64_t cut, bool sums,
     bool spans_weight, int64_t pieces, const MaybeTensor& main_grad, int64_t placeholder) {
   check_cuda(x, "x");
   const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
   const auto call = call_of(plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   call->grad_amaxes = grad_amaxes;
-  if (!group.empty()) call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, spans_weight, pieces};
+  if (!group.empty()) {
+    TORCH_CHECK_VALUE(cut < x.dim() - 1, "dim ", cut, " of x ", x.sizes(), " is cut; wanted one before the last");
+    const int64_t outer = cut < 0 ? 1 : c10::multiply_integers(x.sizes().slice(0, cut));
+    call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, spans_weight, pieces, outer};
+  }
   call->main_grad = main_grad, call->placeholder = static_cast<Placeholder>(placeholder);
   const std::vector<at::Tensor> given = codes.vec();
   if (!kWithNode || !at::GradMode::is_enabled()) return forward(*call, x, bias, weight, false, amaxes, given);
@@ -306,7 +310,7 @@ void register_linear(torch::Library& m) {
       "linear_step(Tensor x, Tensor edge, Tensor? bias, Tensor? values, Tensor[] rowwise, Tensor[] columnwise, int plan, "
       "bool round_to_bf16, bool save, Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, "
       "Tensor[] weight_factors, Tensor[] histories, Tensor[] grad_histories, Tensor[] weight_histories, Tensor[] codes, "
-      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, bool cut, bool sums, bool spans_weight, int pieces, "
+      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, int cut, bool sums, bool spans_weight, int pieces, "
       "Tensor? main_grad, int placeholder) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step<false>));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step<true>));

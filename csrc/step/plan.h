@@ -70,12 +70,14 @@ void count(int64_t handle, int what, int64_t times = 1);
 struct Ranks {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   bool column;  // each holds rows of the weight; else columns
-  bool cut;     // x (column) or y (else) along its rows
+  int64_t cut;  // the dim of x (column) or y (else) that is cut; -1: none
   bool sums;    // without a cut: dx (column) or y (else) is summed here
   bool spans_weight;  // scales of a whole tensor are those of the whole weight
   int64_t pieces;  // in which y is scattered
+  int64_t outer;  // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
 
-  bool gathers(Slot slot) const { return cut && slot == (column ? kInput : kGradOutput); }
+  bool is_cut() const { return cut >= 0; }
+  bool gathers(Slot slot) const { return is_cut() && slot == (column ? kInput : kGradOutput); }
   // A scale follows from values of all ranks.
   bool spans(Slot slot, Direction d, const EncodingSpec& spec) const {
     if (!group || !spec.present()) return false;

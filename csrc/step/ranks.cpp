@@ -66,8 +66,18 @@ Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bo
   return encode_directions(specs, x, {}, std::nullopt, false, amaxes);
 }
 
+namespace {
+
+// Rows [outer, ranks, chunk] of [ranks, outer, chunk], or back.
+at::Tensor reordered(const at::Tensor& rows, int64_t from, int64_t to) {
+  if (from == 1 || to == 1 || rows.size(0) == 1) return rows;
+  return rows.view({from, to, -1, rows.size(1)}).transpose(0, 1).reshape({-1, rows.size(1)});
+}
+
+}  // namespace
+
 Gather::Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& local)
-    : r_(call.plan->operand_specs[slot]), codes_(local) {
+    : ranks_(call.ranks), r_(call.plan->operand_specs[slot]), codes_(local) {
   const Ranks& ranks = call.ranks;
   const auto bytes = [](const at::Tensor& t) { return t.view({-1}).view(at::kByte); };
   std::vector<at::Tensor> received, sent;
@@ -83,7 +93,10 @@ Gather::Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& lo
 
 Encoded Gather::take(Direction d, int64_t rows, int64_t cols) {
   const OperandSpec& r = r_[d];
-  work_->wait();
+  if (work_) {
+    work_->wait(), work_.reset();
+    for (at::Tensor* t : {&codes_.data, &codes_.scale}) *t = reordered(*t, ranks_.count(), ranks_.outer);
+  }
   Encoded codes = codes_;
   if (r.is_anchored()) {
     OperandSpec compact = r;
@@ -99,6 +112,7 @@ Encoded Gather::take(Direction d, int64_t rows, int64_t cols) {
 
 Sum::Sum(const Ranks& ranks, at::Tensor y, bool scatters, const MaybeTensor& out) : y_(std::move(y)) {
   if (scatters) {
+    y_ = reordered(y_, ranks.outer, ranks.count());
     sum_ = out.has_value() ? *out : new_empty(y_, {y_.size(0) / ranks.count(), y_.size(1)}, y_.scalar_type());
     work_ = ranks.group->reduce_scatter_single(sum_, y_);
   } else {

@@ -20,7 +20,7 @@ Direction sent_direction(const LinearCall& call, Slot slot, Direction d);
 // Compact codes of x [rows, cols] in the directions that are sent of those wanted. amaxes: from `share_amaxes`.
 Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col, const ScalingAmaxes& amaxes);
 
-// All ranks' rows of codes, in the order of the ranks, on their way.
+// All ranks' rows of codes, in the order of the whole tensor, on their way.
 class Gather {
  public:
   // local: from `encode_rows`. d: which pass reads them first.
@@ -30,6 +30,7 @@ class Gather {
   Encoded take(Direction d, int64_t rows, int64_t cols);
 
  private:
+  const Ranks& ranks_;
   const OperandSpec (&r_)[kDirections];
   Encoded codes_;
   c10::intrusive_ptr<c10d::Work> work_;

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import re
 import sys
 import weakref
@@ -1414,7 +1415,9 @@ class Operators:
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
-            ranks=_Ranks(group, column, cut, sums, spans_weight, pieces),
+            ranks=_Ranks(
+                group, column, cut, sums, spans_weight, pieces, math.prod(x.shape[: max(cut, 0)])
+            ),
             main_grad=main_grad,
             placeholder=placeholder,
             number=plan,
@@ -1703,8 +1706,8 @@ class Operators:
         if ranks.pieces > 1:
             self.counts[call.number][6] += ranks.pieces * ranks.count - 1
         y, sizes = y if ranks.column else ranks.sum(y), list(x.shape[:-1])
-        if ranks.cut:
-            sizes[0] = sizes[0] * ranks.count if ranks.column else sizes[0] // ranks.count
+        if (dim := ranks.cut) >= 0:
+            sizes[dim] = sizes[dim] * ranks.count if ranks.column else sizes[dim] // ranks.count
         y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*sizes, y.shape[-1]))
         if not call.save:
             kept = []
@@ -1758,10 +1761,11 @@ class _Ranks(NamedTuple):
 
     group: str
     column: bool
-    cut: bool
+    cut: int
     sums: bool
     spans_weight: bool
     pieces: int
+    outer: int
 
     @property
     def process_group(self):
@@ -1783,24 +1787,26 @@ class _Ranks(NamedTuple):
         return fmt.block[0] is None and (gathers or slot == (2 if self.column else 0))
 
     def gathers(self, slot: int) -> bool:
-        return self.cut and slot == (0 if self.column else 2)
+        return self.cut >= 0 and slot == (0 if self.column else 2)
 
     def gathered(self, rows: Tensor) -> Tensor:
         whole = rows.new_empty(self.count * len(rows), *rows.shape[1:])
         sent = rows.contiguous().view(-1).view(torch.uint8)
         torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self.process_group)
-        return whole
+        whole = whole.view(self.count, self.outer, -1, *rows.shape[1:])
+        return whole.transpose(0, 1).reshape(-1, *rows.shape[1:])
 
     def sum(self, y: Tensor) -> Tensor:
         """Over ranks: this rank's rows of it, if cut."""
-        if not self.group or not (self.cut or self.sums):
+        if not self.group or not (self.cut >= 0 or self.sums):
             return y
-        if not self.cut:
+        if self.cut < 0:
             dist.all_reduce(y, group=self.process_group)
             return y
-        pieces = y.view(self.count, self.pieces, -1, y.shape[1]).transpose(0, 1).contiguous()
-        rows = y.new_empty(len(y) // self.count, y.shape[1])
-        for piece, out in zip(pieces, rows.view(self.pieces, -1, y.shape[1])):
+        y = y.view(self.outer, self.count, -1, y.shape[1]).transpose(0, 1)
+        pieces = y.reshape(self.count, self.pieces, -1, y.shape[-1]).transpose(0, 1).contiguous()
+        rows = y.new_empty(y.shape[1] * y.shape[2], y.shape[3])
+        for piece, out in zip(pieces, rows.view(self.pieces, -1, y.shape[3])):
             torch_compat.reduce_scatter_rows(out, piece.flatten(0, 1), self.process_group).wait()
         return rows
 

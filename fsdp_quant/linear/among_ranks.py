@@ -189,17 +189,16 @@ def _ranks_of_step(
         return None
     if x.is_cuda and not torch_compat.is_nccl(axis.group, x.device):
         return None
-    count = 1
+    dim, count = -1, 1
     if is_cut:
-        multiple, in_pieces = served
-        parts = 1 if column else ranks
-        rows = x.numel() // x.shape[-1] // parts  # of a rank
-        fits = axis.cut_dim in (0, -x.dim()) and not x.shape[0] % parts and not rows % multiple
-        count = 1 if column else pieces(rows, weight.shape)
-        if not fits or (column and not is_alone) or (count > 1 and not in_pieces):
+        shape, (multiple, in_pieces) = (*x.shape[:-1], weight.shape[0]), served
+        cut = axis.cut_of("input", x) or axis.output_cut(shape, call.described("output"))
+        dim, chunk, outer = (cut := known(cut, "the cut")).dim, cut.chunk, cut.outer
+        count = 1 if column or outer > 1 else pieces(chunk, weight.shape)
+        if chunk % multiple or (column and not is_alone) or (count > 1 and not in_pieces):
             return None
     spans_weight = call.weight_group is not None
-    return axis.group.group_name, column, is_cut, axis.reduces, spans_weight, count
+    return axis.group.group_name, column, dim, axis.reduces, spans_weight, count
 
 
 def _serves_ranks(
