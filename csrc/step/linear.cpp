@@ -66,7 +66,7 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
-      if (wants(plan, kInput, d, true, col)) encoded[d] = next_encoded(codes, at, r[d]);
+      if (wants(plan, kInput, d, true, col && ranks.reader == 0)) encoded[d] = next_encoded(codes, at, r[d]);
   }
   Encoded of_rows = r[kRowwise].is_quantized() ? encoded[kRowwise] : Encoded{rows, {}, {}, {}};
   if (gathers) of_rows = Gather(call, kInput, kRowwise, of_rows).take(kRowwise, rows.size(0) * ranks.count(), rows.size(1));
@@ -92,11 +92,12 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
   return result;
 }
 
-// What the backward needs of x, from the forward's result.
-std::vector<at::Tensor> saved_for_backward(const LinearCall& call, const at::Tensor& x,
+// What the backward needs of x, from the forward's result. codes: the operand of an x that layers share, and what they save.
+std::vector<at::Tensor> saved_for_backward(const LinearCall& call, const at::Tensor& x, const std::vector<at::Tensor>& codes,
                                            const std::vector<at::Tensor>& result) {
   const LinearPlan& plan = *call.plan;
   if (!call.saves) return {};
+  if (call.ranks.reader != 0) return {codes.begin() + 2, codes.end()};  // behind data and scale
   if (plan.saves == Saves::kInput) return {x};
   const OperandSpec(&r)[kDirections] = plan.operand_specs[kInput];
   size_t at = 1;
@@ -139,7 +140,10 @@ std::array<at::Tensor, 3> backward(
   }
   dy.reset();
   Encoded x_codes;
-  if (needs_w && plan.saves == Saves::kCodes) {
+  std::vector<at::Tensor> shared;
+  if (ranks.reader != 0) {
+    shared = exchange(call, false, saved);
+  } else if (needs_w && plan.saves == Saves::kCodes) {
     size_t at = 0;
     x_codes = next_encoded(saved, at, of_x);
   } else if (needs_w) {
@@ -173,14 +177,25 @@ std::array<at::Tensor, 3> backward(
     const OperandSpec& w = plan.operand_specs[kWeight][kColumnwise];
     size_t at = 0;
     const LinearOperand b = operand_of(w, kColumnwise, next_encoded(call.columnwise, at, w), &a);
-    result[0] = multiply(a, b, dtype, std::nullopt);
+    if (shared.empty()) {
+      result[0] = multiply(a, b, dtype, std::nullopt);
+    } else {
+      product_into(result[0] = shared[0], a, b, true);
+    }
     record_error(call, kDgrad, a, b);
     count(call.handle, kSlots * kDirections + kDgrad);
   };
   std::optional<Sum> sum;
   if (ranks.group && needs_x) {
     dgrad();
-    if (ranks.column && (ranks.is_cut() || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.is_cut());
+    if (ranks.column && ranks.reader == 0 && (ranks.is_cut() || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.is_cut());
+  }
+  if (ranks.reader != 0) {
+    std::vector<at::Tensor> dx;
+    if (needs_x) dx.push_back(std::move(result[0]));
+    shared = exchange(call, true, dx);
+    size_t at = 0;
+    if (needs_w) x_codes = next_encoded(shared, at, of_x);
   }
   if (needs_w) wgrad();
   saved.clear(), x_codes = {}, encoded[kColumnwise] = {};
@@ -201,7 +216,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const c10::intrusive_ptr<LinearCall>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
       const std::vector<at::Tensor>* codes, std::vector<at::Tensor>* result) {
     *result = step::forward(*call, x, bias, *weight, dgrad, *amaxes, *codes);
-    call->dgrad = dgrad, call->saved_input.save(saved_for_backward(*call, x, *result));
+    call->dgrad = dgrad, call->saved_input.save(saved_for_backward(*call, x, *codes, *result));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["dtype"] = static_cast<int64_t>(edge.scalar_type());
     ctx->saved_data["shape"] = x.sizes();
@@ -232,7 +247,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const Amaxes known = Amaxes::given(call->grad_amaxes, dy);
       dy = matrix(dy);
       auto [dx, dw, db] = step::backward(*call, std::move(dy), std::move(saved), needs_x, needs_w, needs_b, known);
-      if (needs_x) input_grads[0] = with_shape(dx, ctx->saved_data["shape"].toIntVector());
+      if (dx.defined()) input_grads[0] = with_shape(dx, ctx->saved_data["shape"].toIntVector());
       if (needs_w && call->main_grad.has_value()) dw = placeholder_of(*call, dtype_of_weight);
       if (dw.defined()) input_grads[1] = dw.scalar_type() == dtype_of_weight ? dw : dw.to(dtype_of_weight);
       if (needs_b) input_grads[2] = db.to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
@@ -283,7 +298,7 @@ std::vector<at::Tensor> linear_step(
     const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors, at::TensorList weight_factors,
     at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
     const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, int64_t cut, bool sums,
-    bool spans_weight, int64_t pieces, const MaybeTensor& main_grad, int64_t placeholder) {
+    bool spans_weight, int64_t pieces, int64_t reader, const MaybeTensor& main_grad, int64_t placeholder) {
   check_cuda(x, "x");
   const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
   const auto call = call_of(plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
@@ -291,7 +306,7 @@ std::vector<at::Tensor> linear_step(
   if (!group.empty()) {
     TORCH_CHECK_VALUE(cut < x.dim() - 1, "dim ", cut, " of x ", x.sizes(), " is cut; wanted one before the last");
     const int64_t outer = cut < 0 ? 1 : c10::multiply_integers(x.sizes().slice(0, cut));
-    call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, spans_weight, pieces, outer};
+    call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, spans_weight, pieces, reader, outer};
   }
   call->main_grad = main_grad, call->placeholder = static_cast<Placeholder>(placeholder);
   const std::vector<at::Tensor> given = codes.vec();
@@ -310,7 +325,7 @@ void register_linear(torch::Library& m) {
       "linear_step(Tensor x, Tensor edge, Tensor? bias, Tensor? values, Tensor[] rowwise, Tensor[] columnwise, int plan, "
       "bool round_to_bf16, bool save, Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, "
       "Tensor[] weight_factors, Tensor[] histories, Tensor[] grad_histories, Tensor[] weight_histories, Tensor[] codes, "
-      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, int cut, bool sums, bool spans_weight, int pieces, "
+      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, int cut, bool sums, bool spans_weight, int pieces, int reader, "
       "Tensor? main_grad, int placeholder) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step<false>));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step<true>));

@@ -74,10 +74,11 @@ struct Ranks {
   bool sums;    // without a cut: dx (column) or y (else) is summed here
   bool spans_weight;  // scales of a whole tensor are those of the whole weight
   int64_t pieces;  // in which y is scattered
+  int64_t reader;  // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, and scatters dx
   int64_t outer;  // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
 
   bool is_cut() const { return cut >= 0; }
-  bool gathers(Slot slot) const { return is_cut() && slot == (column ? kInput : kGradOutput); }
+  bool gathers(Slot slot) const { return is_cut() && reader == 0 && slot == (column ? kInput : kGradOutput); }
   // A scale follows from values of all ranks.
   bool spans(Slot slot, Direction d, const EncodingSpec& spec) const {
     if (!group || !spec.present()) return false;

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <torch/version.h>
 
@@ -125,6 +126,13 @@ Sum::Sum(const Ranks& ranks, at::Tensor y, bool scatters, const MaybeTensor& out
 at::Tensor Sum::take() {
   work_->wait();
   return std::move(sum_);
+}
+
+std::vector<at::Tensor> exchange(const LinearCall& call, bool is_behind, const std::vector<at::Tensor>& tensors) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fsdp_quant::shared_input", "")
+                             .typed<std::vector<at::Tensor>(int64_t, bool, at::TensorList)>();
+  return op.call(call.ranks.reader, is_behind, tensors);
 }
 
 at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype) {

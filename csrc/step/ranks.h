@@ -48,6 +48,9 @@ class Sum {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
+// What ranks exchange for layers that read one cut x, in Python (linear/shared_input.py, `_exchange`).
+std::vector<at::Tensor> exchange(const LinearCall& call, bool is_behind, const std::vector<at::Tensor>& tensors);
+
 // This rank's rows of the sum over the ranks of a b^T, of which one piece of a rank's rows is scattered while the next is
 // multiplied; see `scattered_product` of linear/transport.py. a: codes of lines, with scales of their own.
 at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype);

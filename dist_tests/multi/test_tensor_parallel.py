@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -816,7 +817,7 @@ def counts_of(receipt) -> list[str]:
 
 
 def one_call(rank: int, world: int) -> None:
-    group, (n, tokens), real = dist.group.WORLD, (256, 128), native.linear_step
+    group, n, real = dist.group.WORLD, 256, native.linear_step
     steps = []
 
     def counted(*args):
@@ -827,6 +828,7 @@ def one_call(rank: int, world: int) -> None:
         name: str, column: bool, dim: int | None, with_bias: bool, needs: str, k=128, **options
     ):
         is_cut = dim is not None
+        tokens = 128 if name in ("fp8_block", "hybrid") else 64  # whole blocks
         fq.reset_receipt()
         torch.manual_seed(rank)
         recipe = recipe_of(name, **options)
@@ -972,6 +974,75 @@ def _one_program(rank: int, world: int) -> None:
 def _programs_of_ranks(rank: int, world: int) -> None:
     with hopper.emulated("sm_90a"):
         _one_program(rank, world)
+
+
+def _shared_input(rank: int, world: int) -> None:
+    group, one = dist.group.WORLD, among_ranks._ranks_of_step
+    steps, real = [], native.linear_step
+
+    def run(recipe: str, by_step: Sequence[bool], dim: int, frozen: str, saves: bool) -> dict:
+        """by_step: of q, k and v, whether a compiled step runs it on this rank."""
+        torch.manual_seed(rank)
+        recipe = recipe_of(recipe, **({"save_original_input": True} if saves else {}))
+        layers = [
+            fq.Linear(128, n, False, recipe=recipe, dtype=torch.bfloat16) for n in (128, 64, 96)
+        ]
+        for layer in layers:
+            layer.runtime.weight_state.tensor_group = group
+            layer.runtime.weight_state.tensor_dim = 0
+        layers[1].weight.requires_grad_("w" not in frozen)
+        axis, shape = TensorParallel(group, True, dim), [128, 128, 128]
+        shape[1 - dim] = 2
+        x = laws.values(256, 128, seed=3 + rank, dtype=torch.bfloat16).view(shape)
+        x = (x * (1 + rank)).requires_grad_("x" not in frozen)
+        owner = x * 1  # not the leaf
+        fq.reset_receipt()
+        outputs = []
+        for layer, is_step in zip(layers, by_step):
+            among_ranks._ranks_of_step = one if is_step else lambda *_: None
+            y = among_ranks.multiply_shared(layer, owner, owner, layer.weight, None, axis)
+            outputs.append(y)
+        dys = [laws.values(y.numel(), 1, seed=7 + rank, dtype=y.dtype).view_as(y) for y in outputs]
+        if "b" in frozen:  # the backward reads one of them alone
+            outputs, dys = outputs[:1], dys[:1]
+        torch.autograd.backward(outputs, dys, retain_graph="r" in frozen)
+        if "r" in frozen:
+            torch.autograd.backward(outputs, dys)
+        results = {f"y{i}": y for i, y in enumerate(outputs)} | {"dx": x.grad}
+        results |= {f"dw{i}": layer.weight.grad for i, layer in enumerate(layers)}
+        return results | {"calls": counts_of(fq.receipt())}
+
+    def counted(*args):
+        steps.append(args)
+        return real(*args)
+
+    native.linear_step = counted
+    every, none = (True,) * 3, (False,) * 3
+    for recipe, dim in itertools.product(("mxfp8", "fp8_current", "fp8_block"), (0, 1)):
+        for frozen, saves in (("", False), ("x", False), ("w", True), ("b", False), ("r", False)):
+            want = run(recipe, none, dim, frozen, saves)
+            # all; on one rank; some of the layers
+            for by_step in (every, every if rank else none, (rank == 0, rank == 1, True)):
+                what = f"{recipe}, {dim=}, {frozen=}, {by_step=}"
+                steps.clear()
+                got = run(recipe, by_step, dim, frozen, saves)
+                assert len(steps) == sum(by_step), f"{what}: {len(steps)} steps"
+                assert got["calls"] == want["calls"], what
+                for key in want.keys() - {"calls"}:
+                    assert (got[key] is None) == (want[key] is None), f"{what}: {key}"
+                    if got[key] is not None:
+                        laws.assert_same_bytes(got[key], want[key], f"{what}: {key}")
+
+
+def _shared_inputs(rank: int, world: int) -> None:
+    with contextlib.nullcontext() if DEVICE == "cuda" else hopper.emulated("sm_90a"):
+        _shared_input(rank, world)
+
+
+def test_compiled_steps_share_a_cut_input_as_the_program_does():
+    """Otherwise q, k and v train another model, or wait for a rank whose guard moved a product of
+    one of them for ever."""
+    run_ranks(2, _shared_inputs)
 
 
 @on_cpu

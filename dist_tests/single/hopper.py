@@ -41,7 +41,7 @@ from fsdp_quant.formats import (
     ceil_div,
     round_up,
 )
-from fsdp_quant.linear import base, guard, plan
+from fsdp_quant.linear import base, guard, plan, shared_input
 from fsdp_quant.ops import (
     anchoring,
     capability,
@@ -1410,13 +1410,15 @@ class Operators:
         sums,
         spans_weight,
         pieces,
+        reader,
         main_grad,
         placeholder,
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
             ranks=_Ranks(
-                group, column, cut, sums, spans_weight, pieces, math.prod(x.shape[: max(cut, 0)])
+                *(group, column, cut, sums, spans_weight, pieces, reader),
+                math.prod(x.shape[: max(cut, 0)]),
             ),
             main_grad=main_grad,
             placeholder=placeholder,
@@ -1684,7 +1686,7 @@ class Operators:
         operand_specs, col = call.slots[0], call.save and not call.saves_input
         if gathers and _share_codes(operand_specs):
             col = False
-        wanted = self._wanted(operand_specs, True, col)
+        wanted = self._wanted(operand_specs, True, col and not ranks.reader)
         if codes:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, operand_specs, wanted):
@@ -1711,6 +1713,8 @@ class Operators:
         y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*sizes, y.shape[-1]))
         if not call.save:
             kept = []
+        elif ranks.reader:
+            kept = rest
         else:
             kept = [x] if call.saves_input else list(made.values())[-1]
         return [y, *(t for buffers in made.values() for t in buffers)], kept
@@ -1726,8 +1730,10 @@ class Operators:
             if _share_codes(operand_specs):
                 sent[COLUMNWISE] = sent[ROWWISE]
             made = {d: self._of_all_ranks(call, 2, d, whole) for d, whole in sent.items()}
-        of_x = call.slots[0][1]
-        if needs_w and call.saves_input:
+        of_x, shared = call.slots[0][1], []
+        if ranks.reader:
+            shared = shared_input.step_exchange(ranks.reader, False, list(saved))
+        elif needs_w and call.saves_input:
             rows = _matrix(saved[0])
             encode = self._step_rows if ranks.gathers(0) else self._step_quantize
             again = encode(call, 0, rows, False, True, call.amaxes)
@@ -1744,10 +1750,14 @@ class Operators:
         )
         if needs_x:
             a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [dy]))
-            dx = self._step_product(
-                call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight())
-            )
-            dx = ranks.sum(dx) if ranks.column else dx
+            w = self._step_operand(call.slots[1][1], COLUMNWISE, weight())
+            if shared:
+                self._step_product(call, 1, a, w, out=shared[0])
+            dx = shared[0] if shared else self._step_product(call, 1, a, w)
+            dx = ranks.sum(dx) if ranks.column and not ranks.reader else dx
+        if ranks.reader:
+            of_layers = [] if dx is None else [dx]
+            saved, dx = shared_input.step_exchange(ranks.reader, True, of_layers), None
         if needs_w:
             source = ROWWISE if operand_specs[1].same else COLUMNWISE
             a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
@@ -1765,6 +1775,7 @@ class _Ranks(NamedTuple):
     sums: bool
     spans_weight: bool
     pieces: int
+    reader: int
     outer: int
 
     @property
@@ -1787,7 +1798,7 @@ class _Ranks(NamedTuple):
         return fmt.block[0] is None and (gathers or slot == (2 if self.column else 0))
 
     def gathers(self, slot: int) -> bool:
-        return self.cut >= 0 and slot == (0 if self.column else 2)
+        return self.cut >= 0 and not self.reader and slot == (0 if self.column else 2)
 
     def gathered(self, rows: Tensor) -> Tensor:
         whole = rows.new_empty(self.count * len(rows), *rows.shape[1:])
@@ -1867,7 +1878,7 @@ class _Step(torch.autograd.Function):
             value = values[ctx.call.placeholder]
             dw = None if value is None else torch.full_like(ctx.call.main_grad, value)
         return (
-            dx.view(ctx.shape) if needs_x else None,
+            None if dx is None else dx.view(ctx.shape),
             None if dw is None else dw.to(ctx.dtype),
             dy.sum(0).to(ctx.bias_dtype) if needs_b else None,
             None,

@@ -26,6 +26,7 @@ from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear, pieces
+from .shared_input import Handed
 from .transport import count_high_precision_gather
 
 
@@ -171,7 +172,8 @@ def _multiply(
         call = call._replace(step=step, ids=ids)
     ranks = _ranks_of_step(call, x, weight, bias, owner is None)
     if ranks is not None:
-        return fused.linear(x, weight, bias, call._replace(ranks=ranks))
+        handed = Handed(owner=owner if axis.gathered_slot == "input" else None)
+        return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
     return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
@@ -195,10 +197,13 @@ def _ranks_of_step(
         cut = axis.cut_of("input", x) or axis.output_cut(shape, call.described("output"))
         dim, chunk, outer = (cut := known(cut, "the cut")).dim, cut.chunk, cut.outer
         count = 1 if column or outer > 1 else pieces(chunk, weight.shape)
-        if chunk % multiple or (column and not is_alone) or (count > 1 and not in_pieces):
+        adds_dx = column and not is_alone  # to that of other layers
+        if chunk % multiple or (count > 1 and not in_pieces):
+            return None
+        if adds_dx and not fused.can_add(call.plan, call.plan.resolved(x.dtype, x.device), 1):
             return None
     spans_weight = call.weight_group is not None
-    return axis.group.group_name, column, dim, axis.reduces, spans_weight, count
+    return axis.group.group_name, column, dim, axis.reduces, spans_weight, count, 0
 
 
 def _serves_ranks(

@@ -251,14 +251,8 @@ class GemmPlan:
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
         in_rows = in_rows and not is_anchored_of_codes(fmt, ANCHORED_TENSOR)
-        if (
-            slot == "weight"
-            or hybrid.is_derived
-            or hybrid.turns
-            or side.is_stochastic
-            or side.eps
-            or not in_rows
-        ):
+        is_plain = not (hybrid.is_derived or hybrid.turns or side.is_stochastic or side.eps)
+        if slot == "weight" or not is_plain or not in_rows:
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
 
@@ -532,7 +526,8 @@ def _called() -> Iterator[tuple[str, object, int]]:
             phase = "forward" if (slot, d) == operands[0] else "backward"
             d = ROWWISE if plan.hybrid(slot).shares_storage else d  # of the codes that are sent
             yield "sequence gather", (phase, d.value, plan.operand(slot, d).name), n
-        yield from (("amax all-reduce", of, n) for of, n in zip(("activations", "weights"), counts))
+        for tensors, n in zip(("activations", "weights"), counts):
+            yield "amax all-reduce", tensors, n
 
 
 def build_plan(
