@@ -143,6 +143,7 @@ std::array<at::Tensor, 3> backward(
   std::vector<at::Tensor> shared;
   if (ranks.reader != 0) {
     shared = exchange(call, false, saved);
+    saved.clear();
   } else if (needs_w && plan.saves == Saves::kCodes) {
     size_t at = 0;
     x_codes = next_encoded(saved, at, of_x);

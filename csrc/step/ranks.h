@@ -48,7 +48,8 @@ class Sum {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-// What ranks exchange for layers that read one cut x, in Python (linear/shared_input.py, `_exchange`).
+// What ranks exchange for layers that read one cut x, some of which may run the Python program: `SharedInput.exchange` of
+// linear/shared_input.py.
 std::vector<at::Tensor> exchange(const LinearCall& call, bool is_behind, const std::vector<at::Tensor>& tensors);
 
 // This rank's rows of the sum over the ranks of a b^T, of which one piece of a rank's rows is scattered while the next is

@@ -1018,7 +1018,7 @@ def _shared_input(rank: int, world: int) -> None:
 
     native.linear_step = counted
     every, none = (True,) * 3, (False,) * 3
-    for recipe, dim in itertools.product(("mxfp8", "fp8_current", "fp8_block"), (0, 1)):
+    for recipe, dim in (("mxfp8", 0), ("fp8_current", 0), ("fp8_block", 1), ("fp8_current", 1)):
         for frozen, saves in (("", False), ("x", False), ("w", True), ("b", False), ("r", False)):
             want = run(recipe, none, dim, frozen, saves)
             # all; on one rank; some of the layers
@@ -1034,9 +1034,43 @@ def _shared_input(rank: int, world: int) -> None:
                         laws.assert_same_bytes(got[key], want[key], f"{what}: {key}")
 
 
+def _styled_mlp(rank: int, world: int) -> None:
+    one, steps, real = among_ranks._ranks_of_step, [], native.linear_step
+
+    def counted(*args):
+        steps.append(args)
+        return real(*args)
+
+    def run(recipe: str, by_step: bool, is_checkpointed: bool) -> dict:
+        among_ranks._ranks_of_step = one if by_step else lambda *_: None
+        fq.reset_receipt()
+        steps.clear()
+        net = build().bfloat16()
+        net[0].down.bias = None
+        mesh = mesh_of(tp=world)
+        net = cut(fq.convert(net, recipe_of(recipe)), mesh)
+        x = laws.values(2 * 64 * world, D, seed=1).view(2, -1, D)
+        x = x.chunk(world, 1)[rank].contiguous().requires_grad_()
+        y = checkpoint(net[0], x, use_reentrant=False) if is_checkpointed else net[0](x)
+        y.backward(torch.ones_like(y))
+        results = {name: whole(p.grad) for name, p in net.named_parameters()}
+        return results | {"y": y, "dx": x.grad, "calls": counts_of(fq.receipt())}
+
+    native.linear_step = counted
+    for recipe, is_checkpointed in itertools.product(("mxfp8", "fp8_current"), (False, True)):
+        want = run(recipe, False, is_checkpointed)
+        for by_step in (True, rank == 1):
+            got, what = run(recipe, by_step, is_checkpointed), f"{recipe}, {is_checkpointed=}"
+            assert len(steps) == by_step * 3 * (1 + is_checkpointed), f"{what}: {len(steps)} steps"
+            assert got["calls"] == want["calls"], what
+            for key in want.keys() - {"calls"}:
+                laws.assert_same_bytes(got[key], want[key], f"{what}: {key}")
+
+
 def _shared_inputs(rank: int, world: int) -> None:
     with contextlib.nullcontext() if DEVICE == "cuda" else hopper.emulated("sm_90a"):
         _shared_input(rank, world)
+        _styled_mlp(rank, world)
 
 
 def test_compiled_steps_share_a_cut_input_as_the_program_does():
