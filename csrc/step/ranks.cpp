@@ -64,7 +64,8 @@ Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bo
     specs[sent] = r.spec, specs[sent].transposed = false, specs[sent].scale_layout = ScaleLayout::kCompact;
     count(call.handle, slot * kDirections + sent);
   }
-  return encode_directions(specs, x, {}, std::nullopt, false, amaxes);
+  const Delayed by = delayed_of(call.plan->operand_specs[slot], specs, history_of(call, slot));
+  return encode_directions(specs, x, by, std::nullopt, false, amaxes);
 }
 
 namespace {

@@ -150,8 +150,6 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
                         EncodeExtras extras) {
   const TokenTables* const tokens = extras.tokens;
   const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
-  const History history = slot == kInput ? History{call.factors, call.histories}
-                                         : History{call.grad_factors, call.grad_histories};
   EncodingSpec plain[kDirections] = {};
   int64_t anchors[kDirections] = {};
   MaybeTensor key;
@@ -168,7 +166,7 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
         key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
     }
   }
-  const Delayed by = delayed_of(r, plain, history, tokens != nullptr ? tokens->groups : 1);
+  const Delayed by = delayed_of(r, plain, history_of(call, slot), tokens != nullptr ? tokens->groups : 1);
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
   const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
   const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of ungrouped tensors

@@ -16,6 +16,11 @@ struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
 
+// Of the input or the gradient.
+inline History history_of(const LinearCall& call, Slot slot) {
+  return slot == kInput ? History{call.factors, call.histories} : History{call.grad_factors, call.grad_histories};
+}
+
 // Known amaxes of a tensor: whole [1], per row, per column over kAmaxRun rows [runs, cols].
 struct Amaxes {
   MaybeTensor whole, rows, runs;

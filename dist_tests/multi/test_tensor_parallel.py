@@ -32,6 +32,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.linear import among_ranks, call, program
 from fsdp_quant.linear.cut import TensorParallel
+from fsdp_quant.models.steps import histories_by_side
 from fsdp_quant.ops import native
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
@@ -803,6 +804,7 @@ STEPS = {  # recipe -> whether a compiled step serves ranks of a cut tensor; Non
     "fp8_block": True,
     "fp8_row": True,
     "fp8_current": True,
+    "fp8_delayed": True,
     "mxfp4": None,  # rounded stochastically
     "nvfp4": None,
     "identity": False,
@@ -843,16 +845,20 @@ def one_call(rank: int, world: int) -> None:
         x = torch.randn(2, rows, k, generator=same, device="cpu").bfloat16().to(DEVICE)
         x[1] *= 64  # other scales
         x = x.transpose(0, int(dim != 1)).detach().requires_grad_("x" in needs)
-        with torch.set_grad_enabled(bool(needs)):
-            axis = TensorParallel(group, column, dim)
-            y = among_ranks.multiply_shared(layer, None, x, layer.weight, layer.bias, axis)
-        dy = torch.Generator("cpu").manual_seed(7 + (rank if column or is_cut else 0))
-        if needs:
-            dy = torch.randn(y.shape, generator=dy, device="cpu").bfloat16().to(DEVICE) / 64
-            y.backward(dy)
+        axis = TensorParallel(group, column, dim)
+        for step in range(1 + (name == "fp8_delayed")):  # the second scales by the first
+            fq.begin_step(step)
+            with torch.set_grad_enabled(bool(needs)):
+                y = x / (1 + step)
+                y = among_ranks.multiply_shared(layer, None, y, layer.weight, layer.bias, axis)
+            dy = torch.Generator("cpu").manual_seed(7 + (rank if column or is_cut else 0))
+            if needs:
+                dy = torch.randn(y.shape, generator=dy, device="cpu").bfloat16().to(DEVICE) / 64
+                y.backward(dy)
+        amaxes = {s: h.amaxes.clone() for s, h in histories_by_side(layer).items()}
         bias = None if layer.bias is None else layer.bias.grad
         results = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": bias}
-        return results | {"main_grad": layer.weight.main_grad}, fq.receipt()
+        return results | {"main_grad": layer.weight.main_grad, **amaxes}, fq.receipt()
 
     native.linear_step = counted
     one = among_ranks._ranks_of_step
@@ -860,6 +866,8 @@ def one_call(rank: int, world: int) -> None:
     for name, served in STEPS.items():
         for column, dim in itertools.product((True, False), (None, 0, 1)):
             cases = [("xw", False, {})]
+            if name == "fp8_delayed":
+                cases.append(("xw", False, {"save_original_input": True}))
             if (name in ("mxfp8", "fp8_current") and dim != 1) or laws.EVERYTHING:
                 cases += [(needs, False, {}) for needs in ("x", "w", "", "xw+")]
                 cases += [("xw", True, {}), ("xw", False, {"save_original_input": True})]
@@ -872,7 +880,8 @@ def one_call(rank: int, world: int) -> None:
                 is_served = served is not None if dim is None else served
                 is_served = is_served and (column or not with_bias)
                 is_served = is_served and (name != "identity" or "+" not in needs)
-                assert len(steps) == (bool(is_served) and "k" not in options), f"{what}: {steps}"
+                count = (1 + (name == "fp8_delayed")) * (bool(is_served) and "k" not in options)
+                assert len(steps) == count, f"{what}: {steps}"
                 if not is_served:
                     continue
                 among_ranks._ranks_of_step = lambda *_: None

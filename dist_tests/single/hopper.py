@@ -1591,6 +1591,10 @@ class Operators:
             side = unpack(reading.side, d, reading.eps)
             side, known = side._replace(transposed=False, layout=native.COMPACT), [None] * 8
             known[4 * (d is COLUMNWISE)] = amaxes.get(d)
+            if reading.factor >= 0:
+                known[4 * (d is COLUMNWISE) + 2] = call.factors[slot // 2][reading.factor]
+                for history in call.histories[slot // 2][reading.factor :][:1]:
+                    self.record_amax(history, amaxes[d])
             made[d] = self._quantized(x, [side], 0, False, known)[:2]
         return made
 

@@ -170,6 +170,8 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
+    if plan.input.delayed_directions:
+        owner = None  # amaxes are recorded for one layer
     ranks = _ranks_of_step(call, x, weight, bias, owner is None)
     if ranks is not None:
         handed = Handed(owner=owner if axis.gathered_slot == "input" else None)
@@ -215,7 +217,7 @@ def _serves_ranks(
     gathered, split = ("input", "grad_output") if column else ("grad_output", "input")
     resolved, is_square = plan.resolved(dtype, device), plan.hybrid(gathered).shares_storage
     split_spans = any(plan.operand(split, d).tensor_scale for d in Direction)
-    if resolved.call is None or plan.is_keyed or plan.is_delayed or split_spans:
+    if resolved.call is None or plan.is_keyed or split_spans:
         return None
     on_hopper = arch_of(device) == "sm_90a"
 
