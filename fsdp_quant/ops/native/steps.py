@@ -235,7 +235,9 @@ def linear_step(
     the autograd node that computes the gradients.
 
     operand:      the weight. plan: of `linear_plan`.
-    codes:        of x, as an earlier step returned them; empty: x is quantized.
+    codes:        of x, as an earlier step returned them; empty: x is quantized. Of a cut x that
+                  other layers read: the gathered operand (data, scale), then what is saved for the
+                  backward.
     adds_to:      fp32 tensor to which the backward adds dw, and what autograd is given then
                   (`Placeholder` of csrc/step/plan.h); None: autograd is given dw.
     amaxes:       of x, as the kernel that wrote x left them; None: not known.
