@@ -337,9 +337,9 @@ def _completed(
 
 
 def replay_encode(call: native.RecordedEncode, x: Sequence[Tensor]) -> None:
-    """Repeat a launch of `multi_tensor_encode` over other values."""
+    """Repeat a launch of `multi_tensor_encode` over other values; [E, rows, cols] is E tensors."""
     call(x)
-    _count(call.encoding, "native", len(x))
+    _count(call.encoding, "native", len(call.results))
 
 
 def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = None) -> Tensor:

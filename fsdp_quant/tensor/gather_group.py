@@ -200,6 +200,11 @@ class GatherPlan:
                 fields.append(encoded)
         copies, inputs, not_gathered = [], [], []
         is_repeatable &= sum(len(places) for _, places in launches) == len(asked)
+        launched = [
+            (one, list({asked[n].member: None for n in places})) for one, places in launches
+        ]
+        # else a stack is cut between launches
+        is_repeatable &= sum(len(of) for _, of in launched) == len(by_direction)
         for i, (member, directions) in enumerate(zip(self.members, self._directions)):
             rows: dict[tuple[Direction, str], Tensor] = {}
             for d in directions:
@@ -217,7 +222,7 @@ class GatherPlan:
             not_gathered += ((member.buffer(*name), values) for name, values in unsent)
         return _Sent(
             key,
-            [(launch, [asked[n][:2] for n in places]) for launch, places in launches],
+            launched,
             [(a.shard.piece.state.name, a.direction.value) for a in asked],
             inputs,
             not_gathered,
@@ -305,7 +310,7 @@ class _Sent(NamedTuple):
     Key: `_facts` of all weights. Owner: the plan, until the key differs. The memory is freed when
     the gather has arrived.
 
-    launches:      (launch, (member, matrix or None) of each shard that it encodes).
+    launches:      (launch, the members whose shards it encodes).
     inputs:        all-gather inputs of each weight.
     not_gathered:  (buffer, its bytes) of what FSDP2 does not gather at world size 1.
     copies:        ([buffer], [source]) of buffers that are not views of the codes.
@@ -313,7 +318,7 @@ class _Sent(NamedTuple):
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
-    launches: list[tuple[RecordedEncode, list[tuple[int, int | None]]]]
+    launches: list[tuple[RecordedEncode, list[int]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
     not_gathered: list[tuple[Tensor, Tensor]]
@@ -327,10 +332,8 @@ class _Sent(NamedTuple):
         )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
-        matrices = {i: v.unbind() for i, v in enumerate(values) if v.dim() == 3}
-        for launch, places in self.launches:
-            shards = [values[i] if e is None else matrices[i][e] for i, e in places]
-            replay_encode(launch, [shard.to(launch.device) for shard in shards])
+        for launch, members in self.launches:
+            replay_encode(launch, [values[i].to(launch.device) for i in members])
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:
