@@ -295,11 +295,7 @@ def plan(
         result.gemms += rows if module.weight.requires_grad else rows[:2]  # no wgrad
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
-    reduced = [reduced_bytes(params) for params in by_group(managed)]
-    result.gradient_bytes = (
-        sum(shards for shards, _ in reduced),
-        sum(copies for _, copies in reduced),
-    )
+    result.gradient_bytes = _gradient_bytes(managed)
     if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
@@ -334,6 +330,11 @@ def _links(
             "of them (inside a copy, between copies), and seconds"
         )
     return links
+
+
+def _gradient_bytes(managed: list[ManagedParam]) -> tuple[int, int]:
+    pairs = [reduced_bytes(params) for params in by_group(managed)]
+    return sum(shards for shards, _ in pairs), sum(copies for _, copies in pairs)
 
 
 def _traffic(

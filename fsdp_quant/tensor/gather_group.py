@@ -199,12 +199,8 @@ class GatherPlan:
             if a.matrix is None or a.shard.piece.values.shape[0]:
                 fields.append(encoded)
         copies, inputs, not_gathered = [], [], []
-        is_repeatable &= sum(len(places) for _, places in launches) == len(asked)
-        launched = [
-            (one, list({asked[n].member: None for n in places})) for one, places in launches
-        ]
-        # else a stack is cut between launches
-        is_repeatable &= sum(len(of) for _, of in launched) == len(by_direction)
+        launched = _members_of(launches, asked)
+        is_repeatable &= launched is not None
         for i, (member, directions) in enumerate(zip(self.members, self._directions)):
             rows: dict[tuple[Direction, str], Tensor] = {}
             for d in directions:
@@ -222,7 +218,7 @@ class GatherPlan:
             not_gathered += ((member.buffer(*name), values) for name, values in unsent)
         return _Sent(
             key,
-            launched,
+            launched or [],
             [(a.shard.piece.state.name, a.direction.value) for a in asked],
             inputs,
             not_gathered,
@@ -276,6 +272,16 @@ class GatherPlan:
             # else the dtype was a guess, or the guard moved a GEMM since the forward's gather
             if member.knows_activation_dtype and member.layouts == member.operand_layouts:
                 torch_compat.free_storage(codes)
+
+
+def _members_of(
+    launches: list[tuple[RecordedEncode, list[int]]], asked: Sequence[_Asked]
+) -> list[tuple[RecordedEncode, list[int]]] | None:
+    """The members whose shards each launch encodes; None if a shard, or a part of it, is left."""
+    members = [(launch, list({asked[n].member: None for n in on})) for launch, on in launches]
+    directions = {(a.member, a.direction) for a in asked}
+    is_whole = sum(len(each) for _, each in members) == len(directions)
+    return members if is_whole and sum(len(on) for _, on in launches) == len(asked) else None
 
 
 def _held_key(shard: Shard) -> tuple:

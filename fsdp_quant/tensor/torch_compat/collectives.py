@@ -36,11 +36,11 @@ _IS_NCCL: MutableMapping[dist.ProcessGroup, dict[str, bool]] = weakref.WeakKeyDi
 
 def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """NCCL runs collectives of the device's tensors in torch's own group."""
-    known = _IS_NCCL.setdefault(group, {})
-    if device.type not in known:
-        of_torch = group.__class__ is dist.ProcessGroup
-        known[device.type] = of_torch and group._get_backend(device).name() == "nccl"
-    return known[device.type]
+    by_type = _IS_NCCL.setdefault(group, {})
+    if device.type not in by_type:
+        is_torchs = group.__class__ is dist.ProcessGroup
+        by_type[device.type] = is_torchs and group._get_backend(device).name() == "nccl"
+    return by_type[device.type]
 
 
 def all_gather_rows(
