@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from ..context import STEP
 from ..counters import counters
-from ..formats import IDENTITY, Direction
+from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction
 from ..linear.linear import Linear
 from ..linear.operands import slot_key
 from ..linear.passes import steps_of
@@ -62,14 +62,7 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import cuts_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from ..tensor.weight_state import (
-    Piece,
-    Shard,
-    WeightQuantizer,
-    encode_shards,
-    storage_of,
-    values_of,
-)
+from ..tensor.weight_state import Piece, WeightQuantizer, encode_piece, values_of
 from .calls import call_of, plans_of, rows_by_layer, units_of
 from .dump import Dump
 from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
@@ -459,18 +452,14 @@ def _of_weight(
 
 def _of_piece(piece: Piece) -> Sample:
     state, values = piece.state, piece.values
-    rounded = values.to(state.compute_dtype or values.dtype)
-
-    def encode(direction: Direction) -> Storage:
-        shared = (state.statistics or {}).get((state.name, direction))
-        (encoded,) = encode_shards(
-            [Shard(piece, direction, values.dtype, shared, None, False)], values.device
-        )
-        return Storage.of(
-            encoded, state.quantizer.encodings[direction], values.shape, rounded.dtype, piece.row0
-        )
-
-    storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
+    rounded, shared = values.to(state.compute_dtype or values.dtype), state.statistics or {}
+    storages = {
+        d: encode_piece(piece, d, rounded.dtype, shared.get((state.name, d)), values.device)
+        for d in state.quantizer.encodings
+    }
+    if COLUMNWISE not in storages:
+        rowwise, dtype = storages[ROWWISE], state.compute_dtype
+        storages[COLUMNWISE] = state.quantizer.columnwise_of(rowwise, compute_dtype=dtype)
     return rounded, storages, state.quantizer
 
 
