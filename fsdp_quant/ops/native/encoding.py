@@ -164,13 +164,8 @@ def supported(fmt: Format, device: Place) -> dict[str, str | None]:
     blackwell = (
         "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
     )
-    return {
-        "quantize": reason,
-        "statistics": reason,
-        "dequantize": reason,
-        "transpose": reason,
-        "swizzle": reason or blackwell,
-    }
+    of_codes = dict.fromkeys(("quantize", "statistics", "dequantize", "transpose"), reason)
+    return of_codes | {"swizzle": reason or blackwell}
 
 
 def scale_layout(x: Tensor) -> int:
