@@ -36,7 +36,7 @@ from .weights import (
     sources_of,
     statistics_of,
 )
-from .writer import Planned, Writer, in_files, size_of
+from .writer import Planned, Writer, in_buckets, size_of
 
 T = TypeVar("T")
 _OPTIONS = {
@@ -114,7 +114,7 @@ def export(
     """
     max_bytes = size_of(max_shard_size)
     checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
-    files = in_files(checkpoint.planned, max_bytes)
+    files = list(in_buckets(checkpoint.planned, max_bytes, lambda planned: planned.nbytes))
     writer = _on_first_rank(lambda: Writer(Path(path), files, checkpoint.config))
     failure = None
     try:
