@@ -30,6 +30,7 @@ measured under fake tensors, torch.func, or while a graph is traced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -118,7 +119,7 @@ class Inspection:
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
-        self._stance = None
+        self._eager = contextlib.ExitStack()  # entered in a sampled step
         self._faults: set[str] = set()  # what could not be measured, and was warned of
         # (layer, slot, of another recipe) -> its parts
         self._measured: dict[tuple[str, str, bool], list[Measured]] = {}
@@ -138,7 +139,7 @@ class Inspection:
         if not self._undo:
             return
         self._undo.pop()()
-        self._leave_eager()
+        self._eager.close()
         self.flush()
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
@@ -193,21 +194,16 @@ class Inspection:
         if self._step % self.every == 0 and self._sampled != self._step:
             self._sampled = self._step
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
-                self._stance = torch.compiler.set_stance("force_eager")
+                self._eager.enter_context(torch.compiler.set_stance("force_eager"))
             self._observe("this step", self._attach)
 
     def _after(self) -> None:
-        self._leave_eager()
+        self._eager.close()
         if self.in_forward:
             self.in_forward = False
             self._observe("the weights", self._measure_weights)
             if self.evaluation:
                 self.flush()
-
-    def _leave_eager(self) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
 
     def flush(self) -> None:
         """Copy the statistics of the sampled step, whose backward has run, to the host, and report
