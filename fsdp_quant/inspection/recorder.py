@@ -36,6 +36,7 @@ import json
 import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -122,7 +123,7 @@ class Inspection:
         self._eager = contextlib.ExitStack()  # entered in a sampled step
         self._faults: set[str] = set()  # what could not be measured, and was warned of
         # (layer, slot, of another recipe) -> its parts
-        self._measured: dict[tuple[str, str, bool], list[Measured]] = {}
+        self._measured: dict[tuple[str, str, bool], list[Measured]] = defaultdict(list)
 
     def start(self) -> Inspection:
         """Count forwards from now on. An existing file is truncated."""
@@ -215,7 +216,7 @@ class Inspection:
             self._observe("the sampled step", self._collect)
             if self._dump is not None:
                 self._observe("the tensors to dump", self._dump.write, self._sampled)
-        self._measured = {}
+        self._measured.clear()
         if self.on_record is not None and self.latest is not None and self.latest is not latest:
             self.on_record(*self.latest)
 
@@ -309,7 +310,8 @@ class Inspection:
             sample = _of_slot(layer, layer.plan, slot, part)
             self._take(name, slot, _tensor_name(slot, layers, layer), sample)
             if name in self._what_if:
-                self._compare(name, slot, _of_slot(layer, self._what_if[name], slot, part))
+                other = _of_slot(layer, self._what_if[name], slot, part)
+                self._measured[name, slot, True].append(_measured(other))
 
     def _add_high_precision(self, name: str, slot: str, x: Tensor) -> None:
         """Measure a tensor that no GEMM of the layer reads as codes."""
@@ -323,13 +325,9 @@ class Inspection:
     def _take(self, name: str, slot: str, tensor: str, sample: Sample) -> None:
         """Measure a tensor of a slot, and dump it as `tensor`."""
         values, storages, _ = sample
-        self._measured.setdefault((name, slot, False), []).append(_measured(sample))
+        self._measured[name, slot, False].append(_measured(sample))
         if self._dump is not None:
             self._dump.add(name, tensor, values, storages)
-
-    def _compare(self, name: str, slot: str, sample: Sample) -> None:
-        """Measure what another recipe would have made of a tensor (`what_if=`)."""
-        self._measured.setdefault((name, slot, True), []).append(_measured(sample))
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -352,7 +350,8 @@ class Inspection:
                     if other is not None and values is not None:
                         values = values.to(other.compute_dtype or values.dtype)
                         storages, _ = other.weight.storages(values)
-                        self._compare(name, "weight", (values, storages, other.weight))
+                        numbers = measure(values, storages, other.weight)
+                        self._measured[name, "weight", True].append(numbers)
 
     def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
         if self._path is not None:

@@ -471,9 +471,8 @@ def _config(
     config.pop("quantization_config", None)
     if config and not config.get("architectures"):
         # but for the classes that fully_shard and our own modules derive from it
-        derived = {c for c in type(model).__mro__ if issubclass(c, FSDPModule)}
-        derived |= {c for c in type(model).__mro__ if hasattr(c, "fused_as")}
-        original = next(c for c in type(model).__mro__ if c not in derived)
+        classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+        original = next(c for c in classes if not hasattr(c, "fused_as"))
         config["architectures"] = [original.__name__]
     if config and dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
